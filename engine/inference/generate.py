@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.data.vision.columns import PlacedPicture
+from engine.data.vision.family import VisionFamily
 from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
+from engine.inference.pictures import prompt_coordinates
 from engine.inference.text import TextStream, TokenDecoder
 from engine.models.decoder_config import DecoderConfig
 
@@ -28,11 +31,13 @@ class Request:
 
     Args:
         row: its number in the run; a coordinate of its random numbers.
-        ids: its tokens.
+        ids: its tokens, those that stand for features of pictures included.
+        pictures: in the order of their tokens.
     """
 
     row: int
     ids: tuple[int, ...]
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +81,19 @@ class Speed:
 class _Row:
     request: Request
     stream: TextStream
+    next_position: int
     ids: list[int] = field(default_factory=list)
     ending: Ending | None = None
 
     @property
-    def position(self) -> int:
-        """The position of the last token."""
+    def place(self) -> int:
+        """The place of the last token in the row."""
         return len(self.request.ids) + len(self.ids) - 1
+
+    @property
+    def position(self) -> int:
+        """The position of the last token, where a picture's tokens may share one."""
+        return self.next_position + len(self.ids) - 1
 
 
 def context_limit(config: DecoderConfig) -> int:
@@ -122,14 +133,21 @@ class Generator:
         stage: this rank's part.
         limits: when rows end.
         tokenizer: of the model.
+        family: of a model with a vision tower, which reads pictures; None where no prompt has any.
         speed: figures to add to; None for new ones.
     """
 
     def __init__(
-        self, stage: InferenceStage, limits: Limits, tokenizer: TokenDecoder, *, speed: Speed | None = None
+        self,
+        stage: InferenceStage,
+        limits: Limits,
+        tokenizer: TokenDecoder,
+        *,
+        family: VisionFamily | None = None,
+        speed: Speed | None = None,
     ) -> None:
         assert limits.slots <= stage.cache.slots, (limits.slots, stage.cache.slots)
-        self.stage, self._limits, self._tokenizer = stage, limits, tokenizer
+        self.stage, self._limits, self._tokenizer, self._family = stage, limits, tokenizer, family
         row_limit = stage.model.config.max_row_length
         # the prompts of one pass are in one row of tokens
         self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
@@ -151,6 +169,9 @@ class Generator:
 
         Returns:
             The answers in the order of `requests`.
+
+        Raises:
+            UserError: a picture that cannot be read; on all ranks.
         """
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
         while waiting or rows:
@@ -184,23 +205,31 @@ class Generator:
             starting.append(waiting.popleft())
         slots = range(len(rows), len(rows) + len(starting))
         began = self.stage.now()
-        tokens = self.stage.prefill([request.ids for request in starting], slots, [request.row for request in starting])
+        # ranks that encode nothing read pictures too, so that a broken one ends all of them
+        coordinates = prompt_coordinates(
+            self._family,
+            [len(request.ids) for request in starting],
+            [request.pictures for request in starting],
+        )
+        tokens = self.stage.prefill(
+            [request.ids for request in starting], coordinates, slots, [request.row for request in starting]
+        )
         self.speed.prefill_seconds += self.stage.now() - began
         self.speed.prefill_tokens += total
-        for request in starting:
-            rows.append(_Row(request, TextStream(self._tokenizer, self._limits.stop_texts, request.ids)))
+        for request, position in zip(starting, coordinates.next_positions, strict=True):
+            rows.append(_Row(request, TextStream(self._tokenizer, self._limits.stop_texts, request.ids), position))
         return tokens
 
     def _decode(self, rows: list[_Row]) -> list[int]:
-        positions = [row.position for row in rows]
+        places, positions = [row.place for row in rows], [row.position for row in rows]
         began, waited = self.stage.now(), self.stage.waits.seconds
-        tokens = self.stage.decode([row.ids[-1] for row in rows], positions, [row.request.row for row in rows])
+        tokens = self.stage.decode([row.ids[-1] for row in rows], places, positions, [row.request.row for row in rows])
         speed = self.speed
         speed.decode_seconds += self.stage.now() - began
         speed.decode_waited += self.stage.waits.seconds - waited
         speed.decode_tokens += len(rows)
         speed.decode_passes += 1
-        speed.cache_bytes += self.stage.cache.bytes_read([position + 1 for position in positions])
+        speed.cache_bytes += self.stage.cache.bytes_read([place + 1 for place in places])
         return tokens
 
     def _take(self, row: _Row, token: int, on_text: Callable[[Request, str], None] | None) -> None:

@@ -2,12 +2,14 @@
 
 A layer holds [slots, K, C, D] of each. C is the length rows may reach, or the layer's window where that is shorter: a
 key is kept at its position modulo C, so that keys which have left the window are overwritten and every kept key is
-visible. Keys are rotated before they are kept, so their order does not matter to attention.
+visible. Keys are rotated before they are kept, so their order does not matter to attention. Keys and values of encoded
+pictures, which layers with cross attention attend to, are kept beside it as long as each prompt has them.
 
 Active rows are always in slots 0 to n - 1: a pass of one token each reads the front of the storage in place, without
 gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
 
-Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, C capacity, L longest row.
+Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, C capacity, L longest row. In cross
+attention N are heads and K encoded rows.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.kernels.records import Documents
 from engine.models.decoder import Decoder
+from engine.ops.attention.cross import EncodedRows, EncodedSpan, cross_attention
 from engine.ops.kernels import Attention
 
 
@@ -33,6 +36,18 @@ class _LayerCache:
     @property
     def capacity(self) -> int:
         return self.keys.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedPictures:
+    """What the tokens of a row attend to in a layer with cross attention: [encoded rows, H, D] of each."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
 
 class KeyValues:
@@ -55,11 +70,13 @@ class KeyValues:
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers[attention.prefix] = _LayerCache(keys, values, attention.kind.softcap)
         self._device = device
+        self._encoded: dict[str, dict[int, _EncodedPictures]] = {}
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all slots."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        return slots + sum(kept.num_bytes for layer in self._encoded.values() for kept in layer.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
         """Returns the bytes that attention reads to continue rows of these lengths by one token each."""
@@ -67,6 +84,8 @@ class KeyValues:
         for layer in self.layers.values():
             a_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.element_size()
             total += a_token * sum(min(length, layer.capacity) for length in lengths)
+        for encoded in self._encoded.values():
+            total += sum(kept.num_bytes for slot, kept in encoded.items() if slot < len(lengths))
         return total
 
     def move(self, source: int, target: int) -> None:
@@ -74,6 +93,21 @@ class KeyValues:
         for layer in self.layers.values():
             layer.keys[target] = layer.keys[source]
             layer.values[target] = layer.values[source]
+        for encoded in self._encoded.values():
+            encoded.pop(target, None)
+            if source in encoded:
+                encoded[target] = encoded.pop(source)
+
+    def keep_encoded(self, layer: str, slot: int, pictures: _EncodedPictures | None) -> None:
+        """Takes what a row attends to beside its tokens; None for nothing."""
+        kept = self._encoded.setdefault(layer, {})
+        kept.pop(slot, None)
+        if pictures is not None:
+            kept[slot] = pictures
+
+    def encoded(self, layer: str, slot: int) -> _EncodedPictures | None:
+        """Returns what `keep_encoded` took."""
+        return self._encoded.get(layer, {}).get(slot)
 
     def first_pass(self, slots: Sequence[int], lengths: Sequence[int]) -> FirstPass:
         """Returns the pass of whole prompts, one after the other along T, into `slots`."""
@@ -125,6 +159,8 @@ class FirstPass(_Pass):
             [position for length in lengths for position in range(length)],
             [length - 1 for length in lengths for _ in range(length)],
         )
+        ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+        self._slot_of = {end - length: slot for end, (slot, length) in zip(ends, pairs, strict=True)}
 
     def attend(
         self,
@@ -139,6 +175,16 @@ class FirstPass(_Pass):
     ) -> Tensor:
         self._keep(self._cache.layers[layer], k_TKD, v_TKD)
         return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
+
+    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
+        for slot in self._slot_of.values():
+            self._cache.keep_encoded(layer, slot, None)
+        if rows is None:
+            return torch.zeros_like(q_TND)
+        for span in rows.spans:  # of whole prompts; what is kept must not keep the other prompts' with it
+            own = _EncodedPictures(rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone())
+            self._cache.keep_encoded(layer, self._slot_of[span.tokens.start], own)
+        return cross_attention(q_TND, rows)
 
 
 class NextPass(_Pass):
@@ -187,6 +233,18 @@ class NextPass(_Pass):
         else:
             out = _capped_attention(q_NKGD, keys, values, mask, scale, kept.softcap)
         return out.reshape(q_THD.shape)
+
+    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
+        assert rows is None, "pictures belong to prompts"
+        parts = []
+        for slot, q_1ND in enumerate(q_TND.split(1)):
+            kept = self._cache.encoded(layer, slot)
+            if kept is None:
+                parts.append(torch.zeros_like(q_1ND))
+            else:
+                whole = (EncodedSpan(slice(0, 1), slice(0, kept.keys.shape[0])),)
+                parts.append(cross_attention(q_1ND, EncodedRows(kept.keys, kept.values, whole)))
+        return torch.cat(parts)
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:

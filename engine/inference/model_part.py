@@ -19,6 +19,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.collectives import Handle, all_reduce, post_async
 from engine.distributed.mesh import Axis
 from engine.inference.key_value_cache import KeyValues
+from engine.inference.pictures import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
@@ -75,11 +76,18 @@ class InferenceStage:
             )
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int], rows: Sequence[int]) -> list[int]:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        coordinates: PromptCoordinates,
+        slots: Sequence[int],
+        rows: Sequence[int],
+    ) -> list[int]:
         """Prefills slots of the cache with whole prompts, and chooses the token after each.
 
         Args:
             prompts: token ids, at least one each.
+            coordinates: their positions and pictures.
             slots: free ones, one for each.
             rows: numbers of the rows in the run.
 
@@ -91,29 +99,37 @@ class InferenceStage:
         if self._chooser is not None:
             for slot, ids in zip(slots, tokens.split(lengths), strict=True):
                 self._chooser.start_row(slot, ids)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        batch = _batch(tokens[None], positions[None], tuple(lengths))
+        positions = coordinates.positions_T.to(self.device)
+        batch = replace(
+            _batch(tokens[None], positions[None], tuple(lengths)),
+            images=None if self.model.embedding is None else coordinates.images,
+            cross_images=None if self.model.embedding is None else coordinates.cross_images,
+            experts=coordinates.experts,
+        ).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)
         return self._choose(logits, slots, rows, lengths)
 
     @torch.inference_mode()
-    def decode(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """TokenDecoder one token of each row in slots 0 to len(tokens) - 1.
+    def decode(
+        self, tokens: Sequence[int], places: Sequence[int], positions: Sequence[int], rows: Sequence[int]
+    ) -> list[int]:
+        """Computes one token of each row in slots 0 to len(tokens) - 1.
 
         Args:
             tokens: the last one of each row.
-            positions: theirs, from 0.
+            places: theirs in the row, from 0.
+            positions: theirs for rotary embeddings, where tokens of a picture may share one.
             rows: numbers of the rows in the run.
 
         Returns:
             The next token of each; the same on all ranks.
         """
         column = torch.tensor(tokens, device=self.device)[:, None]
-        places = torch.tensor(positions, device=self.device)[:, None]
-        batch = _batch(column, places, (1,) * len(tokens))
-        logits = self._logits(batch, self.cache.next_pass(positions), None)
-        return self._choose(logits, range(len(tokens)), rows, [position + 1 for position in positions])
+        rotations = torch.tensor(positions, device=self.device)[:, None]
+        batch = _batch(column, rotations, (1,) * len(tokens))
+        logits = self._logits(batch, self.cache.next_pass(places), None)
+        return self._choose(logits, range(len(tokens)), rows, [place + 1 for place in places])
 
     def move(self, source: int, target: int) -> None:
         """Moves a row to another slot."""

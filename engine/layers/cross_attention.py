@@ -14,7 +14,7 @@ from engine.errors import UserError
 from engine.layers.bypass import bypassed
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.ops.attention.cross import cross_attention
+from engine.ops.attention.cross import EncodedRows, cross_attention
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 
@@ -45,7 +45,7 @@ class CrossAttention(nn.Module):
     ) -> None:
         super().__init__()
         layout = build.layout
-        tp = layout.tp
+        tp, self.prefix = layout.tp, prefix
         if layout.cp.size > 1:
             raise UserError(
                 f"the model's layers attend to encoded pictures, which rows split over parallel.context "
@@ -77,13 +77,20 @@ class CrossAttention(nn.Module):
         self.dense = RowParallelLinear(f"{prefix}.dense", width, hidden, bias=False, site=first_site + 1, build=build)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        """Returns what is added to the residual stream; for a micro-batch that has encoded rows."""
-        encoded = context.encoded
-        assert encoded is not None
+        """Returns what is added to the residual stream; where encoded rows are in the micro-batch or the cache."""
+        encoded, cache = context.encoded, context.cache
         q = self.query(u, source, context).unflatten(1, (self.num_heads, self.head_dim))
-        key_value = self.key_value(encoded.features_KC, GivenInput(), context)
-        k, v = (x.unflatten(1, (self.num_heads, self.head_dim)) for x in key_value.chunk(2, dim=1))
-        return self.dense(cross_attention(q, k, v, encoded.spans).flatten(1), GivenInput(), context)
+        rows = None
+        if encoded is not None:
+            key_value = self.key_value(encoded.features_KC, GivenInput(), context)
+            k, v = (x.unflatten(1, (self.num_heads, self.head_dim)) for x in key_value.chunk(2, dim=1))
+            rows = EncodedRows(k, v, encoded.spans)
+        if cache is not None:
+            attended = cache.attend_encoded(self.prefix, q, rows)
+        else:
+            assert rows is not None
+            attended = cross_attention(q, rows)
+        return self.dense(attended.flatten(1), GivenInput(), context)
 
     def skipped(self, x: Tensor, source: LinearInput) -> Tensor:
         """Returns x, for a micro-batch without encoded rows."""

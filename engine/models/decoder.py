@@ -218,13 +218,10 @@ class DecoderLayer(nn.Module):
         cross = self.cross_attention
         if cross is None:
             return x
-        if context.cache is not None:
-            raise UserError(
-                "the model's layers attend to encoded pictures, which is not supported where text is generated: use a "
-                "model without cross attention."
-            )
         source = _input(self.cross_norm)
-        return cross.skipped(x, source) if context.encoded is None else self._add(x, cross(x, source, context), None)
+        if context.encoded is None and context.cache is None:
+            return cross.skipped(x, source)
+        return self._add(x, cross(x, source, context), None)
 
     def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
         return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)

@@ -84,14 +84,23 @@ def end_tokens(folder: Path, tokenizer_end: int | None) -> frozenset[int]:
     return frozenset(() if tokenizer_end is None else (tokenizer_end,))
 
 
-def open_for_generation(choice: ModelChoice, launch: Launch, log: Log) -> OpenedModel:
+def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, picture: str | None = None) -> OpenedModel:
     """Builds this rank's part of the model and reads its weights. Collective.
 
+    Args:
+        picture: what names a picture of a prompt, for a message; None where prompts are text alone.
+
     Raises:
-        UserError: no such model or adapter, one that does not fit the other, or a layout that does not fit the model.
+        UserError: no such model or adapter, one that does not fit the other, a layout that does not fit the model, or a
+            picture for a model of text alone.
     """
     tensor = choice.tensor_size(launch.world_size)
     source, live, tokenizer = _sources(choice, log)
+    if picture is not None and live.config.vision is None:
+        raise UserError(
+            f"{picture} names a picture, but the model reads text alone: give a vision-language model, or leave "
+            "pictures out."
+        )
     dtype_name: DType = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
     options = RunConfig(
         model=ModelOptions(

@@ -17,7 +17,7 @@ STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
     "model.kernels": "--kernels", "data.tokenizer": "--tokenizer", "parallel.tensor": "--tensor",
     "parallel.pipeline": "--pipeline", "lora.init_from": "--adapter", "--base": "--model",
-    "data.chat_template": "--chat-template",
+    "data.chat_template": "--chat-template", "data.image_folder": "--image-folder",
 }  # fmt: skip
 """Option of a run, or of rankfold convert -> the flag; see `engine.config.command_line`."""
 
@@ -53,7 +53,26 @@ def build_parser(description: str | None) -> CommandLine:
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_argument_group("prompts; without any, they are read at the terminal")
     prompts.add_argument("--prompt", action="append", help="text to continue; may be given several times")
-    prompts.add_argument("--prompts", type=Path, help='JSONL file of {"prompt": ...} or {"messages": [...]}')
+    prompts.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="picture that the prompts are about, for a vision-language model; may be given several times. Pictures "
+        "stand in front of the text, or where it has <image>",
+    )
+    prompts.add_argument(
+        "--image-folder",
+        metavar="DIR",
+        help="folder that paths of pictures are relative to (default: the file's of --prompts, the current one for "
+        "--image)",
+    )
+    prompts.add_argument(
+        "--prompts",
+        type=Path,
+        help='JSONL file of {"prompt": ...}, {"messages": [...]} or {"conversations": [...]}; pictures are named as in '
+        "records of training",
+    )
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
     prompts.add_argument("--ids", action="store_true", help="write the token ids of the answers too")
     prompts.add_argument(
@@ -163,6 +182,10 @@ def check_prompts(arguments: argparse.Namespace) -> None:
     """
     if arguments.prompt and arguments.prompts:
         raise UserError("--prompt and --prompts were both given: put all texts into the file, or leave it out.")
+    if arguments.image and arguments.prompts:
+        raise UserError(
+            "--image and --prompts were both given: name pictures in the records of the file, or leave --image out."
+        )
     if arguments.out is not None and arguments.prompts is None:
         raise UserError("--out is for the answers to a file of prompts: give the file with --prompts.")
     if arguments.system is not None and not (arguments.chat or arguments.prompts):

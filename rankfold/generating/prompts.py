@@ -1,21 +1,62 @@
-"""Prompts and answers: texts, files of records, and their tokens."""
+"""Prompts and answers: texts, conversations, pictures and files of records, and their tokens."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+from engine.data.formats import conversation_turns
+from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.columns import PlacedPicture
+from engine.data.vision.reader import PictureReader
+from engine.data.vision.records import (
+    FIELDS,
+    PictureSample,
+    has_pictures,
+    picture_sample,
+    plain_conversation,
+    prompt_sample,
+)
 from engine.errors import UserError
 from engine.files.documents import parse_record, read_text
 from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.inference.generate import Answer, Request
+
+_TURNS = ("messages", "conversations")
+
+
+class Prompt(NamedTuple):
+    """The tokens of a prompt, and its pictures in their order."""
+
+    ids: tuple[int, ...]
+    pictures: tuple[PlacedPicture, ...] = ()
+
+
+class PromptRecord(NamedTuple):
+    """A record of a file of prompts."""
+
+    place: Place
+    fields: dict[str, Any]
+
+    @property
+    def picture(self) -> str | None:
+        """The place of a picture that it names; None where it has text alone."""
+        for field in FIELDS:
+            if self.fields.get(field):
+                return f"{self.place}: field '{field}'"
+        for at, message in enumerate(self.fields.get("messages", ())):
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                    return f"{self.place}: field 'messages[{at}].content'"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,48 +67,95 @@ class Writer:
         tokenizer: of the model.
         chat: whether a plain text is a user's message.
         system: in front of each conversation that has no system message of its own; None for nothing.
+        reader: of conversations with pictures, and without, for a model with a vision tower; None for one of text
+            alone.
+        images: paths of pictures that texts and conversations are about, those of records excepted.
     """
 
     tokenizer: Tokenizer
     chat: bool
     system: str | None
+    reader: PictureReader | None = None
+    images: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.chat and not self.tokenizer.has_chat_template:
+        if self.chat and self.reader is None and not self.tokenizer.has_chat_template:
             raise UserError(
                 "--chat needs a chat template, which the tokenizer of this model does not have: give the one that it "
                 "was trained with as --chat-template, or leave --chat out."
             )
 
-    def text(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a prompt."""
-        if self.chat:
-            return self.conversation([{"role": "user", "content": text}])
-        return tuple(self.tokenizer.encode(text, bos=self.tokenizer.adds_bos))
+    def text(self, text: str, number: int) -> Prompt:
+        """Returns the tokens of a prompt, with its number for messages."""
+        # a model whose layers attend to a picture has no other prompts
+        needs_picture = self.reader is not None and self.reader.family.cross_patch_features is not None
+        if self.chat or self.images or needs_picture:
+            return self.conversation([{"role": "user", "content": text}], number)
+        return Prompt(tuple(self.tokenizer.encode(text, bos=self.tokenizer.adds_bos)))
 
-    def conversation(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    def conversation(self, messages: Sequence[dict[str, Any]], number: int) -> Prompt:
         """Returns the tokens of a conversation, up to the beginning of the assistant's next turn."""
-        if self.system is not None and messages[0].get("role") != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
-        return tuple(self.tokenizer.chat_prompt(messages))
+        return self._conversation(Place(Path("prompt"), "number", number), messages)
+
+    def record(self, record: PromptRecord, number: int) -> Prompt:
+        """Returns the tokens of a record."""
+        place, fields = record
+        if self.reader is None:
+            if "prompt" in fields:
+                return self.text(fields["prompt"], number)
+            return self._conversation(place, fields.get("messages") or conversation_turns(place, fields, _TURNS[1]))
+        if "prompt" in fields and record.picture is None:
+            return self.text(fields["prompt"], number)
+        if "prompt" in fields:
+            return self._read(prompt_sample(place, fields, self._begun([_question(fields["prompt"])])))
+        field = next(name for name in _TURNS if name in fields)
+        messages = self._begun(conversation_turns(place, fields, field))
+        if has_pictures(fields, messages):
+            return self._read(picture_sample(place, fields, messages))
+        return self._conversation(place, messages)
+
+    def _conversation(self, place: Place, messages: Sequence[dict[str, Any]]) -> Prompt:
+        messages = self._begun(messages)
+        if self.reader is None:
+            return Prompt(tuple(self.tokenizer.chat_prompt(messages)))
+        if not self.images:
+            return self._read(PictureSample(place, plain_conversation(messages), ()))
+        sample = prompt_sample(place, {"images": list(self.images)}, messages)
+        return self._read(
+            replace(sample, pictures=tuple(replace(picture, option="--image") for picture in sample.pictures))
+        )
+
+    def _read(self, sample: PictureSample) -> Prompt:
+        assert self.reader is not None
+        return Prompt(*self.reader.prompt(sample))
+
+    def _begun(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Returns the messages with the system message in front, where they have none."""
+        if self.system is None or messages[0].get("role") == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a JSONL file of prompts, each of which has a prompt or messages.
+def _question(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def read_records(path: Path) -> list[PromptRecord]:
+    """Returns the records of a JSONL file of prompts, each of which has a prompt, messages or conversations.
 
     Raises:
         UserError: the file cannot be read, or a line is something else; names the line.
     """
     lines = read_text(path, "give a JSONL file in UTF-8 as --prompts").splitlines()
-    records = [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_record(line, Place(path, "line", number)) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise UserError(f'--prompts {path} has no records: write lines such as {{"prompt": "Once upon a time"}}.')
     return records
 
 
-def _record(line: str, place: str) -> dict[str, Any]:
-    record = parse_record(line, place, 'write {"prompt": ...} or {"messages": [...]}')
-    if ("prompt" in record) == ("messages" in record):
+def _record(line: str, place: Place) -> PromptRecord:
+    record = parse_record(line, str(place), 'write {"prompt": ...} or {"messages": [...]}')
+    if sum(field in record for field in ("prompt", *_TURNS)) != 1:
         raise UserError(f"{place} has {', '.join(record) or 'nothing'}: give it either prompt or messages.")
     if "prompt" in record and not isinstance(record["prompt"], str):
         raise UserError(f"{place} has a prompt that is no text: write it in quotes.")
@@ -75,12 +163,7 @@ def _record(line: str, place: str) -> dict[str, Any]:
     good = isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages)
     if not good:
         raise UserError(f'{place} has messages that are no list of {{"role": ..., "content": ...}}: correct it.')
-    return record
-
-
-def record_ids(record: dict[str, Any], writer: Writer) -> tuple[int, ...]:
-    """Returns the tokens of a record."""
-    return writer.text(record["prompt"]) if "prompt" in record else writer.conversation(record["messages"])
+    return PromptRecord(place, record)
 
 
 class RecordsOut:
@@ -95,7 +178,7 @@ class RecordsOut:
         UserError: the file cannot be written.
     """
 
-    def __init__(self, records: Sequence[dict[str, Any]], path: Path | None, *, with_ids: bool) -> None:
+    def __init__(self, records: Sequence[PromptRecord], path: Path | None, *, with_ids: bool) -> None:
         self._records, self._with_ids = records, with_ids
         self._ready: dict[int, Answer] = {}
         self._next = 0
@@ -109,7 +192,7 @@ class RecordsOut:
         """Takes an answer in any order."""
         self._ready[answer.request.row] = answer
         while self._next in self._ready:
-            record = {**self._records[self._next], **self._fields(self._ready.pop(self._next))}
+            record = {**self._records[self._next].fields, **self._fields(self._ready.pop(self._next))}
             with self._writing():
                 print(json.dumps(record, ensure_ascii=False), file=self._file, flush=True)
             self._next += 1
@@ -134,6 +217,6 @@ class RecordsOut:
         return fields | ({"completion_ids": list(answer.ids)} if self._with_ids else {})
 
 
-def requests_of(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+def requests_of(prompts: Sequence[Prompt]) -> list[Request]:
     """Returns prompts as requests, numbered in order."""
-    return [Request(row=row, ids=ids) for row, ids in enumerate(prompts)]
+    return [Request(row=row, ids=prompt.ids, pictures=prompt.pictures) for row, prompt in enumerate(prompts)]

@@ -6,9 +6,13 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
+from engine.data.vision.families import read_vision_family
+from engine.data.vision.files import picture_size
+from engine.data.vision.reader import PictureReader
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.inference.generate import Answer, Generator, Request, Speed, check_requests, context_limit
@@ -19,7 +23,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
 from rankfold.generating.options import limits, model_choice, sampling
-from rankfold.generating.prompts import RecordsOut, Writer, read_records, record_ids, requests_of
+from rankfold.generating.prompts import PromptRecord, RecordsOut, Writer, read_records, requests_of
 
 _HELP = "a line is a prompt; /reset forgets the conversation, /exit or the end of input ends"
 
@@ -36,17 +40,44 @@ class Session:
         self._arguments, self._launch, self._log = arguments, launch, Log(launch.rank)
         self._sampling, self._limits = sampling(arguments), limits(arguments)
         records = None if arguments.prompts is None else read_records(arguments.prompts)
+        picture = self._named_picture(records)
         choice = model_choice(arguments)
-        self._model: OpenedModel = open_for_generation(choice, launch, self._log)
+        self._model: OpenedModel = open_for_generation(choice, launch, self._log, picture=picture)
         tokenizer = self._open_tokenizer()
         for warning in tokenizer.chat_warnings():
             self._log.warning(warning)
         if not arguments.ignore_eos:
             ends = self._limits.stop_ids | self._model.end_tokens(tokenizer.eos_id)
             self._limits = replace(self._limits, stop_ids=ends)
-        self._writer = Writer(tokenizer=tokenizer, chat=arguments.chat, system=arguments.system)
-        self._records: list[dict[str, Any]] | None = records
+        self._writer = Writer(
+            tokenizer=tokenizer,
+            chat=arguments.chat,
+            system=arguments.system,
+            reader=self._picture_reader(tokenizer, picture),
+            images=tuple(arguments.image),
+        )
+        self._records: list[PromptRecord] | None = records
         self._generator: Generator | None = None
+
+    def _named_picture(self, records: list[PromptRecord] | None) -> str | None:
+        """Returns what names a picture, for messages; None where the prompts are text alone."""
+        for path in self._arguments.image:
+            picture_size(Path(self._arguments.image_folder or ".").expanduser() / path, "--image")
+        if self._arguments.image:
+            return "--image"
+        return next((record.picture for record in records or () if record.picture is not None), None)
+
+    def _picture_reader(self, tokenizer: Tokenizer, picture: str | None) -> PictureReader | None:
+        """Returns what reads conversations for a model with a vision tower."""
+        if self._model.config.vision is None:
+            return None
+        family = read_vision_family(self._model.folder, tokenizer)
+        if family is None and picture is not None:
+            raise UserError(
+                f"{picture} names a picture, but text about pictures is not generated with {self._model.config.family} "
+                "models: leave pictures out."
+            )
+        return None if family is None else PictureReader(family, self._arguments.image_folder)
 
     def _open_tokenizer(self) -> Tokenizer:
         """Opens the tokenizer of the command line, else the trained one, else the model's; likewise the chat
@@ -79,8 +110,8 @@ class Session:
         if self._arguments.report:
             self._report()
 
-    def _answer_file(self, records: list[dict[str, Any]]) -> None:
-        requests = requests_of([record_ids(record, self._writer) for record in records])
+    def _answer_file(self, records: list[PromptRecord]) -> None:
+        requests = requests_of([self._writer.record(record, number) for number, record in enumerate(records, 1)])
         generator = self._make_generator(requests, self._limits)
         out = None
         if self._log.enabled:
@@ -90,7 +121,7 @@ class Session:
             out.close()
 
     def _answer_prompts(self, texts: list[str]) -> None:
-        requests = requests_of([self._writer.text(text) for text in texts])
+        requests = requests_of([self._writer.text(text, number) for number, text in enumerate(texts, 1)])
         generator = self._make_generator(requests, self._limits)
         if len(requests) == 1:
             generator.run(requests, on_text=self._show())
@@ -113,10 +144,11 @@ class Session:
                 messages = []
                 continue
             asked = [*messages, {"role": "user", "content": line}]
-            ids = self._writer.conversation(asked) if self._writer.chat else self._writer.text(line)
-            request = Request(row=row, ids=ids)
             row += 1
             try:
+                write = self._writer
+                prompt = write.conversation(asked, row) if write.chat else write.text(line, row)
+                request = Request(row=row - 1, ids=prompt.ids, pictures=prompt.pictures)
                 generator = self._make_generator([request], replace(self._limits, slots=1))
             except UserError as error:  # reported, and the next line may fit; the same on all ranks
                 self._log.info(f"error: {error}")
@@ -158,7 +190,14 @@ class Session:
             device=self._launch.device,
             synchronise=self._arguments.report,
         )
-        self._generator = Generator(stage, replace(limits, slots=slots), self._writer.tokenizer, speed=speed)
+        reader = self._writer.reader
+        self._generator = Generator(
+            stage,
+            replace(limits, slots=slots),
+            self._writer.tokenizer,
+            family=None if reader is None else reader.family,
+            speed=speed,
+        )
         return self._generator
 
     def _show(self) -> Callable[[Request, str], None] | None:

@@ -12,7 +12,7 @@ from engine.data.document import Document
 from engine.data.record_files import Place
 from engine.data.template import Learn
 from engine.data.vision.columns import Extras, PlacedPicture
-from engine.data.vision.family import Conversation, EncodedChat, VisionFamily
+from engine.data.vision.family import EncodedChat, VisionFamily
 from engine.data.vision.files import picture_size
 from engine.data.vision.pixels import Size
 from engine.data.vision.records import MARKER, PictureRef, PictureSample, plain_conversation
@@ -55,22 +55,23 @@ class PictureReader:
                 )
         yield from self.documents(PictureSample(place, plain_conversation(messages), ()), learn)
 
-    def prompt(self, conversation: Conversation, files: list[Path]) -> tuple[EncodedChat, list[PlacedPicture]]:
-        """Returns the tokens of a prompt, and its pictures.
+    def prompt(self, sample: PictureSample) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+        """Returns the tokens of a conversation up to where the assistant's next turn begins, and its pictures.
 
-        Args:
-            conversation: its turns' pictures are numbers into `files`.
-            files: of the pictures.
+        Raises:
+            UserError: as for `documents`.
         """
-        sizes = [picture_size(file, "the prompt") for file in files]
-        encoded = self.family.prompt(conversation, sizes)
-        return encoded, [
-            PlacedPicture(str(file.resolve()), "", "the prompt", size, tuple(spans))
-            for file, size, spans in zip(files, sizes, encoded.spans, strict=True)
-        ]
+        if sample.conversation.turns[-1].role == "assistant":
+            raise sample.place.error("the conversation ends with an answer, but a prompt ends before one; remove it.")
+        placed = [self._placed(sample.place, ref) for ref in sample.pictures]
+        try:
+            encoded = self.family.prompt(sample.conversation, [picture.size for picture in placed])
+        except UserError as error:
+            raise sample.place.error(str(error)) from error
+        return tuple(encoded.ids), _in_order(encoded, placed)
 
     def _placed(self, place: Place, ref: PictureRef) -> PlacedPicture:
-        folder, where = self._folder or place.path.parent, f"{place}: field '{ref.field}'"
+        folder, where = self._folder or place.path.parent, ref.option or f"{place}: field '{ref.field}'"
         file = folder / ref.path
         if file not in self._sizes:
             self._sizes[file] = picture_size(file, where)
@@ -78,15 +79,18 @@ class PictureReader:
 
 
 def _document(place: Place, encoded: EncodedChat, pictures: list[PlacedPicture]) -> Document:
-    placed = [
-        PlacedPicture(picture.path, picture.folder, picture.where, picture.size, tuple(spans))
-        for picture, spans in zip(pictures, encoded.spans, strict=True)
-    ]
-    # features come in the order of the tokens, which a record need not name its pictures in
-    placed.sort(key=lambda picture: picture.spans[0])
     return Document(
         place,
         np.array(encoded.ids, dtype=np.int32),
         np.array(encoded.targets, dtype=bool),
-        Extras(tuple(placed), encoded.odd_labels),
+        Extras(_in_order(encoded, pictures), encoded.odd_labels),
     )
+
+
+def _in_order(encoded: EncodedChat, pictures: list[PlacedPicture]) -> tuple[PlacedPicture, ...]:
+    """Returns the pictures with their places, in the order of the tokens, in which a record need not name them."""
+    placed = [
+        PlacedPicture(picture.path, picture.folder, picture.where, picture.size, tuple(spans))
+        for picture, spans in zip(pictures, encoded.spans, strict=True)
+    ]
+    return tuple(sorted(placed, key=lambda picture: picture.spans[0]))

@@ -37,10 +37,12 @@ class PictureRef:
     Args:
         field: of the record.
         path: as written; relative to the records' file, or to data.image_folder.
+        option: of the command line that names it; None where a record does.
     """
 
     field: str
     path: str
+    option: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,30 @@ def _checked(place: Place, conversation: Conversation, refs: list[PictureRef]) -
 
 def _is_list(message: Message) -> bool:
     return isinstance(message.get("content"), list)
+
+
+def prompt_sample(place: Place, record: Record, messages: Sequence[Message]) -> PictureSample:
+    """Returns a prompt with its pictures, which stand in front of the first question where it has no markers.
+
+    Raises:
+        UserError: as for `picture_sample`.
+    """
+    named = next((record[field] for field in FIELDS if record.get(field)), None)
+    by_marker = isinstance(named, Mapping) and not named.keys() & {"path", "url", "bytes"}
+    marked = by_marker or any(MARKER in str(message.get("content")) for message in messages)
+    if marked or any(_is_list(message) for message in messages):
+        return picture_sample(place, record, messages)
+    first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
+    count = len(named) if isinstance(named, list) else 1
+    parts = [*[{"type": "image"}] * count, {"type": "text", "text": str(messages[first]["content"])}]
+    placed = [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+    pictures = picture_sample(place, record, placed).pictures
+    conversation = plain_conversation(messages)
+    if count > 1:  # the families themselves place one, each in its way
+        turns, lines = list(conversation.turns), [part for number in range(count) for part in (number, "\n")]
+        turns[first] = Turn(turns[first].role, (*lines, *turns[first].parts))
+        conversation = Conversation(tuple(turns))
+    return PictureSample(place, conversation, pictures)
 
 
 def plain_conversation(messages: Sequence[Message]) -> Conversation:

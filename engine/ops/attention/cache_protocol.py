@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kernels.records import Documents
+from engine.ops.attention.cross import EncodedRows
 from engine.ops.kernels import Attention
 
 
@@ -38,5 +39,18 @@ class KeyValueCache(Protocol):
 
         Returns:
             [T, H, D].
+        """
+        ...
+
+    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
+        """Caches keys and values of encoded pictures, and attends to those of each row, now or before.
+
+        Args:
+            layer: the cross attention's name, such as `layers.3.cross_attention`.
+            q_TND: [T, N, D].
+            rows: of the pictures of these tokens; None where they have none.
+
+        Returns:
+            [T, N, D], zeros where a row has no pictures.
         """
         ...

@@ -5,11 +5,26 @@ Which tokens belong to which pictures is known on the host. Tokens of documents 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.ops.attention.token_context import EncodedSpan
+
+class EncodedSpan(NamedTuple):
+    """Tokens that attend to encoded rows, both as ranges in the micro-batch."""
+
+    tokens: slice
+    rows: slice
+
+
+class EncodedRows(NamedTuple):
+    """Keys and values of encoded rows, and who attends to which, in the order of the tokens."""
+
+    k_KND: Tensor
+    v_KND: Tensor
+    spans: tuple[EncodedSpan, ...]
 
 
 def pair_spans(
@@ -35,14 +50,14 @@ def pair_spans(
     return tuple(spans)
 
 
-def cross_attention(q_TND: Tensor, k_KND: Tensor, v_KND: Tensor, spans: tuple[EncodedSpan, ...]) -> Tensor:
+def cross_attention(q_TND: Tensor, encoded: EncodedRows) -> Tensor:
     """Returns [T, N, D]: the tokens of each span attend to its rows, with scale D ** -0.5.
 
     Args:
         q_TND: queries of all tokens.
-        k_KND, v_KND: of all encoded rows.
-        spans: in the order of the tokens.
+        encoded: of all pictures.
     """
+    k_KND, v_KND, spans = encoded
     parts, done = [], 0
     for span in spans:
         parts.append(q_TND.new_zeros(span.tokens.start - done, *q_TND.shape[1:]))

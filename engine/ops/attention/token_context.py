@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.kernels.records import Documents
 from engine.ops.attention.cache_protocol import KeyValueCache
+from engine.ops.attention.cross import EncodedSpan
 from engine.zigzag import ContextPlan
 
 
@@ -34,13 +35,6 @@ class Experts(NamedTuple):
 
     language: PackedTokens
     vision: PackedTokens
-
-
-class EncodedSpan(NamedTuple):
-    """Tokens that attend to encoded rows, both as ranges in the micro-batch."""
-
-    tokens: slice
-    rows: slice
 
 
 class Encoded(NamedTuple):

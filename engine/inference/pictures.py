@@ -1,0 +1,64 @@
+"""Pictures of prompts: read where a prompt is prefilled, and placed among its tokens as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import ExpertTokens, Images
+from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
+from engine.data.vision.family import VisionFamily
+from engine.data.vision.row_pictures import RowPictures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptCoordinates:
+    """What the tokens of prompts, one after the other, have beside their ids; the pictures as in `engine.batch.Batch`.
+
+    Args:
+        positions_T: int64, for rotary embeddings.
+        next_positions: of the token after each prompt.
+    """
+
+    positions_T: Tensor
+    next_positions: tuple[int, ...]
+    images: Images | None = None
+    cross_images: Images | None = None
+    experts: ExpertTokens | None = None
+
+
+def prompt_coordinates(
+    family: VisionFamily | None, lengths: Sequence[int], pictures: Sequence[Sequence[PlacedPicture]]
+) -> PromptCoordinates:
+    """Returns the coordinates of prompts, whose pictures are decoded.
+
+    Args:
+        family: of the model; None for a model of text alone.
+        lengths: tokens of each prompt.
+        pictures: of each prompt.
+
+    Raises:
+        UserError: a picture that cannot be read.
+    """
+    if family is None:
+        assert not any(pictures), "pictures need a family that reads them"
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return PromptCoordinates(positions_T=positions, next_positions=tuple(lengths))
+    columns = vision_columns([Extras(tuple(own)) if own else None for own in pictures])
+    rows, parts, start = RowPictures(family, columns), [], 0
+    for number, length in enumerate(lengths):
+        unlabelled = np.zeros(length, dtype=np.int64)
+        parts.append(rows.add(number, number=number, start=start, length=length, labels=unlabelled))
+        start += length
+    found = rows.collected(start)
+    return PromptCoordinates(
+        positions_T=torch.from_numpy(np.concatenate(parts)),
+        next_positions=tuple(int(part.max()) + 1 for part in parts),
+        images=found.images,
+        cross_images=found.cross_images,
+        experts=found.experts,
+    )

@@ -1,0 +1,290 @@
+"""Text about pictures: tokens with a cache are those of whole passes without one, and of the originals' logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
+from engine.data.tokenizer import load_tokenizer
+from engine.data.vision.families import read_vision_family
+from engine.data.vision.family import Tiles, VisionFamily
+from engine.data.vision.reader import PictureReader
+from engine.inference.generate import Generator
+from engine.inference.model_part import InferenceStage
+from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.inference.pictures import PromptCoordinates
+from engine.models.decoder import Decoder
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.generation import OpenedModel, open_for_generation
+from rankfold.generating.prompts import Prompt, Writer, requests_of
+from tests import cogvlm_cases
+from tests.commands import run_tool
+from tests.generation import Ids
+from tests.parity.test_vision_models import make_batch
+from tests.shared_data import shared
+from tests.spawning import spawn
+from tests.vision_data import write_tokenizer
+from tests.vision_fixtures import VisionFixture
+
+CPU = torch.device("cpu")
+NAMES = ("minicpm-v-2", "minicpm-v-2_6", "omnilmm", "cogvlm-v1", "cogvlm2", "cogagent")
+SEVERAL = ("minicpm-v-2", "minicpm-v-2_6", "omnilmm")
+"""Models that take several pictures."""
+NEW = 6
+TEXTS = ("What is this?", "Who are they, and where do they go?", "Look!")
+
+
+def model_folder(name: str, folder: Path) -> Path:
+    """The fixture as a released folder, with its tokenizer."""
+    write_tokenizer(folder, name)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(shared(f"vision/{name}") / file, folder)
+    return folder
+
+
+def pictures(name: str) -> list[Path]:
+    return sorted((shared("vision") / name / "images").glob("*.png"))
+
+
+def prompts(name: str, folder: Path) -> list[Prompt]:
+    """Of several lengths: with a picture, with two or another, and, where the model takes such, of text alone."""
+    tokenizer = load_tokenizer(folder)
+    family = read_vision_family(folder, tokenizer)
+    assert family is not None
+    files = [str(path) for path in pictures(name)]
+    images = [tuple(files[:1]), tuple(files[:2] if name in SEVERAL else files[-1:]), ()]
+    return [
+        Writer(tokenizer=tokenizer, chat=True, system=None, reader=PictureReader(family), images=own).text(text, 1)
+        for text, own in zip(TEXTS, images, strict=True)
+        if own or name != "cogagent"
+    ]
+
+
+def opened(folder: Path, **place: int) -> OpenedModel:
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    launch = Launch(rank=ranks[0], world_size=ranks[1], device=CPU)
+    return open_for_generation(ModelChoice(path=folder, dtype="float32", **place), launch, Log(1))
+
+
+def cached_tokens(name: str, folder: Path, *, slots: int = 2, **place: int) -> list[list[int]]:
+    """What the engine continues all prompts with; two rows at a time, so that they come and go."""
+    asked = prompts(name, folder)
+    model = opened(folder, **place)
+    stage = InferenceStage(
+        model.decoder, tp=model.mesh.tp, pp=model.mesh.pp, sampling=Sampling(), slots=slots,
+        length=max(len(prompt.ids) for prompt in asked) + NEW, device=CPU,
+    )  # fmt: skip
+    family = read_vision_family(folder, load_tokenizer(folder))
+    limits = Limits(max_new_tokens=NEW, slots=slots)
+    answers = Generator(stage, limits, Ids(), family=family).run(requests_of(asked))
+    return [list(answer.ids) for answer in answers]
+
+
+def rule_of(name: str, length: int, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Positions and the vision expert's tokens, as the originals' code has them."""
+    if not name.startswith("cog") or not spans:
+        return list(range(length)), []
+    ((start, end),) = spans
+    assert start == 1  # begin token, boi, patches at one position, eoi, text
+    patches = end - start - 2
+    return [0, 1, *[2] * patches, *range(3, length - patches + 1)], list(range(start, end - 1))
+
+
+def images_of(tiles: list[Tiles], spans: Sequence[tuple[int, int]], features: int) -> Images:
+    return Images(
+        patches_PF=torch.cat([torch.empty(0, features), *(torch.from_numpy(one.patches_PF) for one in tiles)]),
+        grids=tuple(grid for one in tiles for grid in one.grids),
+        documents=tuple(0 for one in tiles for _ in one.grids),
+        places_K=torch.tensor([at for span in spans for at in range(*span)], dtype=torch.int64),
+    )
+
+
+def whole_batch(name: str, family: VisionFamily, prompt: Prompt, ids: list[int]) -> Batch:
+    """All tokens so far as one row."""
+    spans = [span for picture in prompt.pictures for span in picture.spans]
+    opened = [Image.open(picture.file).convert("RGB") for picture in prompt.pictures]
+    positions, vision = rule_of(name, len(ids), spans)
+    cross_images = None
+    if family.cross_patch_features is not None:
+        cross = [tiles for one in opened if (tiles := family.cross_tiles(one)) is not None]
+        cross_images = images_of(cross, (), family.cross_patch_features)
+    language = sorted(set(range(len(ids))) - set(vision))
+    tokens = torch.tensor([ids])
+    return Batch(
+        tokens_BS=tokens,
+        labels_BS=torch.full_like(tokens, IGNORE_LABEL),
+        positions_BS=torch.tensor([positions]),
+        token_index_BS=torch.arange(len(ids))[None],
+        loss_weights_BS=torch.zeros(tokens.shape),
+        document_offsets=torch.tensor([0, len(ids)], dtype=torch.int32),
+        document_lengths=(len(ids),),
+        images=images_of([family.tiles(one) for one in opened], spans, family.patch_features),
+        cross_images=cross_images,
+        experts=ExpertTokens(
+            vision_V=torch.tensor(vision, dtype=torch.int64), language_L=torch.tensor(language, dtype=torch.int64)
+        ),
+    )
+
+
+def last_logits(model: Decoder, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        context = model.context(batch, torch.tensor(0), training=False)
+        logits = model.logits(model.run_layers(model.embed(batch), context), context)
+    return logits[-1, : model.config.vocab_size]
+
+
+def uncached_tokens(name: str, folder: Path) -> list[list[int]]:
+    family = read_vision_family(folder, load_tokenizer(folder))
+    assert family is not None
+    model = opened(folder).decoder
+    answers = []
+    for prompt in prompts(name, folder):
+        ids = list(prompt.ids)
+        for _ in range(NEW):
+            ids.append(int(last_logits(model, whole_batch(name, family, prompt, ids)).argmax()))
+        answers.append(ids[len(prompt.ids) :])
+    return answers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_whole_passes(name: str, tmp_path: Path) -> None:
+    folder = model_folder(name, tmp_path)
+    expected = uncached_tokens(name, folder)
+    assert cached_tokens(name, folder) == expected
+    assert cached_tokens(name, folder, slots=1) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_choices_are_those_of_the_originals_logits(name: str, tmp_path: Path) -> None:
+    """A prompt that ends behind the picture, and then the fixture's own tokens one by one."""
+    data = VisionFixture(name)
+    batch = cogvlm_cases.batch_of(data, "one_image") if name.startswith("cog") else make_batch(data, "one_image")
+    assert batch.images is not None
+    ids, positions = batch.tokens_BS[0].tolist(), batch.positions_BS[0]
+    start = int(batch.images.places_K[-1]) + 2
+    experts = None
+    if batch.experts is not None:
+        vision, language = batch.experts.vision_V, batch.experts.language_L
+        experts = ExpertTokens(vision_V=vision, language_L=language[language < start])
+    coordinates = PromptCoordinates(
+        positions_T=positions[:start], next_positions=(int(positions[start]),), images=batch.images,
+        cross_images=batch.cross_images, experts=experts,
+    )  # fmt: skip
+    model = opened(model_folder(name, tmp_path))
+    stage = InferenceStage(
+        model.decoder, tp=model.mesh.tp, pp=model.mesh.pp, sampling=Sampling(), slots=1, length=len(ids), device=CPU
+    )
+    chosen = stage.prefill([ids[:start]], coordinates, [0], [0])
+    for at in range(start, len(ids)):
+        chosen += stage.decode([ids[at]], [at], [int(positions[at])], [0])
+    assert chosen == data.expected["one_image.logits"][0, start - 1 :].argmax(-1).tolist()
+
+
+def _tokens_in_layouts(layouts: dict[str, list[tuple[int, int]]], root: str) -> dict[str, list[list[list[int]]]]:
+    found = {}
+    for name, places in layouts.items():
+        folder = Path(root) / name
+        found[name] = [cached_tokens(name, folder, tensor=tensor, pipeline=pipeline) for tensor, pipeline in places]
+    return found
+
+
+@pytest.mark.distributed
+def test_layouts_give_the_same_tokens(tmp_path: Path) -> None:
+    names = ("minicpm-v-2", "cogvlm2", "cogagent")
+    expected = {name: uncached_tokens(name, model_folder(name, tmp_path / name)) for name in names}
+    two = {name: [(2, 1), (1, 2)] for name in names[:2]} | {"cogagent": [(2, 1)]}
+    four = {name: [(2, 2)] for name in names[:2]}
+    for world, layouts in ((2, two), (4, four)):
+        for found in spawn(_tokens_in_layouts, world=world, args=(layouts, str(tmp_path)), timeout=240):
+            assert found == {name: [expected[name]] * len(places) for name, places in layouts.items()}
+
+
+class TestCommand:
+    @pytest.fixture(scope="class")
+    def minicpm(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return model_folder("minicpm-v-2", tmp_path_factory.mktemp("minicpm"))
+
+    def test_pictures_on_the_command_line_and_in_records(self, minicpm: Path, tmp_path: Path) -> None:
+        """The same question in every way that it can be asked, and one that names the pictures' places."""
+        first, second = pictures("minicpm-v-2")[:2]
+        shutil.copy(first, tmp_path / "a.png")
+        shutil.copy(second, tmp_path / "b.png")
+        parts = [{"type": "image"}, {"type": "image", "path": "b.png"}, {"type": "text", "text": TEXTS[1]}]
+        marked = f"<image>\n<image>\n{TEXTS[1]}"
+        records: list[dict[str, Any]] = [
+            {"prompt": TEXTS[1], "images": ["a.png", "b.png"]},
+            {"messages": [{"role": "user", "content": parts}], "image": "a.png"},
+            {"conversations": [{"from": "human", "value": marked}], "image": ["a.png", "b.png"]},
+            {"prompt": TEXTS[0], "image": "a.png"},
+            {"messages": [{"role": "user", "content": TEXTS[2]}]},
+        ]  # fmt: skip
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        result = run_tool(
+            "generate", "--model", minicpm, "--prompts", tmp_path / "in.jsonl", "--ids", "--ignore-eos",
+            "--max-new-tokens", NEW,
+        )  # fmt: skip
+        answers = [json.loads(line) for line in result.stdout.splitlines()]
+        one, two, text = uncached_tokens("minicpm-v-2", minicpm)
+        assert [answer["completion_ids"] for answer in answers] == [two, two, two, one, text]
+        shown = run_tool(
+            "generate", "--model", minicpm, "--image", "a.png", "--image", "b.png", "--image-folder", tmp_path,
+            "--prompt", TEXTS[1], "--ignore-eos", "--max-new-tokens", NEW,
+        )  # fmt: skip
+        assert shown.stdout == answers[0]["completion"] + "\n"
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--image", "{tmp}/none.png", "--prompt", "a"], "--image names {tmp}/none.png, which does not exist"),
+            (["--image", "{tmp}/text.png", "--prompt", "a"], "text.png, which is no picture that Pillow can read"),
+            (["--image", "{tmp}/cut.png", "--prompt", "a"], "--image names {tmp}/cut.png, which cannot be read"),
+            (["--image", "{tmp}/a.png", "--prompt", "<image> or <image>"], "names 1 picture, but <image> stands 2"),
+            (["--image", "{tmp}/a.png", "--prompts", "{tmp}/in.jsonl"], "--image and --prompts were both given"),
+            (["--prompts", "{tmp}/in.jsonl"], "in.jsonl line 2: field 'image' names {tmp}/none.png"),
+        ],
+    )
+    def test_refusals(self, options: list[str], words: str, minicpm: Path, tmp_path: Path) -> None:
+        picture = pictures("minicpm-v-2")[0]
+        shutil.copy(picture, tmp_path / "a.png")
+        (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:-60])
+        (tmp_path / "text.png").write_text("a")
+        records = [{"prompt": "a", "image": "a.png"}, {"prompt": "a", "image": "none.png"}]
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        self.check_refused(minicpm, options, words, tmp_path)
+
+    def test_models_that_take_none_or_one(self, stories_dir: Path, tmp_path: Path) -> None:
+        for file in pictures("minicpm-v-2")[:2]:
+            shutil.copy(file, tmp_path)
+        first, second = [path.name for path in pictures("minicpm-v-2")[:2]]
+        (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "image": first}) + "\n")
+        one, two = ["--image", "{tmp}/" + first], ["--image", "{tmp}/" + second]
+        agent = model_folder("cogagent", tmp_path / "agent")
+        self.check_refused(
+            stories_dir, [*one, "--prompt", "a"], "--image names a picture, but the model reads text alone", tmp_path
+        )
+        self.check_refused(
+            stories_dir,
+            ["--prompts", "{tmp}/in.jsonl"],
+            "in.jsonl line 1: field 'image' names a picture, but",
+            tmp_path,
+        )
+        self.check_refused(agent, [*one, *two, "--prompt", "a"], "2 pictures, but the model takes one", tmp_path)
+        self.check_refused(agent, ["--prompt", "a"], "no picture, but the model's layers attend to one", tmp_path)
+
+    @staticmethod
+    def check_refused(model: Path, options: list[str], words: str, tmp_path: Path) -> None:
+        result = run_tool("generate", "--model", model, *(option.format(tmp=tmp_path) for option in options), status=2)
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("error: ") and words.format(tmp=tmp_path) in last, last
+        assert "Traceback" not in result.stderr

@@ -19,6 +19,7 @@ PATH_OPTIONS = (
     "data.mix",
     "data.tokenizer",
     "data.chat_template",
+    "data.image_folder",
     "checkpoint.dir",
     "checkpoint.resume",
 )

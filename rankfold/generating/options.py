@@ -55,6 +55,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     prompts.add_argument(
         "--image",
+        type=path_text,
         action="append",
         default=[],
         metavar="PATH",
@@ -63,6 +64,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument(
         "--image-folder",
+        type=path_text,
         metavar="DIR",
         help="folder that paths of pictures are relative to (default: the file's of --prompts, the current one for "
         "--image)",

@@ -62,7 +62,7 @@ class Session:
     def _named_picture(self, records: list[PromptRecord] | None) -> str | None:
         """Returns what names a picture, for messages; None where the prompts are text alone."""
         for path in self._arguments.image:
-            picture_size(Path(self._arguments.image_folder or ".").expanduser() / path, "--image")
+            picture_size(Path(self._arguments.image_folder or ".") / path, "--image")
         if self._arguments.image:
             return "--image"
         return next((record.picture for record in records or () if record.picture is not None), None)

@@ -141,6 +141,8 @@ def _make_store(
 ) -> Summary:
     parts = staging / _PARTS
     with writing(parts):
+        if parts.is_symlink():  # no link of ours: what it points to is somebody else's
+            parts.unlink()
         parts.mkdir(exist_ok=True)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
     finished = {number: done for number in range(len(units)) if (done := _read_done(parts, number, dtype)) is not None}

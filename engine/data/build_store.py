@@ -119,13 +119,14 @@ def preprocess(request: Request, out: Path, *, progress: Callable[[int], None] |
     identity = _identity(request, units, tokenizer)
     with staged_folder(out, check=partial(_check_out, out), plan=identity) as staging:
         record = staging / _SUMMARY
+        with writing(staging):
+            if record.is_symlink():  # no link of ours
+                record.unlink()
         with reading(record):
             left = record.read_bytes() if record.exists() else None
-        summary = (
-            _make_store(request, tokenizer, units, staging, progress)
-            if left is None
-            else _finished_summary(left, progress)
-        )
+        summary = None if left is None else _finished_summary(left, progress)
+        if summary is None:
+            summary = _make_store(request, tokenizer, units, staging, progress)
         with writing(staging):
             delete_folder(staging / _PARTS)
             record.unlink()
@@ -170,13 +171,18 @@ def _make_store(
     return summary
 
 
-def _finished_summary(record: bytes, progress: Callable[[int], None] | None) -> Summary:
-    """Returns the summary of an earlier call that did all the work and was killed during cleanup."""
-    facts = json.loads(record)
-    size = facts.pop("size")
+def _finished_summary(record: bytes, progress: Callable[[int], None] | None) -> Summary | None:
+    """Returns the summary of an earlier call that did all the work and was killed during cleanup; None where `record` is
+    something else."""
+    try:
+        facts = json.loads(record)
+        size = facts.pop("size")
+        summary = Summary(**{**facts, "resumed": facts["units"]})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
     if progress is not None:
         progress(size)
-    return Summary(**{**facts, "resumed": facts["units"]})
+    return summary
 
 
 def _identity(request: Request, units: list[Unit], tokenizer: Tokenizer) -> str:

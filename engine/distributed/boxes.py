@@ -32,7 +32,7 @@ def part_shards(
     """
     shape = spec.local_shape
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    if stride is not None:
+    if stride is not None and len(shape) > 1:
         strides[0] = stride
     shards = []
     for box in _boxes(start, stop, shape):

@@ -75,4 +75,5 @@ def test_another_package_that_is_missing(package: str) -> None:
 def test_what_is_required_is_what_setup_requires() -> None:
     text = (REPOSITORY / "setup.py").read_text("utf-8").partition("install_requires=[")[2].partition("]")[0]
     names = {re.split(r"[^\w-]", line)[0] for line in re.findall(r'"(.+?)"', text)}
-    assert {{"yaml": "PyYAML", "docstring_parser": "docstring-parser"}.get(name, name) for name in REQUIRED} == names
+    named = {"yaml": "PyYAML", "docstring_parser": "docstring-parser", "PIL": "pillow"}
+    assert {named.get(name, name) for name in REQUIRED} == names

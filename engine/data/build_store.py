@@ -172,8 +172,8 @@ def _make_store(
 
 
 def _finished_summary(record: bytes, progress: Callable[[int], None] | None) -> Summary | None:
-    """Returns the summary of an earlier call that did all the work and was killed during cleanup; None where `record` is
-    something else."""
+    """Returns the summary of an earlier call that did all the work and was killed during cleanup, or None where
+    `record` is something else."""
     try:
         facts = json.loads(record)
         size = facts.pop("size")

@@ -104,12 +104,8 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
     return drawn * 0.1 if name.endswith(TABLES) else drawn / drawn[0].numel() ** 0.5
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny CogVLM2 and pictures with questions.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty: give another folder")
+def write(out: Path) -> None:
+    """Writes pictures, records and model."""
     texts = write_records(out, random.Random(0))
     model = out / "model"
     model.mkdir()
@@ -117,7 +113,16 @@ def main() -> None:
     save_file({name: draw(name, shape) for name, shape in shapes()}, model / "model.safetensors", {"format": "pt"})
     (model / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(model, [*texts, "Question: Answer:"], ADDED)
-    print(f"the pictures are in {out / 'images'}, the model is in {model}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a tiny CogVLM2 and pictures with questions.")
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    if out.exists() and any(out.iterdir()):
+        parser.error(f"{out} is not empty: give another folder")
+    write(out)
+    print(f"the pictures are in {out / 'images'}, the model is in {out / 'model'}")
 
 
 if __name__ == "__main__":

@@ -198,14 +198,18 @@ def write_records(out: Path, rng: random.Random) -> list[str]:
     return texts
 
 
+def write(out: Path) -> None:
+    """Writes pictures, records and model."""
+    write_model(out / "model", write_records(out, random.Random(0)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny MiniCPM-V 2.0 and pictures with questions.")
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     if out.exists() and any(out.iterdir()):
         parser.error(f"{out} is not empty: give another folder")
-    texts = write_records(out, random.Random(0))
-    write_model(out / "model", texts)
+    write(out)
     print(f"{TRAIN} pictures with a question to train on, {VALIDATION} held out; the model is in {out / 'model'}")
 
 

@@ -6,23 +6,10 @@ Usage: python summary.py OUT_DIR
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections import Counter
 from pathlib import Path
 
-import sentencepiece
 from safetensors import safe_open
-
-
-def blind_loss(out: Path) -> float:
-    """The loss a token of who knows how often each answer is given, but sees no picture."""
-    tokenizer = sentencepiece.SentencePieceProcessor(str(out / "model" / "tokenizer.model"))
-    records = json.loads((out / "train.json").read_text(encoding="utf-8"))
-    answers = [record["conversations"][-1]["content"] for record in records]
-    entropy = -sum(count / len(answers) * math.log(count / len(answers)) for count in Counter(answers).values())
-    tokens = sum(len(tokenizer.encode(answer)) + 1 for answer in answers)  # with the end token
-    return entropy * len(answers) / tokens
 
 
 def changed(before: Path, after: Path) -> list[str]:
@@ -45,7 +32,6 @@ def table(out: Path) -> list[tuple[str, str]]:
     return [
         ("training loss", f"{losses[first]:.3f} (step {first}) -> {losses[last]:.3f} (step {last})"),
         ("loss on held-out pictures", " -> ".join(f"{loss:.3f}" for loss in (held_out[0], held_out[-1]))),
-        ("the same at best without looking", f"{blind_loss(out):.3f}"),
         ("adapter for PEFT", f"rank {settings['r']}, with {', '.join(settings['modules_to_save'])} in full"),
         ("changed in the merged model", ", ".join(changed(out / "model/model.safetensors", merged))),
     ]

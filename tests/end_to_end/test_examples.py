@@ -76,3 +76,34 @@ def test_llama3_8b_one_gpu(name: str, small: dict[str, object], tmp_path: Path) 
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     found = _evaluations(run)
     assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "changed"),
+    [
+        ("minicpm_v", 3e-3, ("embed_tokens", "k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
+        ("cogvlm", 1e-2, ("vision_expert_query_key_value",)),
+    ],
+)
+def test_pictures(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path) -> None:
+    """What run.yaml says trains, and nothing else: the merged model has the released names, and differs there alone."""
+    from examples.cogvlm import make_small as cogvlm
+    from examples.minicpm_v import make_small as minicpm_v
+
+    {"minicpm_v": minicpm_v, "cogvlm": cogvlm}[name].write(tmp_path / "in")
+    config, run, out = EXAMPLES / name / "run.yaml", tmp_path / "run", tmp_path / "merged"
+    own = {
+        "model.path": tmp_path / "in" / "model", "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",
+        "data.validation": tmp_path / "in" / "validation.json", "data.seq_length": 96, "optim.lr": lr,
+        "optim.schedule": "constant", "optim.warmup_ratio": "null", "train.epochs": "null", "train.steps": 6,
+        "train.micro_batch_size": 8, "train.eval_every": 0, "parallel.tensor": 1, "checkpoint.dir": run,
+    }  # fmt: skip
+    run_tool("pretrain_lora", "--config", config, *options(own))
+    found = _evaluations(run)
+    assert found[-1] < found[0]
+    run_tool("convert", "export", "--source", run, "--out", out, "--format", "hf", "--merge")
+    before, after = load_file(tmp_path / "in" / "model" / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert moved and all(any(part in key for part in changed) for key in moved), sorted(moved)
+    assert all(any(part in key for key in moved) for part in changed), sorted(moved)

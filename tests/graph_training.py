@@ -22,6 +22,7 @@ from engine.training.step import TrainStep
 from tests.distributed.cases import Built, Case, make_batch, small_config
 from tests.graph_stand_in import FunctionCapture, lasting_tensors
 from tests.memory_models import build_with, num_targets
+from tests.toy_vision import ToyVisionConfig
 from tests.varlen_stand_in import varlen_attn
 
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ CASES = {
     "tied, with adapters": Case(
         config=graph_config(tied_embeddings=True), adapters=LAYERS, trained=r"embed_tokens|norm|layers\..*norm"
     ),
+    "a vision model": Case(config=graph_config(vision=ToyVisionConfig()), adapters=LAYERS, trained=r"vision\..*"),
 }
 
 

@@ -34,7 +34,8 @@ class MemoryOptions:
         cuda_graph: What is captured after a few steps and replayed from then on, so that the GPU does not wait for the
             CPU to launch its kernels. "layer" is the forward and the backward of each layer; "step" is the whole step,
             reduction and optimizer included; "none" replays nothing. Needs a GPU and data.packing, whose rows are
-            equally long. A micro-batch that does not fit runs without a graph, and is counted in the summary.
+            equally long. A micro-batch that does not fit runs without a graph, and is counted in the summary. A
+            vision-language model has "layer" at most, and none where its layers depend on the pictures.
         graph_documents: Maximum number of documents in a micro-batch that is replayed; unused ones cost a little.
             null means 32 per row, or fewer where the data has fewer; with data parallelism, as many as
             the data may ask for.

@@ -27,7 +27,7 @@ from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
-from engine.layers.module import ShardEntry
+from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.layers.saved import ActivationShapes, SavedTensors
@@ -246,7 +246,8 @@ class Decoder(nn.Module):
             no part here has it, the head holds a copy, which is kept equal (ShardSpec.grad_reduce "pp_ends").
         memory: what layers keep for backward, and how.
         weights: spreads the weights over ranks, all parts on this rank alike; None keeps all of them here. The last
-            norm's stays whole: backward under a frozen head needs no more than that.
+            norm's stays whole: backward under a frozen head needs no more than that. So do those of the encoder that
+            layers attend to.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or `memory` does not fit the model or the device.
@@ -309,7 +310,9 @@ class Decoder(nn.Module):
             yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
         if config.cross_attention is not None:
             self.cross_vision = self._build_cross_vision(config.cross_attention, build, memory)
-            yield StorageUser(module=self.cross_vision, needs_backward=bool(self.cross_vision.model.trained))
+            # it stays whole: ranks whose micro-batch has no pictures do not run it, and would not gather it
+            whole = tuple(shard_entries(self.cross_vision))
+            yield StorageUser(module=nn.Module(), resident=whole, needs_backward=False)
         self.layers = nn.ModuleList()
         for index in range(self.part.first, self.part.last):
             self.layers.append(DecoderLayer(index, config, memory=memory, build=build))

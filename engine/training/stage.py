@@ -197,14 +197,14 @@ class ModelStage:
         Args:
             num_slots: micro-batches whose backward is still to come at once, at most.
         """
-        embedding = self.model.embedding
-        trains_embedding = embedding is not None and any(entry.sink is not None for entry in shard_entries(embedding))
+        in_front = [one for one in (self.model.embedding, self.model.vision) if one is not None]
+        trains_in_front = any(entry.sink is not None for one in in_front for entry in shard_entries(one))
         self._graphs = StageGraphs(
             self.model,
             self.step,
             shape,
             capture,
-            gives_gradient=self._gives_gradient or trains_embedding,
+            gives_gradient=self._gives_gradient or trains_in_front,
             num_slots=num_slots,
         )
 

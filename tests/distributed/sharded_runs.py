@@ -21,6 +21,7 @@ from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
+from engine.models.decoder_config import CrossAttentionSizes
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
@@ -55,6 +56,7 @@ WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
+ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
     "everything": Case(config=replace(SMALL, qkv_bias=True, qk_norm=True), trained=".*"),
@@ -81,6 +83,9 @@ CASES = {
         config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
     ),
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
+    "encoded pictures": Case(
+        config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
+    ),
 }
 
 
@@ -236,6 +241,11 @@ class Run:
             whole = make_batch(own, **common)
             if self.case.config.vision is not None:
                 whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
+            if self.case.config.cross_attention is not None:
+                # of two data ranks, one has none in the first micro-batch and the other in the second
+                cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
+                assert cross is not None
+                whole = replace(whole, cross_images=replace(cross, places_K=cross.places_K[:0]))
             if self.case.config.token_experts:
                 whole = with_experts(whole, [slot for slot, _ in own])
             mine.append(context_part(whole, size=mesh.cp.size, rank=mesh.cp.rank))

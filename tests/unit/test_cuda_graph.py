@@ -38,6 +38,7 @@ from tests.graph_training import (
 )
 from tests.memory_models import build_with
 from tests.sweeps import sampled
+from tests.toy_vision import with_pictures
 
 # read by cuBLAS once, before its first product: the same sums in a graph and without
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -84,6 +85,17 @@ def test_activations_in_fewer_bits_are_part_of_a_steps_graph():
     graphed, plain, graphs, _ = pair("adapters", "step", accumulation=2, stored=torch.bfloat16)
     steps = make_steps(6, accumulation=2, vocab_size=131)
     assert_same_bits(train(graphs, graphed, steps), train(plain.step, plain, steps))
+
+
+def test_layers_that_are_replayed_give_a_vision_model_in_front_its_gradients():
+    """Nothing else in front of them trains. Micro-batches have other pictures each time, of other sizes."""
+    graphed, plain, graphs, _ = pair("a vision model", "layer", accumulation=2)
+    steps = [
+        replace(step, batches=[with_pictures(one, (number, number + 1), seed=number) for one in step.batches])
+        for number, step in enumerate(make_steps(6, accumulation=2, vocab_size=131))
+    ]
+    assert_same_bits(train(graphs, graphed, steps), train(plain.step, plain, steps))
+    assert graphs.counts.replayed
 
 
 @pytest.mark.parametrize("kind", ["step", "layer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,7 +20,7 @@ from engine.config.memory import MemoryOptions
 from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan
-from engine.models.decoder_config import LayerKind
+from engine.models.decoder_config import CrossAttentionSizes, LayerKind
 from engine.ops.attention.varlen import AttentionChoice
 from engine.ops.kernels import REFERENCE
 from engine.pipeline.schedules import make_schedule
@@ -31,6 +32,7 @@ from tests.distributed.cases import make_batch
 from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.memory_models import build_with
 from tests.sweeps import sampled
+from tests.toy_vision import ToyVisionConfig
 
 META = torch.device("meta")
 
@@ -239,6 +241,21 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
     for model in (graph_config(layer_kinds=(LayerKind(window=63), *kinds[1:])), graph_config(attention_softcap=50.0)):
         with pytest.raises(UserError, match="less than a row.s 64 tokens"):
             check_graphs(config, torch.device(gpu), _choice(on_device=True), model)
+
+
+@pytest.mark.parametrize(
+    ("model", "graphs"),
+    [
+        ({"vision": ToyVisionConfig()}, ("layer",)),
+        ({"token_experts": True, "vision": ToyVisionConfig()}, ()),
+        ({"cross_attention": CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig())}, ()),
+    ],
+)
+def test_what_changes_with_a_micro_batchs_pictures_is_in_no_graph(model: dict, graphs: tuple[str, ...]):
+    gpu, decoder = torch.device("cuda"), graph_config(**model)
+    for graph in ("step", "layer"):
+        with nullcontext() if graph in graphs else pytest.raises(UserError, match=f"is {graph}, but .* pictures"):
+            check_graphs(_run_config(MemoryOptions(cuda_graph=graph)), gpu, _choice(on_device=True), decoder)
 
 
 def test_counts_are_told():

@@ -87,7 +87,7 @@ EVA02_ENORMOUS_PLUS_224 = TimmViTConfig(
 def timm_vit_from_hf(hf: Mapping[str, Any], released: TimmViTConfig, *, dropped: int) -> TimmViTConfig:
     """Returns the tower of a model whose `config.json` names no sizes, because its code or timm's name for it has them.
 
-    A checkpoint of another size than the released one, such as a small one for tests, gives them in `fixture_vision`.
+    A checkpoint of another size than the released one gives them in `fixture_vision`.
 
     Args:
         released: the sizes of the released checkpoint, with all of timm's blocks.

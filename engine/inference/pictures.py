@@ -51,8 +51,8 @@ def prompt_coordinates(
         return PromptCoordinates(positions_T=positions, next_positions=tuple(lengths))
     if family.rotates_by_grid:
         raise UserError(
-            "text about pictures is not generated with models whose positions are in time, height and width: use another "
-            "model."
+            "text about pictures is not generated with models whose positions are in time, height and width: use "
+            "another model."
         )
     columns = vision_columns([Extras(tuple(own)) if own else None for own in pictures])
     rows, parts, start = RowPictures(family, columns), [], 0

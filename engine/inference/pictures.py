@@ -13,6 +13,7 @@ from engine.batch import ExpertTokens, Images
 from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.row_pictures import RowPictures
+from engine.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,11 @@ def prompt_coordinates(
         assert not any(pictures), "pictures need a family that reads them"
         positions = torch.cat([torch.arange(length) for length in lengths])
         return PromptCoordinates(positions_T=positions, next_positions=tuple(lengths))
+    if family.rotates_by_grid:
+        raise UserError(
+            "text about pictures is not generated with models whose positions are in time, height and width: use "
+            "another model."
+        )
     columns = vision_columns([Extras(tuple(own)) if own else None for own in pictures])
     rows, parts, start = RowPictures(family, columns), [], 0
     for number, length in enumerate(lengths):

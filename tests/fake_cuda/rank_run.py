@@ -226,6 +226,7 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
     from engine.distributed.mesh import build_mesh
     from engine.distributed.ranks import RankGrid
     from engine.inference.model_part import InferenceStage
+    from engine.inference.pictures import prompt_coordinates
     from engine.inference.sampling import Sampling
     from engine.models.decoder import Decoder
     from engine.training import generation
@@ -251,9 +252,9 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
         stage = InferenceStage(
             model, tp=mesh.tp, pp=mesh.pp, sampling=sampling, slots=4, length=64, device=launch.device
         )
-        stage.prefill([[1, 2, 3], [4, 5]], [0, 1], [0, 1])
+        stage.prefill([[1, 2, 3], [4, 5]], prompt_coordinates(None, [3, 2], [(), ()]), [0, 1], [0, 1])
         device.is_running = True
         for position in (3, 4, 5):
-            stage.decode([1, 1], [position, position - 1], [0, 1])
+            stage.decode([1, 1], [position, position - 1], [position, position - 1], [0, 1])
         stage.move(1, 0)
         stage.finish()

@@ -13,6 +13,7 @@ from engine.models.families import (
     gemma2,
     gemma3,
     granite,
+    internvl,
     llama,
     llava,
     minicpm,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 WRAPPINGS: dict[str, Wrapping] = {
+    "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
 }
 """Models that are a vision model in front of one of these families."""

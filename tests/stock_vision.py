@@ -135,10 +135,10 @@ PICTURES = (2, 0, 1, 1)
 """Of each document."""
 
 
-def packed(features: int, side: int = 21) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
+def packed(features: int, side: int = 21, *, seed: int = 0) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
     """Rows with documents of none, one and two pictures, and each document's ids and pixels."""
-    generator = torch.Generator().manual_seed(5)
-    shown, documents, places, owners, start = pixels(sum(PICTURES), side), [], [], [], 0
+    generator = torch.Generator().manual_seed(5 + seed)
+    shown, documents, places, owners, start = pixels(sum(PICTURES), side, seed), [], [], [], 0
     for number, (length, count) in enumerate(zip(sum(DOCUMENTS, ()), PICTURES, strict=True)):
         ids = torch.randint(0, IMAGE, (length,), generator=generator)
         for picture in range(count):

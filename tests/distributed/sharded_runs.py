@@ -20,8 +20,12 @@ from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
+from engine.layers.vision import VisionConfig
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import CrossAttentionSizes
+from engine.models.vision.clip import ClipConfig
+from engine.models.vision.internvl import InternVLVisionConfig
+from engine.models.vision.llava import LlavaVisionConfig, ProjectorConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
@@ -36,7 +40,7 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.toy_vision import ToyVisionConfig, with_pictures
+from tests.toy_vision import ToyVisionConfig, toy_grid, with_pictures
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -56,6 +60,27 @@ WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
+_PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
+LLAVA = LlavaVisionConfig(
+    tower=ClipConfig(
+        width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=3, patch=2, side=2, activation="quick_gelu",
+        norm_eps=1e-5,
+    ),
+    projector=_PROJECTOR, states=(2,), first=1,
+)  # fmt: skip
+INTERNVL = InternVLVisionConfig(
+    width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=4, activation="gelu",
+    norm="layer_norm", norm_eps=1e-6, qkv_bias=True, qk_norm=True, has_positions=True, last_norm=True, first=1,
+    together=2, projector=replace(_PROJECTOR, inputs=96),
+)  # fmt: skip
+TOWERS: dict[str, VisionConfig] = {"llava": LLAVA, "internvl": INTERNVL}
+"""Of models that transformers has."""
+GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "llava": lambda slot, number: (2, 2),
+    "internvl": lambda slot, number: (4, 4),
+}
+"""First word of a case -> patches of a picture of a row."""
+TOWER_LINEARS = r"vision\.vision_tower\..*(q_proj|v_proj|fc2)"
 ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
@@ -82,6 +107,19 @@ CASES = {
     "vision experts' fused adapters": Case(
         config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
     ),
+    **{
+        f"{name} {kind}": Case(
+            config=small_config(num_layers=2, embedding_multiplier=3.0, vision=tower),
+            adapters=adapters,
+            trained=trained,
+        )
+        for name, tower in TOWERS.items()
+        for kind, adapters, trained in (
+            ("in full", EVERY_LINEAR, r"vision\..*"),
+            ("adapters", rf"{EVERY_LINEAR}|{TOWER_LINEARS}", r"vision\.multi_modal_projector\..*"),
+            ("frozen", EVERY_LINEAR, ""),
+        )
+    },
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
@@ -240,7 +278,9 @@ class Run:
             own = rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share]
             whole = make_batch(own, **common)
             if self.case.config.vision is not None:
-                whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
+                grid_of = GRIDS.get(self.layout.case.partition(" ")[0], toy_grid)
+                slots = [slot for slot, _ in own]
+                whole = with_pictures(whole, slots, seed=step, vision=self.case.config.vision, grid_of=grid_of)
             if self.case.config.cross_attention is not None:
                 # of two data ranks, one has none in the first micro-batch and the other in the second
                 cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images

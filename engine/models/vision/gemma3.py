@@ -51,8 +51,8 @@ class Gemma3VisionConfig:
         side = isqrt(count)
         if side**2 != count or tower.side % side:
             raise UserError(
-                f"config.json has mm_tokens_per_image {count}, which are not the squares of a picture of {tower.side} x "
-                f"{tower.side} patches: correct it or copy it again."
+                f"config.json has mm_tokens_per_image {count}, which are not the squares of a picture of "
+                f"{tower.side} x {tower.side} patches: correct it or copy it again."
             )
         return cls(tower=tower, side=side, width=width)
 

@@ -78,8 +78,8 @@ class SiglipConfig:
         activation = vision.get("hidden_act", _ACTIVATIONS[0])
         if activation not in _ACTIVATIONS:
             raise UserError(
-                f"config.json has vision_config.hidden_act {activation!r}, but {' or '.join(_ACTIVATIONS)} is expected: "
-                "use a model with that."
+                f"config.json has vision_config.hidden_act {activation!r}, but {' or '.join(_ACTIVATIONS)} is "
+                "expected: use a model with that."
             )
         width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if width % heads:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
 from engine.models.vision.gemma3 import Gemma3Vision, Gemma3VisionConfig
-from engine.models.vision.siglip import SiglipConfig, SiglipTower
+from engine.models.vision.siglip import SiglipConfig
 
 PATCH, SIDE, WIDTH = 3, 6, 40
 VISION: dict[str, Any] = {
@@ -51,17 +51,21 @@ def pixels_and_patches(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu"])
 def test_tower_is_transformers_own(activation: str) -> None:
-    """The last norm's output, and that of every number of layers before it."""
+    """The last norm's output, and those of layers before it."""
     stock = stock_tower(hidden_act=activation, layer_norm_eps=1e-2)
-    tower = SiglipTower(SiglipConfig.from_hf({**VISION, "hidden_act": activation, "layer_norm_eps": 1e-2}))
+    vision = {**VISION, "hidden_act": activation, "layer_norm_eps": 1e-2}
+    tower = SiglipConfig.from_hf(vision).build()
     tower.load_state_dict(stock.state_dict())
+    inner = SiglipConfig.from_hf(vision, (2, 0)).build()
+    beside = set(inner.load_state_dict(stock.state_dict(), strict=False).unexpected_keys)
+    assert set(tower.state_dict()) - beside == set(inner.state_dict())
     pixels, patches = pixels_and_patches(2)
+    patches_NLF = patches.unflatten(0, (2, -1))
     with torch.no_grad():
         expected = stock(pixels, output_hidden_states=True)
-        grids = ((SIDE, SIDE),) * 2
-        torch.testing.assert_close(tower(patches, grids), expected.last_hidden_state, rtol=0, atol=1e-5)
-        for layers, hidden in enumerate(expected.hidden_states):
-            torch.testing.assert_close(tower(patches, grids, num_layers=layers), hidden, rtol=0, atol=1e-5)
+        torch.testing.assert_close(tower(patches_NLF), expected.last_hidden_state, rtol=0, atol=1e-5)
+        states = torch.cat([expected.hidden_states[2], expected.hidden_states[0]], dim=-1)
+        torch.testing.assert_close(inner(patches_NLF, (2, 0)), states, rtol=0, atol=1e-5)
 
 
 def test_gemma_features_and_gradients_are_transformers_own() -> None:
@@ -107,11 +111,11 @@ def test_released_sizes() -> None:
     ("changes", "words"),
     [
         ({"vision_config": None}, "lacks vision_config"),
-        ({"vision_config": {**VISION, "model_type": "clip_vision_model"}}, "type 'clip_vision_model', but siglip"),
+        ({"vision_config": {**VISION, "model_type": "clip_vision_model"}}, "type 'clip_vision_model', but a gemma3"),
         ({"vision_config": {**VISION, "hidden_size": 35}}, "35, which does not divide into 3 heads"),
         ({"vision_config": {**VISION, "image_size": 19}}, "do not divide into patches of 3"),
         ({"vision_config": {**VISION, "image_size": [18, 18]}}, r"image_size \[18, 18\], but a whole number"),
-        ({"vision_config": {**VISION, "hidden_act": "relu"}}, "hidden_act 'relu'"),
+        ({"vision_config": {**VISION, "hidden_act": "snake"}}, "hidden_act 'snake', but one of"),
         ({"vision_config": {**VISION, "attention_dropout": 0.1}}, "attention_dropout 0.1, but 0.0"),
         ({"vision_config": {**VISION, "layer_norm_eps": 0}}, "layer_norm_eps 0, but a number above 0"),
         ({"mm_tokens_per_image": 8}, "8, which are not the squares of a picture of 6 x 6"),

@@ -12,6 +12,7 @@ from engine.models.families import (
     cogvlm,
     gemma2,
     gemma3,
+    gemma3_vision,
     granite,
     llama,
     llava,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 WRAPPINGS: dict[str, Wrapping] = {
+    "gemma3": gemma3_vision.GEMMA3,
     "llava": llava.LLAVA,
 }
 """Models that are a vision model in front of one of these families."""

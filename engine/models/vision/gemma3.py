@@ -3,7 +3,7 @@
 A picture is one tile. Its patches are averaged in squares, so that `mm_tokens_per_image` rows are left, which a norm
 with weights next to 1 and a matrix of [tower's width, decoder's width] turn into features.
 
-Legend: N tiles, V the tower's width, K feature rows, C the decoder's width.
+Legend: N pictures, V the tower's width, K feature rows, C the decoder's width.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from math import isqrt
 from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from engine.errors import UserError
 from engine.models.vision.siglip import SiglipConfig, SiglipTower
-from engine.models.vision.sizes import Grids, counts_from_hf
+from engine.models.vision.sizes import Grids, check_grids, counts_from_hf
+from engine.models.vision.tiles import run_by_length
+
+_TOWER = "siglip_vision_model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,15 @@ class Gemma3VisionConfig:
         Raises:
             UserError: a size is missing, or the features do not divide a picture into squares of patches.
         """
-        tower = SiglipConfig.from_hf(hf.get("vision_config"))
+        vision = hf.get("vision_config")
+        if not isinstance(vision, Mapping):
+            raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
+        if (kind := vision.get("model_type", _TOWER)) != _TOWER:
+            raise UserError(
+                f"config.json has a vision tower of type {kind!r}, but a gemma3 model is supported with {_TOWER}: use "
+                "a model with that."
+            )
+        tower = SiglipConfig.from_hf(vision)
         count = counts_from_hf({"mm_tokens_per_image": 256, **hf}, ("mm_tokens_per_image",))["mm_tokens_per_image"]
         side = isqrt(count)
         if side**2 != count or tower.side % side:
@@ -63,12 +74,12 @@ class Gemma3VisionConfig:
     @property
     def patch_features(self) -> int:
         """Numbers of a patch."""
-        return self.tower.patch_features
+        return 3 * self.tower.patch**2
 
     @property
     def usual_tile(self) -> tuple[int, int]:
         """Rows and columns, in patches, of every picture."""
-        return self.tower.tile
+        return self.tower.side, self.tower.side
 
     def num_features(self, grid: tuple[int, int]) -> int:
         """Returns the feature rows of a picture."""
@@ -77,7 +88,7 @@ class Gemma3VisionConfig:
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""
         projection = 2 * self.side**2 * self.tower.width * self.width
-        return self.tower.flops(len(grids)) + len(grids) * projection
+        return self.tower.flops(grids) + len(grids) * projection
 
 
 class _Norm(nn.Module):
@@ -101,7 +112,8 @@ class _Projector(nn.Module):
     def forward(self, x_NLV: Tensor) -> Tensor:
         side = isqrt(x_NLV.shape[1]) // self.square
         squares = reduce(x_NLV, "n (h p w q) v -> n (h w) v", "mean", p=self.square, w=side, q=self.square)
-        return rearrange(self.mm_soft_emb_norm(squares), "n k v -> (n k) v") @ self.mm_input_projection_weight
+        features: Tensor = self.mm_soft_emb_norm(squares) @ self.mm_input_projection_weight
+        return features
 
 
 class Gemma3Vision(nn.Module):
@@ -120,6 +132,9 @@ class Gemma3Vision(nn.Module):
             patches_PF: picture after picture, each row by row, flattened as (channel, y, x), normalised.
             grids: rows and columns of each picture, which are those of the config.
         """
-        if not grids:
-            return patches_PF.new_empty(0, self.config.width)
-        return self.multi_modal_projector(self.vision_tower(patches_PF, grids))
+        check_grids(grids, self.config.tower.side)
+        return run_by_length(patches_PF, grids, self._features, self.config.width)
+
+    def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
+        features: Tensor = self.multi_modal_projector(self.vision_tower(patches_NLF))
+        return features

@@ -1,9 +1,9 @@
-"""SigLIP as transformers has it: an encoder of square tiles of one size, with a stored position for each patch.
+"""SigLIP's tower for pictures of one size: all layers and the last norm, or up to the last layer whose output is taken.
 
-The encoder is transformers' own (`modeling_siglip`), whose names and numbers the checkpoints have; only the embeddings
-are ours, because patches come flattened. The pooling head is left out: language models read patches.
+The layers are transformers'; the embeddings are ours, because patches come flattened. The pooling head is left out, as
+language models read patches.
 
-Legend: N tiles, L patches of a tile, F = 3 * patch ** 2, V width.
+Legend: N pictures, L patches of each, F = 3 * patch ** 2, V width, S outputs that are taken.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.errors import UserError
-from engine.models.vision.sizes import Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.clip import outputs_of
+from engine.models.vision.sizes import Grids, activation_from_hf, counts_from_hf, heads_fit, number_from_hf, square_side
 from engine.models.vision.tiles import encoder_flops
 
-_COUNTS = {
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
+)  # fmt: skip
+_DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "patch_size": 16, "image_size": 224,
+    "patch_size": 16, "image_size": 224, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
-"""What transformers takes for a size that `vision_config` leaves out."""
+"""What `vision_config` leaves out where it is what transformers' class has."""
 _SETTINGS = {"attention_dropout": 0.0, "num_channels": 3}
-_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
-_MODEL_TYPES = ("siglip_vision_model", "siglip")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,99 +37,72 @@ class SiglipConfig:
     """Sizes of the tower.
 
     Args:
-        width, mlp_width, num_heads: V and the others of a layer.
-        num_layers: of the encoder.
+        width, mlp_width, num_heads: of a layer.
+        num_layers: that are computed.
+        stored_layers: that the checkpoint has.
         patch: pixels on a side of a patch.
-        side: patches on a side of a tile.
-        activation: of the MLP, by transformers' name.
-        norm_eps: of every norm.
-        has_head: the checkpoint has a pooling head, with which nothing is computed.
+        side: patches on a side of a picture.
+        activation: of the MLP, as transformers names it.
+        norm_eps: of all norms.
+        has_last_norm: the last norm is computed.
     """
 
     width: int
     mlp_width: int
     num_heads: int
     num_layers: int
+    stored_layers: int
     patch: int
     side: int
     activation: str
     norm_eps: float
-    has_head: bool
+    has_last_norm: bool
+
+    has_class = False
+    """All outputs of a layer are those of patches."""
 
     @classmethod
-    def from_hf(cls, vision: object) -> SiglipConfig:
-        """Reads the `vision_config` of a `config.json`.
+    def from_hf(cls, vision: Mapping[str, Any], states: tuple[int, ...] | None = None) -> SiglipConfig:
+        """Reads `vision_config`.
+
+        Args:
+            states: the layers' outputs that are taken, 0 for what enters the first; None for what the last norm makes
+                of all layers.
 
         Raises:
-            UserError: it is another tower, or a size does not fit.
+            UserError: a size does not fit.
         """
-        if not isinstance(vision, Mapping):
-            raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
-        if (kind := vision.get("model_type")) not in _MODEL_TYPES:
-            raise UserError(
-                f"config.json has a vision tower of type {kind!r}, but {_MODEL_TYPES[0]} is expected: correct "
-                "vision_config.model_type or copy it again."
-            )
-        sizes = counts_from_hf({**_COUNTS, **vision}, tuple(_COUNTS), "vision_config")
+        vision = {**_DEFAULTS, **vision}
+        sizes = counts_from_hf(vision, _SIZES, "vision_config")
         for key, value in _SETTINGS.items():
             if vision.get(key, value) != value:
                 raise UserError(
                     f"config.json has vision_config.{key} {vision[key]!r}, but {value!r} is expected: use a model with "
                     "that."
                 )
-        activation = vision.get("hidden_act", _ACTIVATIONS[0])
-        if activation not in _ACTIVATIONS:
-            raise UserError(
-                f"config.json has vision_config.hidden_act {activation!r}, but {' or '.join(_ACTIVATIONS)} is "
-                "expected: use a model with that."
-            )
-        width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-        if width % heads:
-            raise UserError(
-                f"config.json has vision_config.hidden_size {width}, which does not divide into {heads} heads: correct "
-                "it or copy it again."
-            )
+        heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
         return cls(
-            width=width,
+            width=sizes["hidden_size"],
             mlp_width=sizes["intermediate_size"],
-            num_heads=heads,
-            num_layers=sizes["num_hidden_layers"],
+            num_heads=sizes["num_attention_heads"],
+            num_layers=sizes["num_hidden_layers"] if states is None else max(states),
+            stored_layers=sizes["num_hidden_layers"],
             patch=sizes["patch_size"],
             side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
-            activation=activation,
-            norm_eps=_norm_eps(vision),
-            has_head=vision.get("vision_use_head") is not False,
+            activation=activation_from_hf(vision, "hidden_act", "vision_config"),
+            norm_eps=number_from_hf(vision, "layer_norm_eps", "vision_config"),
+            has_last_norm=states is None,
         )
 
-    @property
-    def patch_features(self) -> int:
-        """F, numbers of a patch."""
-        return 3 * self.patch**2
+    def build(self) -> SiglipTower:
+        """Returns the module."""
+        return SiglipTower(self)
 
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of every tile."""
-        return self.side, self.side
-
-    def flops(self, num_tiles: int, *, num_layers: int | None = None) -> int:
-        """Returns the FLOPs of so many tiles in forward.
-
-        Args:
-            num_layers: as of `SiglipTower.forward`.
-        """
-        length, depth = self.side**2, self.num_layers if num_layers is None else num_layers
-        encoder = encoder_flops([length] * num_tiles, width=self.width, mlp_width=self.mlp_width, depth=depth)
-        return 2 * num_tiles * length * self.patch_features * self.width + encoder
-
-
-def _norm_eps(vision: Mapping[str, Any]) -> float:
-    eps = vision.get("layer_norm_eps", 1e-6)
-    if not isinstance(eps, int | float) or isinstance(eps, bool) or not eps > 0:
-        raise UserError(
-            f"config.json has vision_config.layer_norm_eps {eps!r}, but a number above 0 is expected: correct it or "
-            "copy it again."
-        )
-    return float(eps)
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these pictures in forward."""
+        lengths = [rows * columns for rows, columns in grids]
+        embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
+        return embedding + encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
 
 
 class _Embeddings(nn.Module):
@@ -142,7 +117,7 @@ class _Embeddings(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """The tower, from patches to features of patches."""
+    """The tower."""
 
     def __init__(self, config: SiglipConfig) -> None:
         super().__init__()
@@ -158,21 +133,17 @@ class SiglipTower(nn.Module):
             layer_norm_eps=config.norm_eps,
             attn_implementation="sdpa",
         )
-        self.config = config
+        self.num_layers = config.num_layers
         self.embeddings = _Embeddings(config)
         self.encoder = SiglipEncoder(encoder)
-        self.post_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        if config.has_last_norm:
+            self.post_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
-    def forward(self, patches_PF: Tensor, grids: Grids, *, num_layers: int | None = None) -> Tensor:
-        """Returns [N, L, V], each tile row by row.
-
-        Args:
-            patches_PF: tile after tile, each row by row, flattened as (channel, y, x), normalised.
-            grids: rows and columns of each tile, which are those of the config.
-            num_layers: what comes out of so many layers, without the last norm; None for all layers and that norm.
-        """
-        check_grids(grids, self.config.side)
-        x_NLV = self.embeddings(rearrange(patches_PF, "(n l) f -> n l f", n=len(grids)))
-        for layer in self.encoder.layers[:num_layers]:
-            x_NLV = layer(x_NLV, None)
-        return self.post_layernorm(x_NLV) if num_layers is None else x_NLV
+    def forward(self, patches_NLF: Tensor, states: tuple[int, ...] | None = None) -> Tensor:
+        """Returns [N, L, S * V]: what enters the first layer (state 0) or leaves layer i - 1 (state i); [N, L, V], what
+        the last norm makes of all layers, where `states` is None, as in the config."""
+        x = self.embeddings(patches_NLF)
+        if states is not None:
+            return outputs_of(self.encoder.layers, x, states)
+        features: Tensor = self.post_layernorm(outputs_of(self.encoder.layers, x, (self.num_layers,)))
+        return features

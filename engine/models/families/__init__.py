@@ -14,6 +14,7 @@ from engine.models.families import (
     gemma3,
     gemma3_vision,
     granite,
+    internvl,
     llama,
     llava,
     minicpm,
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
 
 WRAPPINGS: dict[str, Wrapping] = {
     "gemma3": gemma3_vision.GEMMA3,
+    "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
 }
 """Models that are a vision model in front of one of these families."""

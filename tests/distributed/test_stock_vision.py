@@ -21,6 +21,7 @@ NUM_STEPS = 3
 QUICK = {
     "llava in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed"),
     "internvl adapters": ("tp2", "dp2, parameters, recomputed"),
+    "gemma3 in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed", "one, recomputed"),
 }
 
 

@@ -65,6 +65,9 @@ _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 _OF_ONE_SIZE = ("llava", "internvl")
 """Families whose tower takes pictures of one size."""
 
+_BIDIRECTIONAL = ("gemma3",)
+"""Families in whose attention the tokens of a picture see the whole picture."""
+
 
 class ProcessorFamily:
     """The family.
@@ -81,6 +84,7 @@ class ProcessorFamily:
     def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
         self._kind = str(config["model_type"])
         self.rotates_by_grid = self._kind in _BY_GRID
+        self.is_bidirectional = self._kind in _BIDIRECTIONAL
         self._stand_in = STAND_INS[self._kind]
         self._tokenizer = tokenizer
         feature = tokenizer.added_tokens.get(self._stand_in.feature)

@@ -12,6 +12,7 @@ from engine.models.families import (
     cogvlm,
     gemma2,
     gemma3,
+    gemma3_vision,
     granite,
     internvl,
     llama,
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 WRAPPINGS: dict[str, Wrapping] = {
+    "gemma3": gemma3_vision.GEMMA3,
     "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
 }

@@ -50,6 +50,7 @@ class Wrapping(NamedTuple):
             config.json, the model's own.
         text: model_type of a `text_config` that does not say.
         unused: reads from config.json which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
+        parameters: see `NameMap.parameters`.
     """
 
     complete: Callable[[DecoderConfig, dict[str, Any]], DecoderConfig]
@@ -57,6 +58,7 @@ class Wrapping(NamedTuple):
     texts: Mapping[str, str] = TEXTS
     text: str = "llama"
     unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
+    parameters: tuple[str, ...] = ()
 
     def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Returns the language model's config, with the `model_type` that the family table knows.

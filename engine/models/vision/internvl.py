@@ -20,6 +20,7 @@ from engine.errors import UserError
 from engine.models.vision.clip import outputs_of
 from engine.models.vision.llava import Projector, ProjectorConfig, select_strategy, taken_states, vision_part
 from engine.models.vision.sizes import (
+    Grid,
     Grids,
     activation_from_hf,
     check_dropout,
@@ -154,7 +155,7 @@ class InternVLVisionConfig:
         """Rows and columns, in patches, of a tile."""
         return self.side, self.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from engine.errors import UserError
 
-Grids = tuple[tuple[int, int], ...]
-"""Rows and columns, in patches, of each tile."""
+Grid = tuple[int, ...]
+"""Rows and columns of a tile, in patches, and behind that what else its model has to know."""
+Grids = tuple[Grid, ...]
+"""Of each tile."""
 
 
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:

@@ -17,11 +17,11 @@ from engine.conversion.peft_read import AdapterSource
 from tests.commands import run_tool
 from tests.distributed.cases import relative_error
 from tests.stock_vision import make_model
-from tests.unit.test_vision_data_processors import KINDS, pictures, processor_of, written
+from tests.unit.test_vision_data_processors import KINDS, NESTED, pictures, processor_of, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
-NAMES = ("llava", "internvl")
+NAMES = ("llava", "internvl", "llava_onevision")
 
 
 def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
@@ -33,11 +33,11 @@ def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     return model, processor_of(kind, tokenizer, images)
 
 
-def inputs(processor: Any, text: str, shown: list[Any]) -> dict[str, Tensor]:
+def inputs(kind: str, processor: Any, text: str, shown: list[Any]) -> dict[str, Tensor]:
     content = [*({"type": "image"} for _ in shown), {"type": "text", "text": text}]
     asked = [{"role": "user", "content": content}]
     prompt = processor.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    more = {"images": shown} if shown else {}
+    more = {"images": [shown] if kind in NESTED else shown} if shown else {}
     return dict(processor(text=[prompt], return_tensors="pt", **more))
 
 
@@ -54,7 +54,7 @@ def test_greedy_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         named = {"images": [f"{number}.png" for number in numbers]} if numbers else {}
         content = [*({"type": "image"} for _ in numbers), {"type": "text", "text": text}]
         records.append({"messages": [{"role": "user", "content": content}], **named})
-        given = inputs(processor, text, [shown[number] for number in numbers])
+        given = inputs(kind, processor, text, [shown[number] for number in numbers])
         out = model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         expected.append(out[0, given["input_ids"].shape[1] :].tolist())
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -85,7 +85,7 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
     for form in (["--format", "peft"], ["--format", "hf", "--merge"]):
         run_tool("convert", "export", "--source", tmp_path / "run", "--out", tmp_path / form[1], *form)
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    given = inputs(processor, TEXTS[1], shown[:1])
+    given = inputs(kind, processor, TEXTS[1], shown[:1])
     with torch.no_grad():
         before = model(**given).logits
         merged = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float32)(**given).logits

@@ -51,8 +51,8 @@ def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, 
     rows, columns = _without_padding(height, width, tiles_down * side, tiles_across * side)
     ratio = math.sqrt(rows * columns / (most * side**2))
     scaled = (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
-    if min(rows, columns, *scaled) < 1:
-        raise UserError(f"a picture of {width} x {height} is too long and thin to have features; cut it.")
+    if ratio > 1.1 and min(scaled) < 1:
+        raise UserError(f"a picture of {width} x {height} is so long and thin that no features of it are left; cut it.")
     return ((1 + tiles_down * tiles_across) * side, side, tiles_down, tiles_across, rows, columns, *scaled)
 
 

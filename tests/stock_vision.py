@@ -98,7 +98,7 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
 }
 """Model -> makes it."""
 
-SIDES = {"internvl": 28}
+SIDES = {"internvl": 28, "llava_onevision": 23}
 """Pixels on a side of a tile, where that is not 21."""
 
 
@@ -136,7 +136,8 @@ def pixels(count: int, side: int = 21, seed: int = 0) -> Tensor:
 
 def patches(pixels_NCHW: Tensor, patch: int = 7) -> Tensor:
     """Patches [P, 3 * patch ** 2] of pictures, as towers read them."""
-    return rearrange(pixels_NCHW, "n c (h p) (w q) -> (n h w) (c p q)", p=patch, q=patch)
+    rows, columns = (length // patch * patch for length in pixels_NCHW.shape[-2:])
+    return rearrange(pixels_NCHW[..., :rows, :columns], "n c (h p) (w q) -> (n h w) (c p q)", p=patch, q=patch)
 
 
 def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None = None) -> Batch:
@@ -178,12 +179,12 @@ def packed(name: str, vision: VisionConfig, *, seed: int = 0) -> tuple[Batch, li
         ids = torch.randint(0, IMAGE, (length,), generator=generator)
         own, at = [], 3
         for picture in numbers:
-            grid = _grid(name, side // 7, SIZES[picture], alone=len(numbers) == 1)
+            grid = _grid(name, side, SIZES[picture], alone=len(numbers) == 1)
             count = vision.num_features(grid)
             ids[at : at + count] = IMAGE
             places += range(start + at, start + at + count)
             at += count + 4
-            own.append(pixels(grid[0] * grid[1] * 49 // side**2, side, 10 * seed + picture))
+            own.append(pixels(grid[0] // (side // 7), side, 10 * seed + picture))
             grids.append(grid)
         documents.append((ids, _given(name, own, [SIZES[picture] for picture in numbers])))
         shown += own
@@ -197,8 +198,8 @@ def packed(name: str, vision: VisionConfig, *, seed: int = 0) -> tuple[Batch, li
 
 def _grid(name: str, side: int, size: tuple[int, int], *, alone: bool) -> tuple[int, ...]:
     if not name.startswith("llava_onevision") or not alone:
-        return side, side
-    return anyres_grid(size, pinpoints(7 * side), tile=7 * side, side=side, most=2)
+        return side // 7, side // 7
+    return anyres_grid(size, pinpoints(side), tile=side, side=side // 7, most=2)
 
 
 def _given(name: str, tiles: list[Tensor], sizes: list[tuple[int, int]]) -> dict[str, Tensor]:

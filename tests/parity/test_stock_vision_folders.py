@@ -17,7 +17,7 @@ from engine.conversion.peft_read import AdapterSource
 from tests.commands import run_tool
 from tests.distributed.cases import relative_error
 from tests.stock_vision import make_model
-from tests.unit.test_vision_data_processors import KINDS, NESTED, pictures, processor_of, written
+from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, pictures, processor_of, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
@@ -29,7 +29,8 @@ def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     tokenizer, images = written(kind, folder)
     tokens = KINDS[kind]["tokens"]
     image = tokenizer.convert_tokens_to_ids(tokens.get("context_image_token") or tokens["image_token"])
-    model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=28)
+    side = PINPOINTS[0][0] if kind == "llava_onevision" else 28
+    model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=side)
     return model, processor_of(kind, tokenizer, images)
 
 

@@ -133,11 +133,12 @@ class ProcessorFamily:
             return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
         if self._kind == _ONEVISION:
             pixels = pixels[0]
-        _, _, height, width = pixels.shape
+        rows, columns = (length // self._patch for length in pixels.shape[-2:])
+        pixels = pixels[..., : rows * self._patch, : columns * self._patch]  # the convolution of a tower reads no more
         patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
         if self._kind == _ONEVISION:
             return Tiles(patches, (self._anyres(image.size, alone=alone),))
-        return Tiles(patches, ((height // self._patch, width // self._patch),) * len(pixels))
+        return Tiles(patches, ((rows, columns),) * len(pixels))
 
     def cross_tiles(self, image: Image) -> None:
         return None

@@ -28,7 +28,7 @@ from engine.models.vision.sizes import (
     counts_from_hf,
     heads_fit,
     number_from_hf,
-    square_side,
+    whole_patches,
 )
 from engine.models.vision.tiles import encoder_flops, run_by_length
 
@@ -108,7 +108,7 @@ class InternVLVisionConfig:
                 f"config.json has vision_config.norm_type {norm!r}, but layer_norm or rms_norm is expected: correct it "
                 "or copy it again."
             )
-        side = square_side(sizes["image_size"], sizes["patch_size"], "vision_config")
+        side = whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config")
         first = 1 if select_strategy(hf, default="default") == "default" else 0
         together = _together(hf, side, first)
         return cls(

@@ -100,6 +100,20 @@ def square_side(image: int, patch: int, place: str) -> int:
     return image // patch
 
 
+def whole_patches(image: int, patch: int, place: str) -> int:
+    """Returns the patches on a side of a square picture whose tower passes over pixels behind the last whole patch.
+
+    Raises:
+        UserError: there is no whole patch.
+    """
+    if image < patch:
+        raise UserError(
+            f"config.json has pictures of {image} pixels in {place}, which are less than a patch of {patch}: correct "
+            "it or copy it again."
+        )
+    return image // patch
+
+
 def check_grids(grids: Grids, side: int) -> None:
     """Raises ValueError where a tile has another size than the tower's."""
     for grid in grids:

@@ -105,6 +105,7 @@ class InferenceStage:
             images=None if self.model.embedding is None else coordinates.images,
             cross_images=None if self.model.embedding is None else coordinates.cross_images,
             experts=coordinates.experts,
+            bidirectional=coordinates.bidirectional,
         ).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import ExpertTokens, Images
+from engine.batch import BidirectionalSpans, ExpertTokens, Images
 from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.row_pictures import RowPictures
@@ -30,6 +30,7 @@ class PromptCoordinates:
     images: Images | None = None
     cross_images: Images | None = None
     experts: ExpertTokens | None = None
+    bidirectional: BidirectionalSpans | None = None
 
 
 def prompt_coordinates(
@@ -67,4 +68,5 @@ def prompt_coordinates(
         images=found.images,
         cross_images=found.cross_images,
         experts=found.experts,
+        bidirectional=found.bidirectional,
     )

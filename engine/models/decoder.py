@@ -78,6 +78,7 @@ def _attention_kind(config: DecoderConfig, index: int) -> AttentionKind:
         num_ropes=len(config.ropes),
         qk_norm_over=config.qk_norm_over,
         norm_offset=config.norm_offset,
+        bidirectional=config.bidirectional_pictures,
     )
 
 
@@ -393,6 +394,7 @@ class Decoder(nn.Module):
             adapters=adapters,
             experts=_experts(batch, token_index) if self.config.token_experts else None,
             encoded=self._encode(batch, adapters=adapters),
+            bidirectional=batch.bidirectional if self.config.bidirectional_pictures else None,
         )
 
     def _check_row_length(self, length: int) -> None:

@@ -109,6 +109,7 @@ class DecoderConfig:
         vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
         cross_attention: of all tokens to encoded pictures, between attention and MLP; None for none.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
+        bidirectional_pictures: in attention the tokens of a picture see the whole picture.
     """
 
     family: str
@@ -146,6 +147,7 @@ class DecoderConfig:
     vision_qkv_bias: bool = False
     cross_attention: CrossAttentionSizes | None = None
     vision: VisionConfig | None = None
+    bidirectional_pictures: bool = False
 
     @property
     def context_length(self) -> int:

@@ -6,6 +6,8 @@ this module and need none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,47 +33,48 @@ IMAGE = 66
 """The token that stands for a feature."""
 
 
-def _llava(text: str, **changes: Any) -> PreTrainedModel:
+def _llava(text: str, vocab: int, image: int, side: int, **changes: Any) -> PreTrainedModel:
     import transformers
 
-    more = {"image_token_index": IMAGE, "image_seq_length": 9, **changes}
+    tower = transformers.CLIPVisionConfig(**{**TOWER, "image_size": side})
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**TOWER), text_config=_text(text), **more
+        vision_config=tower, text_config=_text(text, vocab), image_token_index=image, **changes
     )
     return transformers.LlavaForConditionalGeneration(config)
 
 
-def _internvl(text: str, tower: dict[str, Any], **changes: Any) -> PreTrainedModel:
+def _internvl(text: str, tower: dict[str, Any], vocab: int, image: int, side: int, **changes: Any) -> PreTrainedModel:
     import transformers
 
-    sizes = {**TOWER, "image_size": [28, 28], "patch_size": [7, 7], **tower}
+    sizes = {**TOWER, "image_size": [side, side], "patch_size": [7, 7], **tower}
     config = transformers.InternVLConfig(
-        vision_config=transformers.InternVLVisionConfig(**sizes), text_config=_text(text),
-        **{"image_token_id": IMAGE, "image_seq_length": 4, "tie_word_embeddings": False, **changes},
+        vision_config=transformers.InternVLVisionConfig(**sizes), text_config=_text(text, vocab), image_token_id=image,
+        **{"tie_word_embeddings": False, **changes},
     )  # fmt: skip
     return transformers.InternVLForConditionalGeneration(config)
 
 
-def _text(kind: str) -> Any:
+def _text(kind: str, vocab: int) -> Any:
     import transformers
 
     more = {"Qwen3": {"head_dim": 6}, "Mistral": {"sliding_window": 7}}.get(kind, {})
-    return getattr(transformers, f"{kind}Config")(**TEXT, **more)
+    return getattr(transformers, f"{kind}Config")(**{**TEXT, "vocab_size": vocab}, **more)
 
 
-MODELS = {
-    "llava": lambda: _llava("Llama"),
-    "llava mistral": lambda: _llava("Mistral", vision_feature_layer=-1, multimodal_projector_bias=False),
-    "llava qwen2": lambda: _llava("Qwen2", vision_feature_layer=[-3, 2, 0], projector_hidden_act="gelu_pytorch_tanh"),
-    "llava qwen3": lambda: _llava("Qwen3", vision_feature_select_strategy="full"),
-    "internvl": lambda: _internvl("Qwen2", {}),
-    "internvl qwen3": lambda: _internvl(
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {
+    "llava": partial(_llava, "Llama"),
+    "llava mistral": partial(_llava, "Mistral", vision_feature_layer=-1, multimodal_projector_bias=False),
+    "llava qwen2": partial(_llava, "Qwen2", vision_feature_layer=[-3, 2, 0], projector_hidden_act="gelu_pytorch_tanh"),
+    "llava qwen3": partial(_llava, "Qwen3", vision_feature_select_strategy="full"),
+    "internvl": partial(_internvl, "Qwen2", {}),
+    "internvl qwen3": partial(
+        _internvl,
         "Qwen3",
         {"use_mean_pooling": False, "attention_bias": True, "use_qk_norm": True, "norm_type": "rms_norm"},
         tie_word_embeddings=True,
     ),
-    "internvl llama": lambda: _internvl(
-        "Llama", {"use_absolute_position_embeddings": False, "use_mask_token": True}, vision_feature_layer=-2
+    "internvl llama": partial(
+        _internvl, "Llama", {"use_absolute_position_embeddings": False, "use_mask_token": True}, vision_feature_layer=-2
     ),
 }
 """Model -> makes it."""
@@ -84,10 +87,18 @@ def side_of(name: str) -> int:
     return SIDES.get(name.partition(" ")[0], 21)
 
 
-def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
-    """The model, every parameter drawn, and saved in `folder`."""
+def make_model(
+    name: str, folder: Path | None = None, *, vocab: int = 67, image: int = IMAGE, side: int | None = None
+) -> PreTrainedModel:
+    """The model, every parameter drawn, and saved in `folder`.
+
+    Args:
+        vocab: tokens.
+        image: that of them which stands for a feature.
+        side: pixels on a side of a tile.
+    """
     torch.manual_seed(len(name))
-    model = MODELS[name]().eval()
+    model = MODELS[name](vocab=vocab, image=image, side=side or side_of(name)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:

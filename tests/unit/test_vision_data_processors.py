@@ -61,7 +61,7 @@ MESSAGES = [
 SMALL = {"height": 28, "width": 28}
 KINDS: dict[str, dict[str, Any]] = {
     "llava": {
-        "config": {"vision_config": {"patch_size": 7, "model_type": "clip_vision_model"}},
+        "config": {"vision_config": {"patch_size": 7, "image_size": 28, "model_type": "clip_vision_model"}},
         "tokens": {"image_token": "<image>"},
         "mark": "<image>\n",
         "images": lambda: CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SMALL),
@@ -81,7 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "options": {"image_seq_length": 4},
     },
     "internvl": {
-        "config": {"vision_config": {"patch_size": [7, 7]}, "image_seq_length": 4},
+        "config": {"vision_config": {"patch_size": [7, 7], "image_size": [28, 28]}},
         "tokens": {
             "start_image_token": "<img>",
             "end_image_token": "</img>",

@@ -62,11 +62,11 @@ STAND_INS = {
 _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Families whose processor cuts patches itself, and whose positions are of three kinds."""
 
-_OF_ONE_SIZE = ("llava", "internvl")
-"""Families whose tower takes pictures of one size."""
-
 _BIDIRECTIONAL = ("gemma3",)
 """Families in whose attention the tokens of a picture see the whole picture."""
+
+_OF_ONE_SIZE = ("llava", "internvl", "gemma3")
+"""Families whose tower takes pictures of one size."""
 
 
 class ProcessorFamily:

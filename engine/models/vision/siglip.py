@@ -144,6 +144,6 @@ class SiglipTower(nn.Module):
         the last norm makes of all layers, where `states` is None, as in the config."""
         x = self.embeddings(patches_NLF)
         if states is not None:
-            return outputs_of(self.encoder.layers, x, states)
-        features: Tensor = self.post_layernorm(outputs_of(self.encoder.layers, x, (self.num_layers,)))
+            return outputs_of(self.encoder.layers, x, states, None)
+        features: Tensor = self.post_layernorm(outputs_of(self.encoder.layers, x, (self.num_layers,), None))
         return features

@@ -109,7 +109,7 @@ class Batch:
         cross_images: the same pictures in a second resolution, for a model whose layers attend to it; None for others.
         experts: which tokens take the weights for pictures, for a model that has such; None for others.
         grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
-            others.
+            others, and where there are no pictures: the three are equal then.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
     """

@@ -36,7 +36,7 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.toy_vision import ToyVisionConfig, with_pictures
+from tests.toy_vision import ToyVisionConfig, with_grid_positions, with_pictures
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -55,6 +55,9 @@ BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
+DEEPSTACK = small_config(num_layers=2, deepstack=2, rope_axes=(2, 0, 1), vision=ToyVisionConfig(hidden=3 * 32))
+DEEP = replace(DEEPSTACK, num_layers=4, deepstack=3, vision=ToyVisionConfig(hidden=4 * 32))
+"""Rotated by time, height and width, with pictures' features for later layers."""
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
 ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
 CASES = {
@@ -82,6 +85,9 @@ CASES = {
     "vision experts' fused adapters": Case(
         config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
     ),
+    "deepstack in full": Case(config=DEEPSTACK, adapters=EVERY_LINEAR, trained=r"vision\..*"),
+    "deepstack frozen": Case(config=DEEPSTACK, adapters=EVERY_LINEAR),
+    "deep, deepstack": Case(config=DEEP, adapters=r"layers\.2\..*_proj", trained=r"vision\..*"),
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
@@ -241,6 +247,8 @@ class Run:
             whole = make_batch(own, **common)
             if self.case.config.vision is not None:
                 whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
+            if self.case.config.rope_axes:
+                whole = with_grid_positions(whole)
             if self.case.config.cross_attention is not None:
                 # of two data ranks, one has none in the first micro-batch and the other in the second
                 cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images

@@ -77,6 +77,11 @@ class Qwen3VisionConfig:
             UserError: a size is missing or does not fit.
         """
         sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
+        if isqrt(sizes["num_position_embeddings"]) ** 2 != sizes["num_position_embeddings"]:
+            raise UserError(
+                f"config.json has vision_config.num_position_embeddings {sizes['num_position_embeddings']}, but a square "
+                "table is expected: correct it or copy it again."
+            )
         behind = vision.get("deepstack_visual_indexes", (8, 16, 24))
         blocks = range(sizes["depth"])
         if not isinstance(behind, list | tuple) or not all(one in blocks for one in behind):

@@ -79,6 +79,7 @@ class AdapterSource(TensorReader):
         keys = [key for key in self._file.names() if not key.endswith(_COPY)]
         self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
         present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
+        names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys])
         names = replace(names, rows=part_rows(decoder)).fuse(present)
         self._places: dict[str, tuple[_Place, ...]] = {
             _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),) for key in keys

@@ -413,7 +413,8 @@ class Decoder(nn.Module):
             positions = batch.positions_BS.flatten()
             if rope.axes and batch.grid_positions_3BS is not None:
                 assert self._rope_axes is not None
-                positions = batch.grid_positions_3BS.flatten(1).index_select(0, self._rope_axes).T
+                # in this order the tables are dense, as kernels take them
+                positions = batch.grid_positions_3BS.flatten(1).T.index_select(1, self._rope_axes)
             pair = rope_tables(positions, frequencies)
             if rope.scaling is not None and rope.scaling.table_scale != 1.0:
                 pair = (pair[0].mul_(rope.scaling.table_scale), pair[1].mul_(rope.scaling.table_scale))

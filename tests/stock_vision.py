@@ -41,6 +41,17 @@ def _llava(text: str, **changes: Any) -> PreTrainedModel:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def _internvl(text: str, tower: dict[str, Any], **changes: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {**TOWER, "image_size": [28, 28], "patch_size": [7, 7], **tower}
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(**sizes), text_config=_text(text),
+        **{"image_token_id": IMAGE, "image_seq_length": 4, "tie_word_embeddings": False, **changes},
+    )  # fmt: skip
+    return transformers.InternVLForConditionalGeneration(config)
+
+
 def _text(kind: str) -> Any:
     import transformers
 
@@ -53,8 +64,24 @@ MODELS = {
     "llava mistral": lambda: _llava("Mistral", vision_feature_layer=-1, multimodal_projector_bias=False),
     "llava qwen2": lambda: _llava("Qwen2", vision_feature_layer=[-3, 2, 0], projector_hidden_act="gelu_pytorch_tanh"),
     "llava qwen3": lambda: _llava("Qwen3", vision_feature_select_strategy="full"),
+    "internvl": lambda: _internvl("Qwen2", {}),
+    "internvl qwen3": lambda: _internvl(
+        "Qwen3",
+        {"use_mean_pooling": False, "attention_bias": True, "use_qk_norm": True, "norm_type": "rms_norm"},
+        tie_word_embeddings=True,
+    ),
+    "internvl llama": lambda: _internvl(
+        "Llama", {"use_absolute_position_embeddings": False, "use_mask_token": True}, vision_feature_layer=-2
+    ),
 }
 """Model -> makes it."""
+
+SIDES = {"internvl": 28}
+"""Pixels on a side of a tile, where that is not 21."""
+
+
+def side_of(name: str) -> int:
+    return SIDES.get(name.partition(" ")[0], 21)
 
 
 def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
@@ -100,3 +127,43 @@ def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None 
         document_lengths=lengths,
         images=images,
     )
+
+
+DOCUMENTS = ((38, 26), (30, 34))
+"""Lengths of the documents of each row."""
+PICTURES = (2, 0, 1, 1)
+"""Of each document."""
+
+
+def packed(features: int, side: int = 21, *, seed: int = 0) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
+    """Rows with documents of none, one and two pictures, and each document's ids and pixels."""
+    generator = torch.Generator().manual_seed(5 + seed)
+    shown, documents, places, owners, start = pixels(sum(PICTURES), side, seed), [], [], [], 0
+    for number, (length, count) in enumerate(zip(sum(DOCUMENTS, ()), PICTURES, strict=True)):
+        ids = torch.randint(0, IMAGE, (length,), generator=generator)
+        for picture in range(count):
+            at = 3 + picture * (features + 4)
+            ids[at : at + features] = IMAGE
+            places += range(start + at, start + at + features)
+        documents.append((ids, shown[len(owners) : len(owners) + count]))
+        owners += [number] * count
+        start += length
+    grid = (side // 7, side // 7)
+    images = Images(
+        patches_PF=patches(shown), grids=(grid,) * len(owners), documents=tuple(owners), places_K=torch.tensor(places)
+    )
+    ids_BS = torch.cat([ids for ids, _ in documents]).view(len(DOCUMENTS), -1)
+    return batch_of(ids_BS, images, lengths=sum(DOCUMENTS, ())), documents
+
+
+def stock_losses(model: nn.Module, batch: Batch, documents: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Logits and token losses of stock transformers, every document alone."""
+    dtype = next(model.parameters()).dtype
+    logits = []
+    for ids, shown in documents:
+        more = {"pixel_values": shown.to(dtype)} if len(shown) else {}
+        logits.append(model(input_ids=ids[None], use_cache=False, **more).logits[0])
+    losses = torch.nn.functional.cross_entropy(
+        torch.cat(logits), batch.labels_BS.flatten(), reduction="none", ignore_index=IGNORE_LABEL
+    )
+    return torch.cat(logits), losses

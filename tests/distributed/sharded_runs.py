@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,12 @@ from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import CrossAttentionSizes
+from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
+from engine.models.vision.clip import ClipConfig
+from engine.models.vision.internvl import InternVLVisionConfig
+from engine.models.vision.llava import LlavaVisionConfig, ProjectorConfig
+from engine.models.vision.qwen2_5_vl import Qwen25VisionConfig
+from engine.models.vision.qwen3_vl import Qwen3VisionConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
@@ -36,7 +41,7 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.toy_vision import ToyVisionConfig, with_grid_positions, with_pictures
+from tests.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_pictures
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -59,6 +64,43 @@ DEEPSTACK = small_config(num_layers=2, deepstack=2, rope_axes=(2, 0, 1), vision=
 DEEP = replace(DEEPSTACK, num_layers=4, deepstack=3, vision=ToyVisionConfig(hidden=4 * 32))
 """Rotated by time, height and width, with pictures' features for later layers."""
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
+_PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
+LLAVA = LlavaVisionConfig(
+    tower=ClipConfig(
+        width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=3, patch=2, side=2, activation="quick_gelu",
+        norm_eps=1e-5,
+    ),
+    projector=_PROJECTOR, states=(2,), first=1,
+)  # fmt: skip
+INTERNVL = InternVLVisionConfig(
+    width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=4, activation="gelu",
+    norm="layer_norm", norm_eps=1e-6, qkv_bias=True, qk_norm=True, has_positions=True, last_norm=True, first=1,
+    together=2, projector=replace(_PROJECTOR, inputs=96),
+)  # fmt: skip
+QWEN2_5_VL = Qwen25VisionConfig(
+    width=24, mlp_width=20, num_heads=2, num_layers=2, patch=2, merge=2, window=1, whole=(1,), hidden=32, theta=100.0
+)
+QWEN3_VL = Qwen3VisionConfig(
+    width=24, mlp_width=20, num_heads=2, num_layers=3, patch=2, merge=2, table_side=3, deepstack=(1, 0), hidden=32,
+    theta=100.0,
+)  # fmt: skip
+_BY_GRID: dict[str, Any] = {"rope_axes": (2, 0, 1)}
+TOWERS: dict[str, DecoderConfig] = {
+    "llava": small_config(num_layers=2, embedding_multiplier=3.0, vision=LLAVA),
+    "internvl": small_config(num_layers=2, embedding_multiplier=3.0, vision=INTERNVL),
+    "qwen2_5_vl": small_config(num_layers=2, qkv_bias=True, vision=QWEN2_5_VL, **_BY_GRID),
+    "qwen3_vl": small_config(num_layers=2, qk_norm=True, vision=QWEN3_VL, deepstack=2, **_BY_GRID),
+}
+"""Models with towers of transformers."""
+GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "llava": lambda slot, number: (2, 2),
+    "internvl": lambda slot, number: (4, 4),
+    "qwen2_5_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
+    "qwen3_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
+}
+"""First word of a case -> patches of a picture of a row."""
+TOWER_LINEARS = r"vision\.(vision_tower|visual\.blocks)\..*(q_proj|v_proj|fc2|qkv)"
+PROJECTORS = r"vision\.(multi_modal_projector|visual\.(deepstack_)?merger.*)\..*"
 ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
@@ -88,6 +130,19 @@ CASES = {
     "deepstack in full": Case(config=DEEPSTACK, adapters=EVERY_LINEAR, trained=r"vision\..*"),
     "deepstack frozen": Case(config=DEEPSTACK, adapters=EVERY_LINEAR),
     "deep, deepstack": Case(config=DEEP, adapters=r"layers\.2\..*_proj", trained=r"vision\..*"),
+    **{
+        f"{name} {kind}": Case(
+            config=config,
+            adapters=adapters,
+            trained=trained,
+        )
+        for name, config in TOWERS.items()
+        for kind, adapters, trained in (
+            ("in full", EVERY_LINEAR, r"vision\..*"),
+            ("adapters", rf"{EVERY_LINEAR}|{TOWER_LINEARS}", PROJECTORS),
+            ("frozen", EVERY_LINEAR, ""),
+        )
+    },
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
@@ -246,7 +301,9 @@ class Run:
             own = rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share]
             whole = make_batch(own, **common)
             if self.case.config.vision is not None:
-                whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
+                grid_of = GRIDS.get(self.layout.case.partition(" ")[0], toy_grid)
+                slots = [slot for slot, _ in own]
+                whole = with_pictures(whole, slots, seed=step, vision=self.case.config.vision, grid_of=grid_of)
             if self.case.config.rope_axes:
                 whole = with_grid_positions(whole)
             if self.case.config.cross_attention is not None:

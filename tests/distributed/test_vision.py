@@ -17,7 +17,7 @@ from tests.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 
-KINDS = ("vision in full", "vision's adapters", "frozen vision", "deepstack in full", "deepstack frozen")
+KINDS = ("vision in full", "vision's adapters", "frozen vision")
 ENCODED = "encoded pictures"
 ONE = Layout(case="vision in full", grid=RankGrid(), dropout=0.1)
 LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {

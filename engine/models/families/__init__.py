@@ -13,6 +13,7 @@ from engine.models.families import (
     gemma2,
     gemma3,
     granite,
+    internvl,
     llama,
     llava,
     minicpm,
@@ -70,6 +71,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 WRAPPINGS: dict[str, Wrapping] = {
+    "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
     "qwen3_vl": qwen_vl.QWEN3_VL,

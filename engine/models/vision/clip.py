@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.models.vision.sizes import Grids, activation_from_hf, counts_from_hf, heads_fit, number_from_hf, square_side
+from engine.models.vision.sizes import (
+    Grids,
+    activation_from_hf,
+    check_dropout,
+    counts_from_hf,
+    heads_fit,
+    number_from_hf,
+    square_side,
+)
 from engine.models.vision.tiles import encoder_flops
 
 _SIZES = (
@@ -68,6 +76,7 @@ class ClipConfig:
         vision = {**_DEFAULTS, **vision}
         sizes = counts_from_hf(vision, _SIZES, "vision_config")
         heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
+        check_dropout(vision)
         return cls(
             width=sizes["hidden_size"],
             mlp_width=sizes["intermediate_size"],
@@ -129,18 +138,19 @@ class ClipTower(nn.Module):
     def forward(self, patches_NLF: Tensor, states: tuple[int, ...]) -> Tensor:
         """Returns [N, 1 + L, S * V]: what enters the first layer (state 0) or leaves layer i - 1 (state i)."""
         x = self.pre_layrnorm(self.embeddings(patches_NLF))
-        return outputs_of(self.encoder.layers, x, states)
+        return outputs_of(self.encoder.layers, x, states, None)
 
 
-def outputs_of(layers: nn.ModuleList, x_NLV: Tensor, states: tuple[int, ...]) -> Tensor:
+def outputs_of(layers: nn.ModuleList, x_NLV: Tensor, states: tuple[int, ...], *arguments: Any) -> Tensor:
     """Runs transformers' encoder layers; returns [N, L, S * V], the outputs that are taken side by side.
 
     Args:
         states: 0 for x itself, i for what leaves layer i - 1.
+        arguments: of a layer, behind x.
     """
     taken = {0: x_NLV}
     for number, layer in enumerate(layers, start=1):
-        x_NLV = layer(x_NLV, None)
+        x_NLV = layer(x_NLV, *arguments)
         if number in states:
             taken[number] = x_NLV
     return torch.cat([taken[state] for state in states], dim=-1)

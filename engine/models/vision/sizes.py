@@ -51,7 +51,7 @@ def activation_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> st
     return str(value)
 
 
-def number_from_hf(part: Mapping[str, Any], key: str, place: str) -> float:
+def number_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> float:
     """Reads a number above 0.
 
     Raises:
@@ -59,10 +59,20 @@ def number_from_hf(part: Mapping[str, Any], key: str, place: str) -> float:
     """
     value = part.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        name = f"{place}.{key}" if place else key
         raise UserError(
-            f"config.json has {place}.{key} {value!r}, but a number above 0 is expected: correct it or copy it again."
+            f"config.json has {name} {value!r}, but a number above 0 is expected: correct it or copy it again."
         )
     return float(value)
+
+
+def check_dropout(vision: Mapping[str, Any]) -> None:
+    """Raises UserError where a tower drops values in training, which towers here do not."""
+    for key in ("attention_dropout", "hidden_dropout_prob", "projection_dropout"):
+        if vision.get(key):
+            raise UserError(
+                f"config.json has vision_config.{key} {vision[key]!r}, which towers do not have here: use 0."
+            )
 
 
 def heads_fit(width: int, heads: int) -> None:

@@ -64,7 +64,12 @@ def make_model(kind: str, folder: Path) -> Any:
     else:
         config = transformers.Qwen3VLConfig(
             text_config={**text, "head_dim": 14, "rope_parameters": {**_ROPE, "mrope_section": [3, 2, 2]}},
-            vision_config={**_TOWER, "patch_size": 16, "num_position_embeddings": 25, "deepstack_visual_indexes": [2, 0, 1]},
+            vision_config={
+                **_TOWER,
+                "patch_size": 16,
+                "num_position_embeddings": 25,
+                "deepstack_visual_indexes": [2, 0, 1],
+            },
             tie_word_embeddings=True,
             **ids,
         )
@@ -76,7 +81,9 @@ def make_model(kind: str, folder: Path) -> Any:
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, mean=1.0 if "norm" in key and "bias" not in key else 0.0, std=0.2)
             else:
-                nn.init.normal_(parameter, std=0.8 * parameter[0].numel() ** -0.5)
+                # token embeddings that a head is not tied to are large, so that texts differ in what follows them
+                large = "embed_tokens" in key and not config.tie_word_embeddings
+                nn.init.normal_(parameter, std=1.0 if large else 0.8 * parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
     return model
 
@@ -128,7 +135,7 @@ def stock_outputs(model: Any, batch: Batch, pad: int) -> list[tuple[slice, Tenso
 def stock_loss(model: Any, batch: Batch, pad: int) -> Tensor:
     """The mean loss of all targets."""
     losses = [
-        nn.functional.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels, reduction="sum", ignore_index=IGNORE_LABEL)
+        nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_LABEL)
         for _, logits, labels in stock_outputs(model, batch, pad)
     ]
     return torch.stack(losses).sum() / batch.loss_weights_BS.sum()

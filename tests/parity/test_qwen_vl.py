@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from engine.batch import Batch
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
+from engine.data.tokenizer import load_tokenizer
+from engine.data.vision.families import read_vision_family
+from engine.data.vision.reader import PictureReader
 from engine.distributed.mesh import single_process_mesh
+from engine.inference.generate import Generator
+from engine.inference.model_part import InferenceStage
+from engine.inference.options import Limits, Sampling
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.layers.recompute import MemoryPlan
@@ -26,9 +33,13 @@ from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from rankfold.generating.prompts import Prompt, Writer, requests_of
 from tests.distributed.cases import relative_error
+from tests.generation import Ids
+from tests.parity.test_generate_pictures import opened
 from tests.peft_following import ALONE, DECAY, LR, build
-from tests.qwen_vl import KINDS, PAD, batch_of, make_model, stock_loss, stock_outputs
+from tests.qwen_vl import KINDS, batch_of, make_model, stock_loss, stock_outputs
+from tests.spawning import spawn
 
 CPU = torch.device("cpu")
 
@@ -150,3 +161,76 @@ def test_adapters_and_mergers_train_as_under_peft(kind: str, tmp_path: Path) -> 
     theirs = their_losses(stock, batch, pad)
     assert theirs[-1] < theirs[0] - 0.1, "nothing is learnt, so that agreement says little"
     assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+NEW = 6
+TEXTS = ("What is this?", "Which of them is larger?", "Look!")
+
+
+def prompts(folder: Path) -> list[Prompt]:
+    """About a picture, about two, and of text alone."""
+    tokenizer = load_tokenizer(folder)
+    family = read_vision_family(folder, tokenizer)
+    assert family is not None
+    files = [str(folder / f"{number}.png") for number in range(2)]
+    return [
+        Writer(tokenizer=tokenizer, chat=True, system=None, reader=PictureReader(family), images=own).text(text, 1)
+        for text, own in zip(TEXTS, (tuple(files[1:]), tuple(files), ()), strict=True)
+    ]
+
+
+def our_tokens(folder: Path, **place: int) -> list[list[int]]:
+    """What the engine continues the prompts with, two at a time, so that rows come and go."""
+    asked, model = prompts(folder), opened(folder, **place)
+    stage = InferenceStage(
+        model.decoder, tp=model.mesh.tp, pp=model.mesh.pp, sampling=Sampling(), slots=2,
+        length=max(len(prompt.ids) for prompt in asked) + NEW, device=CPU,
+    )  # fmt: skip
+    family = read_vision_family(folder, load_tokenizer(folder))
+    answers = Generator(stage, Limits(max_new_tokens=NEW, slots=2), Ids(), family=family).run(requests_of(asked))
+    return [list(answer.ids) for answer in answers]
+
+
+def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
+    family = read_vision_family(folder, load_tokenizer(folder))
+    assert family is not None
+    stock.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts(folder):
+        ids = torch.tensor([prompt.ids])
+        tiles = [family.tiles(Image.open(picture.file).convert("RGB")) for picture in prompt.pictures]
+        more: dict[str, Any] = {}
+        if tiles:
+            more = {
+                "pixel_values": torch.cat([torch.from_numpy(one.patches_PF) for one in tiles]),
+                "image_grid_thw": torch.tensor([(1, *one.grids[0]) for one in tiles]),
+                "mm_token_type_ids": (ids == pad).int(),
+            }
+        out = stock.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+            **more,
+        )  # fmt: skip
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_transformers_generate(kind: str) -> None:
+    folder, stock, pad = saved(kind)
+    expected = their_tokens(folder, stock, pad)
+    assert len({tuple(tokens) for tokens in expected}) == 3 and len(set(expected[0])) > 1
+    assert our_tokens(folder) == expected
+
+
+def _tokens_on_ranks(folder: str, places: list[dict[str, int]]) -> list[list[list[int]]]:
+    return [our_tokens(Path(folder), **place) for place in places]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_generate_the_same_tokens(kind: str) -> None:
+    """Qwen3-VL's features for later layers cross the pipeline once, with the prompt."""
+    folder, stock, pad = saved(kind)
+    places = [{"pipeline": 2}, {"tensor": 2}]
+    for found in spawn(_tokens_on_ranks, world=2, args=(str(folder), places), timeout=110):
+        assert found == [their_tokens(folder, stock, pad)] * 2

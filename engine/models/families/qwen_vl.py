@@ -34,7 +34,11 @@ def _sections(hf: Mapping[str, Any], default: list[int]) -> tuple[dict[str, Any]
         sections = rope.get("mrope_section", sections)
         if rope.get("rope_type", rope.get("type")) == "mrope":
             changed[key] = {**rope, "rope_type": "default", "type": "default"}
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(one) is int and one >= 0 for one in sections):
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or not all(type(one) is int and one >= 0 for one in sections)
+    ):
         raise UserError(
             f"config.json has mrope_section {sections!r}, but three numbers of pairs that turn by time, height and "
             "width are expected: correct it or copy it again."

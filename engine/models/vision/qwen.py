@@ -61,9 +61,7 @@ def sizes_from_hf(vision: object, keys: tuple[str, ...], defaults: Mapping[str, 
     Raises:
         UserError: a size is missing or does not fit, or the tower differs from what is built here.
     """
-    sizes = counts_from_hf(
-        {**defaults, **vision} if isinstance(vision, Mapping) else vision, keys, "vision_config"
-    )
+    sizes = counts_from_hf({**defaults, **vision} if isinstance(vision, Mapping) else vision, keys, "vision_config")
     assert isinstance(vision, Mapping)
     for key in ("hidden_act", "temporal_patch_size", "in_channels", "in_chans"):
         if key in defaults and vision.get(key, defaults[key]) != defaults[key]:

@@ -1,9 +1,9 @@
 """Trainable parameters as flat fp32 buffers: gradients, master weights, and where each parameter lies in them.
 
 What parameters differ in (the ranks that a gradient is still summed over, the rank that counts it in the norm, weight
-decay, learning rate) is one operation on one slice; `engine.optim.flat_layout` says where everything lies. With a `Sharding` the
-masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the masters are kept
-there; the gradient never is.
+decay, learning rate) is one operation on one slice; `engine.optim.flat_layout` says where everything lies. With a
+`Sharding` the masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the masters
+are kept there; the gradient never is.
 """
 
 from __future__ import annotations

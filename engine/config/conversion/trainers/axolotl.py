@@ -422,7 +422,7 @@ def _finish(conversion: Conversion) -> None:
         facts["full training"] = pictures.LANGUAGE_MODEL
     elif conversion.given("processor_type") and _adapters(conversion):
         conversion.to_fill.append(
-            "lora.targets: names mean the language model here; where Axolotl's mean modules of the tower too, add these "
+            "lora.targets: names mean the language model here; where Axolotl's mean modules of the tower too, add them "
             r"as 'vision_tower\..*q_proj'"
         )
     if conversion.given("lr_groups", "embedding_lr", "embedding_lr_scale"):

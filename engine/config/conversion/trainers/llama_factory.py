@@ -276,7 +276,7 @@ def _pictures(conversion: Conversion) -> None:
         )
     elif not frozen["vision_tower"]:
         conversion.to_fill.append(
-            "lora.targets: freeze_vision_tower false puts adapters into the tower too; add names of its linears, such as "
+            "lora.targets: freeze_vision_tower false puts adapters into the tower too; add names of its linears, as "
             r"'vision_tower\..*' or 'visual\.blocks\..*'"
         )
     if conversion.given(*_PICTURES) and not conversion.given("image_max_pixels"):

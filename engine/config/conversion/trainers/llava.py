@@ -1,5 +1,5 @@
-"""LLaVA's own training script, also as LLaVA-NeXT has it: Hugging Face's Trainer with a tower and a projector beside the
-language model."""
+"""LLaVA's own training script, also as LLaVA-NeXT has it: Hugging Face's Trainer with a tower and a projector in front of
+the language model."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def _adapters(conversion: Conversion) -> bool:
 def _finish(conversion: Conversion) -> None:
     if conversion.given(*_TOWER):
         conversion.to_fill.append(
-            "trainable, optim.lr_pattern: the script's disable_untrainable_params says what trains beside adapters, and "
-            "at which rate, such as {model.vision: 1e-6} for a tenth of 1e-5"
+            "trainable, optim.lr_pattern: the script's disable_untrainable_params says what trains beside adapters, "
+            "and at which rate, such as {model.vision: 1e-6} for a tenth of 1e-5"
         )
 
 

@@ -55,7 +55,7 @@ SILENT: dict[str, tuple[str, ...]] = {
     # layout; bits within one layout; steps without effect; timeouts; printed samples
     "train": (
         "micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after",
-        "sample_every", "sample_prompts", "sample_tokens", "sample_chat",
+        "sample_every", "sample_prompts", "sample_tokens", "sample_chat", "sample_images",
     ),
     # where things are kept, not what they are
     "memory": (

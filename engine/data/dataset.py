@@ -212,9 +212,14 @@ class TokenDataset:
 
     @classmethod
     def from_documents(
-        cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], *, seq_length: int, packing: bool = False
+        cls,
+        documents: Sequence[tuple[Sequence[int], Sequence[bool]]],
+        *,
+        seq_length: int,
+        packing: bool = False,
+        vision: VisionColumns | None = None,
     ) -> TokenDataset:
-        """Returns a dataset of given documents: (token ids, targets) each."""
+        """Returns a dataset of given documents: (token ids, targets) each, and what they have beside these."""
         lengths = [len(tokens) for tokens, _ in documents]
         return cls(
             np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
@@ -222,6 +227,7 @@ class TokenDataset:
             np.cumsum([0, *lengths], dtype=np.int64),
             seq_length=seq_length,
             packing=packing,
+            vision=vision,
         )
 
     @classmethod

@@ -26,6 +26,7 @@ from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time
 from engine.runtime.launch import Launch
 from engine.training.module_plan import training_plan
+from rankfold.planning import time_by_kernel
 from rankfold.planning.memory_measure import measure
 from rankfold.planning.memory_question import GIB, measured_cpu, read_config
 from rankfold.planning.memory_report import part_table, table
@@ -54,6 +55,9 @@ def report(arguments: argparse.Namespace) -> str:
     peak, capacity = candidate.estimate.peak / GIB, arguments.gpu_memory * (1 - arguments.reserve / 100)
     verdict = "fits" if peak <= capacity else "does not fit"
     lines += ["", f"{peak:.2f} GiB at most: {verdict} {arguments.gpu_memory:g} GiB less {arguments.reserve:g}%."]
+    if arguments.by_kernel:
+        workload = candidate.workload
+        lines += ["", time_by_kernel.report(candidate, workload.decoder, workload.plan, machine)]
     if arguments.measure:
         lines += ["", _measured(config, candidate)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""LLaVA's own training script, also as LLaVA-NeXT has it: Hugging Face's Trainer with a tower and a projector in front of
+"""LLaVA's own training script, also as LLaVA-NeXT has it: Hugging Face's Trainer, with a tower and a projector before
 the language model."""
 
 from __future__ import annotations

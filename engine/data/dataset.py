@@ -171,6 +171,12 @@ class TokenDataset:
         if self.mismatched is not None:
             self.mismatched.read_with(family)
 
+    def most_features(self) -> int:
+        """Returns how many tokens features of pictures replace in the row where they are most."""
+        if self.vision is None or not len(self):
+            return 0
+        return int(_sum_rows(self.vision.feature_counts[self.rows.documents], self.rows.offsets).max())
+
     def __len__(self) -> int:
         """Returns the number of rows."""
         return len(self.rows)

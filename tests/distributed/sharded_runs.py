@@ -35,6 +35,7 @@ from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
+from engine.optim.flat_layout import same_rate
 from engine.optim.reduce import GradientReducer
 from engine.optim.state_sharding import Sharding, ShardLevel
 from engine.pipeline.schedules import ScheduleChoice
@@ -234,6 +235,7 @@ class Run:
         clip: float = CLIP,
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
         case = CASES[layout.case]
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
@@ -258,7 +260,9 @@ class Run:
         self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice)
         sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
         self.entries = self.stages.entries()
-        self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
+        self.flat = FlatParameters(
+            self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None, lr_factor=lr_factor
+        )
         self._fill_weights()
         self.flat.publish()
         self.optimizer = FlatAdamW(

@@ -16,16 +16,20 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.peft_read import AdapterSource
 from tests.commands import run_tool
 from tests.distributed.cases import relative_error
+from tests.gemma_pictures import make_folder as make_gemma
 from tests.stock_vision import make_model
 from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, pictures, processor_of, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
-NAMES = ("llava", "internvl", "llava_onevision")
+NAMES = ("llava", "internvl", "llava_onevision", "gemma3")
 
 
 def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     """A model with tokenizer and image processor, as released folders have them; returns stock model and processor."""
+    if kind == "gemma3":
+        model = make_gemma(folder)
+        return model, processor_of(kind, *written(kind, folder / "beside"))
     tokenizer, images = written(kind, folder)
     tokens = KINDS[kind]["tokens"]
     image = tokenizer.convert_tokens_to_ids(tokens.get("context_image_token") or tokens["image_token"])
@@ -39,7 +43,9 @@ def inputs(kind: str, processor: Any, text: str, shown: list[Any]) -> dict[str, 
     asked = [{"role": "user", "content": content}]
     prompt = processor.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     more = {"images": [shown] if kind in NESTED else shown} if shown else {}
-    return dict(processor(text=[prompt], return_tensors="pt", **more))
+    found = dict(processor(text=[prompt], return_tensors="pt", **more))
+    assert "token_type_ids" in found or kind != "gemma3"
+    return found
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -98,7 +104,8 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
     read = AdapterSource(
         tmp_path / "peft", names=source.model.names, decoder=source.model.decoder, with_saved_modules=True
     )
-    assert "vision.multi_modal_projector.linear_1.weight" in read
+    weight = "mm_input_projection_weight" if kind == "gemma3" else "linear_1.weight"
+    assert f"vision.multi_modal_projector.{weight}" in read
     assert any(name.startswith("vision.vision_tower") and name.endswith("lora_B") for name in read.tensor_names())
     adapted.save_pretrained(tmp_path / "theirs")
     again = AdapterSource(

@@ -65,11 +65,12 @@ _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Families whose processor cuts patches itself, and whose positions are of three kinds."""
 
 _ONEVISION = "llava_onevision"
-_OF_ONE_SIZE = ("llava", _ONEVISION, "internvl")
-"""Families whose tower takes pictures of one size."""
 
 _BIDIRECTIONAL = ("gemma3",)
 """Families in whose attention the tokens of a picture see the whole picture."""
+
+_OF_ONE_SIZE = ("llava", _ONEVISION, "internvl", "gemma3")
+"""Families whose tower takes pictures of one size."""
 
 
 class ProcessorFamily:
@@ -265,7 +266,8 @@ class ProcessorFamily:
 
 def _image_processor(folder: Path) -> Any:
     """Opens the image processor in a model's folder."""
-    from transformers import AutoImageProcessor
+    # the name at the top of transformers 5.17 asks for torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     opened: Any = AutoImageProcessor
     try:

@@ -64,7 +64,7 @@ def their_losses(model: nn.Module, name: str, vision: VisionConfig) -> list[floa
     ),
 )
 def test_adapters_and_projector_follow_peft(name: str, targets: str, tmp_path: Path) -> None:
-    """PEFT also finds linears behind the features that are taken; its adapters there do nothing, and are passed over."""
+    """PEFT adapts linears behind the features that are taken, too; those adapters do nothing, and are passed over."""
     model = peft_start(name, tmp_path, targets)
     training, _ = build(
         tmp_path,

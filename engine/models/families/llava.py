@@ -35,11 +35,12 @@ def _unused(hf: dict[str, Any]) -> tuple[str, ...]:
     return (*layers, *(f"*vision_tower.*{name}" for name in ("post_layernorm.*", "head.*", "position_ids")))
 
 
-LLAVA = Wrapping(complete=_complete, spellings=spellings(_ROOTS, inner=_INNER), unused=_unused)
+LLAVA = Wrapping(complete=_complete, spellings=spellings(_ROOTS, inner=_INNER), unused=_unused, either_ties=True)
 ONEVISION = Wrapping(
     complete=_complete,
     spellings=spellings((*_ROOTS, "image_newline"), inner=_INNER),
     text="qwen2",
     unused=_unused,
     parameters=("image_newline",),
+    either_ties=True,
 )

@@ -142,7 +142,7 @@ class Batch:
         bidirectional: the tokens that see what comes after them too, for a model that has pictures so; None for others,
             and where there are none.
         grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
-            others.
+            others, and where there are no pictures: the three are equal then.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
     """

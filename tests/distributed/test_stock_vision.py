@@ -22,6 +22,9 @@ QUICK = {
     "llava in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed"),
     "internvl adapters": ("tp2", "dp2, parameters, recomputed"),
     "gemma3 in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed", "one, recomputed"),
+    "qwen2_5_vl in full": ("tp2 sequence", "cp2", "dp2, parameters"),
+    "qwen3_vl in full": ("pp2", "cp2", "dp2, parameters, recomputed"),
+    "qwen3_vl adapters": ("tp2 sequence",),
 }
 
 

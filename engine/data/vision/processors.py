@@ -230,7 +230,8 @@ class ProcessorFamily:
 
 def _image_processor(folder: Path) -> Any:
     """Opens the image processor in a model's folder."""
-    from transformers import AutoImageProcessor
+    # the name at the top of transformers 5.17 asks for torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     opened: Any = AutoImageProcessor
     try:

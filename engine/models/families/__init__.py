@@ -25,6 +25,7 @@ from engine.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen_vl,
     smollm3,
 )
 from engine.models.families.checking import check_kinds, part_of
@@ -64,7 +65,9 @@ FAMILIES: dict[str, Family] = {
     "omnilmm": Family(omnilmm.config_from_hf, omnilmm.NAMES),
     "phi3": Family(phi3.config_from_hf, fused=phi3.FUSED),
     "qwen2": Family(qwen2.config_from_hf),
+    "qwen2_5_vl_text": Family(qwen_vl.config_2_5),
     "qwen3": Family(qwen3.config_from_hf),
+    "qwen3_vl_text": Family(qwen_vl.config_3),
     "smollm3": Family(smollm3.config_from_hf),
 }
 
@@ -72,6 +75,8 @@ WRAPPINGS: dict[str, Wrapping] = {
     "gemma3": gemma3_vision.GEMMA3,
     "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
+    "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+    "qwen3_vl": qwen_vl.QWEN3_VL,
 }
 """Models that are a vision model in front of one of these families."""
 

@@ -174,9 +174,7 @@ def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Pat
     auto: Any = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
     with _quiet():
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
-        model, info = auto.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
-        )
+        model, info = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
         _refuse_misfits(folder.name, info)
         if adapter is not None:
             model = _with_adapter(model, adapter)

@@ -113,7 +113,10 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
         tmp_path / "peft", names=source.model.names, decoder=source.model.decoder, with_saved_modules=True
     )
     assert f"vision.{projector}.{PROJECTORS.get(kind, 'linear_1.weight')}" in read
-    assert any(name.startswith(("vision.vision_tower", "vision.visual.blocks")) and name.endswith("lora_B") for name in read.tensor_names())
+    assert any(
+        name.startswith(("vision.vision_tower", "vision.visual.blocks")) and name.endswith("lora_B")
+        for name in read.tensor_names()
+    )
     adapted.save_pretrained(tmp_path / "theirs")
     again = AdapterSource(
         tmp_path / "theirs", names=source.model.names, decoder=source.model.decoder, with_saved_modules=True

@@ -76,7 +76,7 @@ def export_peft(
         UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
             does not start from zeros is all zero.
     """
-    described, model = model, replace(model, names=stored_names(model))
+    described, model = model, replace(model, names=stored_names(model).live)
     names = trained.tensor_names()
     modules = adapted_modules(names)
     if not modules:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, Images
+from engine.batch import Batch, BidirectionalSpans, Images
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
@@ -339,6 +339,7 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
         images=_images(workload),
+        bidirectional=_bidirectional(workload, lengths),
     )
 
 
@@ -355,6 +356,24 @@ def _images(workload: Workload) -> Images | None:
         documents=(0,) * len(workload.tiles),
         places_K=torch.empty(features, dtype=torch.int64, device=META),
     )
+
+
+def _bidirectional(workload: Workload, document_lengths: tuple[int, ...]) -> BidirectionalSpans | None:
+    """Makes a span of each tile, as many in a document as fit there; of the device's tensors, the shapes."""
+    decoder, spans, start = workload.decoder, list[tuple[int, int]](), 0
+    if decoder.vision is None or not decoder.bidirectional_pictures:
+        return None
+    left = [decoder.vision.num_features(tile) for tile in workload.tiles]
+    for length in document_lengths:
+        at = start
+        while left and at + left[0] <= start + length:
+            spans.append((at, at + left[0]))
+            at += left.pop(0)
+        start += length
+    found = BidirectionalSpans.of(spans)
+    if found is None:
+        return None
+    return replace(found, earlier_N=found.earlier_N.to(META), offsets=found.offsets.to(META))
 
 
 def _layout(

@@ -20,6 +20,8 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
@@ -61,7 +63,7 @@ MESSAGES = [
 SMALL = {"height": 28, "width": 28}
 KINDS: dict[str, dict[str, Any]] = {
     "llava": {
-        "config": {"vision_config": {"patch_size": 7, "model_type": "clip_vision_model"}},
+        "config": {"vision_config": {"patch_size": 7, "image_size": 28, "model_type": "clip_vision_model"}},
         "tokens": {"image_token": "<image>"},
         "mark": "<image>\n",
         "images": lambda: CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SMALL),
@@ -81,7 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "options": {"image_seq_length": 4},
     },
     "internvl": {
-        "config": {"vision_config": {"patch_size": [7, 7]}, "image_seq_length": 4},
+        "config": {"vision_config": {"patch_size": [7, 7], "image_size": [28, 28]}},
         "tokens": {
             "start_image_token": "<img>",
             "end_image_token": "</img>",
@@ -101,7 +103,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "processor": Qwen2_5_VLProcessor,
         "options": {},
     },
+    "qwen3_vl": {
+        "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}},
+        "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        "mark": "<|vision_start|><|image_pad|><|vision_end|>",
+        "images": lambda: Qwen2VLImageProcessorPil(
+            patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 9}
+        ),
+        "processor": Qwen3VLProcessor,
+        "options": {},
+    },
 }
+BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 
 
 def written(kind: str, folder: Path) -> tuple[Any, Any]:
@@ -168,11 +181,11 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     tiles = [family.tiles(image) for image in made]
     patches = np.concatenate([one.patches_PF for one in tiles])
     pixels = found["pixel_values"]
-    if kind != "qwen2_5_vl":
+    if kind not in BY_GRID:
         patches = np.concatenate([unfolded(one.patches_PF, one.grids) for one in tiles])
     np.testing.assert_array_equal(patches, pixels.numpy())
     assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
-    if kind == "qwen2_5_vl":
+    if kind in BY_GRID:
         assert [list(grid) for one in tiles for grid in one.grids] == found["image_grid_thw"][:, 1:].tolist()
 
 
@@ -183,8 +196,11 @@ def unfolded(patches: np.ndarray, grids: tuple[tuple[int, int], ...]) -> np.ndar
     return tiles.transpose(0, 3, 1, 4, 2, 5).reshape(len(grids), 3, rows * 7, columns * 7)
 
 
-def test_positions_are_those_of_transformers_in_rows_of_several_documents(tmp_path: Path) -> None:
-    tokenizer, _ = written("qwen2_5_vl", tmp_path)
+@pytest.mark.parametrize(("kind", "stock"), [("qwen2_5_vl", Qwen2_5_VLModel), ("qwen3_vl", Qwen3VLModel)])
+def test_positions_are_those_of_transformers_in_rows_of_several_documents(
+    kind: str, stock: type[torch.nn.Module], tmp_path: Path
+) -> None:
+    tokenizer, _ = written(kind, tmp_path)
     pictures(tmp_path)
     loaded = load_tokenizer(tmp_path)
     family = read_vision_family(tmp_path, loaded)
@@ -199,7 +215,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(tmp_pa
     dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, pictures=PictureReader(family))
     batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
     assert batch.images is not None and batch.grid_positions_3BS is not None
-    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    model: Any = stock.__new__(stock)
     torch.nn.Module.__init__(model)
     model.config = type("C", (), {"vision_config": type("V", (), {"spatial_merge_size": 2, "tokens_per_second": 2})})
     pad, start = tokenizer.convert_tokens_to_ids("<|image_pad|>"), 0

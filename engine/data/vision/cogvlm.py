@@ -75,6 +75,7 @@ class CogVLM:
 
     has_experts = True
     rotates_by_grid = False
+    is_bidirectional = False
 
     def __init__(
         self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int, eos: int, template: str | None = None

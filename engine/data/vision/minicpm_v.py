@@ -78,6 +78,7 @@ class MiniCPMV:
     cross_patch_features = None
     has_experts = False
     rotates_by_grid = False
+    is_bidirectional = False
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class OmniLMM:
     cross_patch_features = None
     has_experts = False
     rotates_by_grid = False
+    is_bidirectional = False
 
     def __init__(self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int) -> None:
         side = int(config.get("image_size", 448))

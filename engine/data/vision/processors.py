@@ -62,6 +62,12 @@ STAND_INS = {
 _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Families whose processor cuts patches itself, and whose positions are of three kinds."""
 
+_BIDIRECTIONAL = ("gemma3",)
+"""Families in whose attention the tokens of a picture see the whole picture."""
+
+_OF_ONE_SIZE = ("llava", "internvl", "gemma3")
+"""Families whose tower takes pictures of one size."""
+
 
 class ProcessorFamily:
     """The family.
@@ -78,6 +84,7 @@ class ProcessorFamily:
     def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
         self._kind = str(config["model_type"])
         self.rotates_by_grid = self._kind in _BY_GRID
+        self.is_bidirectional = self._kind in _BIDIRECTIONAL
         self._stand_in = STAND_INS[self._kind]
         self._tokenizer = tokenizer
         feature = tokenizer.added_tokens.get(self._stand_in.feature)
@@ -100,6 +107,7 @@ class ProcessorFamily:
         frames = int(vision.get("temporal_patch_size", 2)) if self.rotates_by_grid else 1
         self.patch_features = 3 * self._patch**2 * frames  # a picture is as many equal frames
         self._config = config
+        self._check_size(folder)
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         chat = with_picture_first(chat, len(sizes))
@@ -172,16 +180,37 @@ class ProcessorFamily:
         if self.rotates_by_grid:
             rows, columns = self._grid(size)
             return rows * columns // int(self._processor.merge_size) ** 2
-        if self._kind == "internvl":
-            tiles = self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True})
-            return int(tiles) * int(self._config.get("image_seq_length", 256))
         if self._kind == "gemma3":
             return int(self._config.get("mm_tokens_per_image", 256))
-        crop = self._processor.crop_size
-        whole = (crop["height"] // self._patch) * (crop["width"] // self._patch)
-        # the class token of a CLIP tower is a feature only where nothing is selected out
-        takes_all = self._config.get("vision_feature_select_strategy", "default") == "full"
-        return whole + (takes_all and "clip" in str(self._config["vision_config"].get("model_type")))
+        rows, columns = (side // self._patch for side in self._picture_size())
+        if self._kind == "internvl":
+            tiles = self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True})
+            ratio = float(self._config.get("downsample_ratio", 0.5))
+            return int(tiles) * round(rows * ratio) * round(columns * ratio)
+        # the first output of a CLIP tower is that of the class; "default" leaves the first out, whatever it is
+        has_class = "clip" in str(self._config["vision_config"].get("model_type", "clip_vision_model"))
+        return rows * columns + has_class - self._leaves_out_first
+
+    @property
+    def _leaves_out_first(self) -> bool:
+        return self._config.get("vision_feature_select_strategy", "default") == "default"
+
+    def _picture_size(self) -> Size:
+        """Returns height and width in pixels of a picture, or of a tile, as the processor makes it."""
+        crop = self._processor.crop_size if getattr(self._processor, "do_center_crop", False) else None
+        size = crop or self._processor.size
+        return int(size["height"]), int(size["width"])
+
+    def _check_size(self, folder: Path) -> None:
+        """Refuses pictures of another size than the tower's."""
+        given = self._config["vision_config"].get("image_size")
+        side = given[0] if isinstance(given, list) else given
+        if self._kind in _OF_ONE_SIZE and side is not None and self._picture_size() != (side, side):
+            height, width = self._picture_size()
+            raise UserError(
+                f"{folder / 'preprocessor_config.json'} makes pictures of {height} x {width} pixels, but config.json "
+                f"has a tower for {side} x {side}; copy both files of one model."
+            )
 
     def _grid(self, size: Size) -> Grid:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -201,7 +230,8 @@ class ProcessorFamily:
 
 def _image_processor(folder: Path) -> Any:
     """Opens the image processor in a model's folder."""
-    from transformers import AutoImageProcessor
+    # the name at the top of transformers 5.17 asks for torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     opened: Any = AutoImageProcessor
     try:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ExpertTokens, Images
+from engine.batch import BidirectionalSpans, ExpertTokens, Images
 from engine.data.vision.columns import PlacedPicture, VisionColumns
 from engine.data.vision.family import Span, Tiles, VisionFamily
 from engine.data.vision.files import read_picture
@@ -28,6 +28,7 @@ class VisionRows:
     images: Images
     cross_images: Images | None
     experts: ExpertTokens | None
+    bidirectional: BidirectionalSpans | None
 
 
 class RowPictures:
@@ -92,6 +93,7 @@ class RowPictures:
             images=_images(tiles, documents, places, self._family.patch_features),
             cross_images=cross_images,
             experts=_expert_tokens(_indices(self._experts), num_tokens) if self._family.has_experts else None,
+            bidirectional=BidirectionalSpans.of(self._places) if self._family.is_bidirectional else None,
         )
 
 

@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grids, counts_from_hf, heads_fit, square_side
 from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length
 
 CHECKPOINT_PREFIX = ""
@@ -107,11 +107,7 @@ class MiniCPMV26VisionConfig:
                     "model with that."
                 )
         width = sizes["hidden_size"]
-        if width % sizes["num_attention_heads"]:
-            raise UserError(
-                f"config.json has vision_config.hidden_size {width}, which does not divide into "
-                f"{sizes['num_attention_heads']} heads: correct it or copy it again."
-            )
+        heads_fit(width, sizes["num_attention_heads"])
         return cls(
             width=width,
             mlp_width=sizes["intermediate_size"],

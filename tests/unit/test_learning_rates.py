@@ -45,3 +45,16 @@ def test_patterns_mean_the_parameters_of_their_modules(name: str) -> None:
     found = {parameter: plan.lr_factor(parameter) * 1e-4 for parameter in plan.trained}
     assert found == pytest.approx({parameter: rate(parameter) for parameter in plan.trained})
     assert {round(one, 12) for one in found.values()} >= set(patterns.values())
+
+
+def test_factors_of_adapters_are_those_of_the_tower_too() -> None:
+    source = open_model(shared("vision") / "minicpm-v-2_6")
+    config = RunConfig(
+        model=ModelOptions(path=str(source.path)),
+        lora=LoraOptions(rank=2, targets=("q_proj", r"vpm\..*self_attn\.q_proj")),
+        optim=OptimOptions(lr=1e-4, lr_pattern={"lora_B": 16e-4}),
+    )
+    plan = check_model(config, source)
+    found = {name: plan.lr_factor(name) for name in plan.trained}
+    assert found == pytest.approx({name: 16.0 if name.endswith("lora_B") else 1.0 for name in plan.trained})
+    assert {name.startswith("vision.") for name in found} == {True, False}

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels section counts bytes with the 
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import REFERENCE
-from rankfold.benchmarking import tower
+from rankfold.benchmarking import loader, tower
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
@@ -43,7 +43,7 @@ from rankfold.benchmarking.options import (
     read_shapes,
 )
 from rankfold.benchmarking.saved import saved_bytes
-from rankfold.benchmarking.sections import TowerOptions
+from rankfold.benchmarking.sections import LoaderOptions, TowerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -276,9 +276,20 @@ def _mixed_up(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
     return lambda name: names(name)[::-1]
 
 
+def test_loader_section() -> None:
+    """Without threads a step waits for its pictures, with one it does where the step is long enough for them."""
+    options = LoaderOptions(pictures=4, side=448, rows=2, step_ms=60, steps=4, workers="0,1")
+    table = loader.run(options)
+    alone, ahead = table.data["seconds stalled"].values()
+    assert alone > 0.2 * options.steps * options.rows * table.data["seconds for a picture"] > 0
+    assert ahead < alone
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong", "words"),
     [
+        (LoaderOptions, {"workers": "1,x"}, ["1,x", "whole numbers"]),
+        (LoaderOptions, {"side": 450}, ["450", "multiple of 14"]),
         (TowerOptions, {"width": 100}, ["--width 100", "--heads 16"]),
         (KernelOptions, {"tokens": 10, "length": 4}, ["10", "4", "multiple"]),
         (KernelOptions, {"only": "norm,nrom"}, ["nrom", "--only"]),

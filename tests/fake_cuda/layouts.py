@@ -72,6 +72,23 @@ PICTURES = {
     },
 }  # fmt: skip
 """A layer whose window hides something, and one without; tokens of pictures see their whole picture in both."""
+_TEXT = {
+    "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_hidden_layers": 2,
+}  # fmt: skip
+_TOWER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 2}
+LLAVA = {
+    "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 6, **_TOWER},
+}  # fmt: skip
+ONEVISION = {
+    "model_type": "llava_onevision", "architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "siglip_vision_model", "image_size": 4, **_TOWER},
+}  # fmt: skip
+INTERNVL = {
+    "model_type": "internvl", "architectures": ["InternVLForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "internvl_vision", "image_size": 8, **_TOWER},
+}  # fmt: skip
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
 TIED = {"tie_word_embeddings": True}
@@ -96,6 +113,14 @@ CASES = {
     "gemma 3 with pictures, tensor 2": Case(
         model=PICTURES, world=8, rank=1, quick=True, expects=("all_gather",),
         options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]",
+    ),
+    "llava, tensor 2": Case(model=LLAVA, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower]"),
+    "llava onevision, tensor 2": Case(
+        model=ONEVISION, world=8, rank=1, expects=("all_gather",),
+        options=f"{TP2} {PACKED} --trainable [vision_tower,image_newline]",
+    ),
+    "internvl, tensor 2": Case(
+        model=INTERNVL, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]"
     ),
     "qwen 3, tensor 2": Case(model=QWEN, options=TP2, world=8, rank=1),
     # tensor, context and pipeline

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.live_logits import Overlay
+from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.models.describe import num_parameters
 from engine.models.families import WRAPPINGS, family_of
@@ -190,3 +192,20 @@ def test_real_sizes_have_transformers_parameters(kind: str, unused: tuple[str, .
     counted = [one.numel() for name, one in stock.named_parameters() if not any(part in name for part in unused)]
     family, text = family_of(RELEASED_LLAVA if kind == "Llava" else json.loads(config.to_json_string()))
     assert num_parameters(family.config_from_hf(text)) == sum(counted)
+
+
+class _Trained(Overlay):
+    """An adapter, and a parameter that is no module."""
+
+    def tensor_names(self) -> list[str]:
+        return [*(f"layers.0.attention.q_proj.lora_{leaf}" for leaf in "AB"), "vision.image_newline.weight"]
+
+
+def test_a_parameter_that_is_no_module_is_in_no_adapters_folder(tmp_path: Path) -> None:
+    make_model("llava_onevision", tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    names = source.model.names
+    assert names.to_hf("vision.image_newline.weight").name == "image_newline"
+    assert names.live.to_hf("vision.image_newline.weight").name == "model.image_newline"
+    with pytest.raises(UserError, match="image_newline was trained in full beside adapters, and is no module"):
+        export_peft(_Trained(source, None), {"rslora": False}, source.model, tmp_path / "out")

@@ -83,14 +83,16 @@ def test_llama3_8b_one_gpu(name: str, small: dict[str, object], tmp_path: Path) 
     [
         ("minicpm_v", 3e-3, ("embed_tokens", "k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
         ("cogvlm", 1e-2, ("vision_expert_query_key_value",)),
+        ("qwen_vl", 1e-2, ("_proj.", "visual.merger")),
     ],
 )
 def test_pictures(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path) -> None:
     """What run.yaml says trains, and nothing else: the merged model has the released names, and differs there alone."""
     from examples.cogvlm import make_small as cogvlm
     from examples.minicpm_v import make_small as minicpm_v
+    from examples.qwen_vl import make_small as qwen_vl
 
-    {"minicpm_v": minicpm_v, "cogvlm": cogvlm}[name].write(tmp_path / "in")
+    {"minicpm_v": minicpm_v, "cogvlm": cogvlm, "qwen_vl": qwen_vl}[name].write(tmp_path / "in")
     config, run, out = EXAMPLES / name / "run.yaml", tmp_path / "run", tmp_path / "merged"
     own = {
         "model.path": tmp_path / "in" / "model", "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",

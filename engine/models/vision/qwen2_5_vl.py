@@ -29,7 +29,7 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grids
+from engine.models.vision.sizes import Grid, Grids
 
 _SIZES = (
     "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "window_size",
@@ -69,13 +69,14 @@ class Qwen25VisionConfig:
     theta: float
 
     @classmethod
-    def from_hf(cls, vision: Mapping[str, Any], hidden: int) -> Qwen25VisionConfig:
+    def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen25VisionConfig:
         """Reads `vision_config`.
 
         Raises:
             UserError: a size is missing or does not fit.
         """
         sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
+        assert vision is not None
         window = sizes["window_size"] // sizes["spatial_merge_size"] // sizes["patch_size"]
         whole = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
         if window == 0 or not isinstance(whole, list | tuple) or not all(isinstance(one, int) for one in whole):
@@ -112,7 +113,7 @@ class Qwen25VisionConfig:
         rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
         return rows, columns
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
         return grid[0] * grid[1] // self.merge**2
 

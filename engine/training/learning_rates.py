@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import prod
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.matching import matches_trainable
 from engine.config.optim import OptimOptions
 from engine.errors import UserError
+from engine.models.names import FUSED, fused_parts, part_rows
 from engine.telemetry.format import format_parameters
 
 
@@ -27,10 +29,13 @@ def patterns_of(options: OptimOptions, model: ModelFolder, trained: Collection[s
     patterns = tuple(options.lr_pattern or ())
     found: dict[str, str] = {}
     seen: set[str] = set()
+    # of an adapter over several modules, which this checkpoint may have apart
+    fused = replace(model.names, rows=part_rows(model.decoder)).fuse(FUSED)
     for name in trained:
         module, _, leaf = name.rpartition(".")
+        names = fused if len(fused_parts(module)) > 1 else model.names
         # the leaf alone too: lora_B means those of a vision model as well, whose names match from their beginning
-        aliases = [f"{model.names.module_to_hf(module)}.{leaf}", leaf]
+        aliases = [f"{names.module_to_hf(module)}.{leaf}", leaf]
         if module == "embed_tokens" and model.decoder.tied_embeddings:
             aliases.append(f"lm_head.{leaf}")
         matching = [pattern for pattern in patterns if matches_trainable(name, (pattern,), aliases)]

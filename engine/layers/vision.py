@@ -34,7 +34,8 @@ from engine.layers.module import ShardedModule
 from engine.layers.plain_module import PlainModule
 from engine.ops.gradients import past_unused
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]
+"""(rows, columns) in patches, and behind that what else a vision model has to know of a tile."""
 
 
 class VisionConfig(Protocol):
@@ -74,7 +75,7 @@ class _Share:
 
 def deal_out(grids: Sequence[Grid], features: Sequence[int], ranks: int) -> list[_Share]:
     """Splits tiles into contiguous runs with about as many patches each, one for each rank; some may be empty."""
-    patches = [rows * columns for rows, columns in grids]
+    patches = [grid[0] * grid[1] for grid in grids]
     total, shares = sum(patches), []
     tile = patch = feature = 0
     for rank in range(ranks):

@@ -356,7 +356,7 @@ def _images(workload: Workload) -> Images | None:
     if vision is None:
         return None
     features = sum(map(vision.num_features, workload.tiles))
-    patches = sum(rows * columns for rows, columns in workload.tiles)
+    patches = sum(grid[0] * grid[1] for grid in workload.tiles)
     return Images(
         patches_PF=torch.empty(patches, vision.patch_features, device=META),
         grids=workload.tiles,

@@ -26,6 +26,7 @@ from engine.models.vision.clip import ClipConfig
 from engine.models.vision.gemma3 import Gemma3VisionConfig
 from engine.models.vision.internvl import InternVLVisionConfig
 from engine.models.vision.llava import LlavaVisionConfig, ProjectorConfig
+from engine.models.vision.llava_onevision import OneVisionConfig
 from engine.models.vision.qwen2_5_vl import Qwen25VisionConfig
 from engine.models.vision.qwen3_vl import Qwen3VisionConfig
 from engine.models.vision.siglip import SiglipConfig
@@ -75,6 +76,16 @@ LLAVA = LlavaVisionConfig(
     ),
     projector=_PROJECTOR, states=(2,), first=1,
 )  # fmt: skip
+ONEVISION = OneVisionConfig(
+    tiles=replace(
+        LLAVA,
+        tower=SiglipConfig(
+            width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=2,
+            activation="gelu_pytorch_tanh", norm_eps=1e-6, has_last_norm=False,
+        ),
+        first=0,
+    )
+)  # fmt: skip
 INTERNVL = InternVLVisionConfig(
     width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=4, activation="gelu",
     norm="layer_norm", norm_eps=1e-6, qkv_bias=True, qk_norm=True, has_positions=True, last_norm=True, first=1,
@@ -98,6 +109,7 @@ _BY_GRID: dict[str, Any] = {"rope_axes": (2, 0, 1)}
 TOWERS: dict[str, DecoderConfig] = {
     "llava": small_config(num_layers=2, embedding_multiplier=3.0, vision=LLAVA),
     "internvl": small_config(num_layers=2, embedding_multiplier=3.0, vision=INTERNVL),
+    "llava_onevision": small_config(num_layers=2, embedding_multiplier=3.0, vision=ONEVISION),
     "gemma3": small_config(
         num_layers=2,
         embedding_multiplier=3.0,
@@ -112,6 +124,10 @@ TOWERS: dict[str, DecoderConfig] = {
 GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "llava": lambda slot, number: (2, 2),
     "internvl": lambda slot, number: (4, 4),
+    # one tile, one of two whose padding is cut, and one that is scaled down
+    "llava_onevision": lambda slot, number: ((2, 2), (6, 2, 1, 2, 2, 2, 2, 2), (6, 2, 2, 1, 4, 2, 3, 1))[
+        (slot + number) % 3
+    ],
     "gemma3": lambda slot, number: (4, 4),
     "qwen2_5_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
     "qwen3_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),

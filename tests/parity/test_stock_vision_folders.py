@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.peft_read import AdapterSource
@@ -21,11 +20,11 @@ from tests.gemma_pictures import make_folder as make_gemma
 from tests.qwen_vl import KINDS as QWEN
 from tests.qwen_vl import make_model as make_qwen
 from tests.stock_vision import make_model
-from tests.unit.test_vision_data_processors import KINDS, pictures, processor_of, written
+from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, pictures, processor_of, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
-NAMES = ("llava", "internvl", "gemma3", *QWEN)
+NAMES = ("llava", "internvl", "llava_onevision", "gemma3", *QWEN)
 PROJECTORS = {"gemma3": "mm_input_projection_weight", "qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
 
 
@@ -40,18 +39,18 @@ def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     tokenizer, images = written(kind, folder)
     tokens = KINDS[kind]["tokens"]
     image = tokenizer.convert_tokens_to_ids(tokens.get("context_image_token") or tokens["image_token"])
-    model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=28)
+    side = PINPOINTS[0][0] if kind == "llava_onevision" else 28
+    model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=side)
     return model, processor_of(kind, tokenizer, images)
 
 
-def inputs(processor: Any, text: str, shown: list[Any]) -> dict[str, Tensor]:
+def inputs(kind: str, processor: Any, text: str, shown: list[Any]) -> dict[str, Tensor]:
     content = [*({"type": "image"} for _ in shown), {"type": "text", "text": text}]
     asked = [{"role": "user", "content": content}]
     prompt = processor.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    is_gemma = isinstance(processor, Gemma3Processor)  # takes a list of pictures for each text
-    more = {"images": [shown] if is_gemma else shown} if shown else {}
+    more = {"images": [shown] if kind in NESTED else shown} if shown else {}
     found = dict(processor(text=[prompt], return_tensors="pt", **more))
-    assert "token_type_ids" in found or not is_gemma
+    assert "token_type_ids" in found or kind != "gemma3"
     return found
 
 
@@ -68,7 +67,7 @@ def test_greedy_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         named = {"images": [f"{number}.png" for number in numbers]} if numbers else {}
         content = [*({"type": "image"} for _ in numbers), {"type": "text", "text": text}]
         records.append({"messages": [{"role": "user", "content": content}], **named})
-        given = inputs(processor, text, [shown[number] for number in numbers])
+        given = inputs(kind, processor, text, [shown[number] for number in numbers])
         out = model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         expected.append(out[0, given["input_ids"].shape[1] :].tolist())
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -100,7 +99,7 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
         said = run_tool("convert", "export", "--source", tmp_path / "run", "--out", tmp_path / form[1], *form)
         assert f"checked with {reader}: logits of 32 tokens agree" in said.stdout + said.stderr
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    given = inputs(processor, TEXTS[1], shown[:1])
+    given = inputs(kind, processor, TEXTS[1], shown[:1])
     with torch.no_grad():
         before = model(**given).logits
         merged = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float32)(**given).logits

@@ -75,6 +75,7 @@ WRAPPINGS: dict[str, Wrapping] = {
     "gemma3": gemma3_vision.GEMMA3,
     "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
+    "llava_onevision": llava.ONEVISION,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
     "qwen3_vl": qwen_vl.QWEN3_VL,
 }
@@ -133,7 +134,7 @@ def _wrapped(wrapping: Wrapping, hf_config: dict[str, Any]) -> Family:
     def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         return wrapping.complete(family.config_from_hf(wrapping.text_config(hf)), hf)
 
-    names = replace(family.names, spellings=wrapping.spellings)
+    names = replace(family.names, spellings=wrapping.spellings, parameters=wrapping.parameters)
     if wrapping.unused is not None:
         names = replace(names, unused=wrapping.unused(hf_config))
     return family._replace(config_from_hf=config_from_hf, names=names.live)

@@ -29,7 +29,7 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grids
+from engine.models.vision.sizes import Grid, Grids
 
 _SIZES = (
     "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "window_size",
@@ -113,7 +113,7 @@ class Qwen25VisionConfig:
         rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
         return rows, columns
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
         return grid[0] * grid[1] // self.merge**2
 

@@ -29,7 +29,7 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grids
+from engine.models.vision.sizes import Grid, Grids
 from engine.models.vision.tiles import encoder_flops
 
 _SIZES = (
@@ -118,7 +118,7 @@ class Qwen3VisionConfig:
         rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
         return rows, columns
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
         return grid[0] * grid[1] // self.merge**2
 

@@ -89,7 +89,7 @@ def make_model(kind: str, folder: Path) -> Any:
     return model
 
 
-def dataset_of(folder: Path, *, packing: bool, seq_length: int = 192) -> TokenDataset:
+def dataset_of(folder: Path, *, packing: bool, seq_length: int = 256) -> TokenDataset:
     tokenizer = load_tokenizer(folder)
     family = read_vision_family(folder, tokenizer)
     assert family is not None

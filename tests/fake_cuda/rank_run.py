@@ -239,7 +239,14 @@ def _with_pictures(batch: Batch, decoder: DecoderConfig) -> Batch:
         earlier_N=torch.from_numpy(np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])),
         offsets=torch.from_numpy(np.arange(len(spans) + 1, dtype=np.int32) * (count - 1)),
     )
-    return pin(replace(batch, images=images, bidirectional=seen_whole if decoder.bidirectional_pictures else None))
+    return pin(
+        replace(
+            batch,
+            images=images,
+            bidirectional=seen_whole if decoder.bidirectional_pictures else None,
+            grid_positions_3BS=batch.positions_BS.repeat(3, 1, 1) if decoder.rope_axes else None,
+        )
+    )
 
 
 def _evaluate(

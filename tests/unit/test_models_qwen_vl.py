@@ -15,14 +15,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.checkpoint.model_weights import open_source
+from engine.config.load import parse_config
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
+from engine.layers.context import AdapterSettings, TrainingPlan
+from engine.layers.recompute import SELECTIVE
+from engine.models.decoder import Part
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import family_of
 from engine.models.vision.qwen import segments_of
 from engine.models.vision.qwen2_5_vl import windows
+from engine.planning.predict import workload_of
+from engine.planning.stage_bytes import stage_bytes
+from engine.planning.traces import rank_model
+from tests.commands import options
+from tests.distributed.cases import small_config
 from tests.distributed.sharded_runs import QWEN2_5_VL, QWEN3_VL
 from tests.qwen_vl import KINDS, make_model
+from tests.toy_vision import ToyVisionConfig
 
 RELEASED: dict[str, dict[str, Any]] = {
     "Qwen2.5-VL-7B-Instruct": {
@@ -141,3 +151,21 @@ def test_configs_that_are_refused(kind: int, changes: dict[str, Any], words: str
         (hf[part] if dot else hf)[leaf] = value
     with pytest.raises(UserError, match=words):
         read(hf)
+
+
+def test_the_planner_counts_features_for_later_layers() -> None:
+    """A stage keeps what came in below its stream, and sends on what is left of it."""
+    config = parse_config(options({"model.path": "none", "data.seq_length": 24, "train.micro_batch_size": 2}))
+    plan = TrainingPlan(
+        adapter=lambda name: AdapterSettings(rank=2, scale=1.0, dropout=0.0) if "q_proj" in name else None
+    )
+    seen = {}
+    for deepstack in (0, 3):
+        decoder = small_config(num_layers=4, deepstack=deepstack, vision=ToyVisionConfig(hidden=(1 + deepstack) * 32))
+        model = rank_model(workload_of(config, decoder, plan, device_type="cpu"), config.parallel)
+        for first, last in ((0, 4), (0, 1), (1, 4), (3, 4)):
+            part = Part(first=first, last=last, embedding=first == 0, head=last == 4)
+            kept = stage_bytes(model, part, SELECTIVE, trains=True, gives_gradient=first > 0).kept
+            seen[deepstack, first, last] = sum(kept.values()), model.stream
+    more = {key[1:]: (seen[key][0] - seen[0, *key[1:]][0]) / seen[key][1] for key in seen if key[0] == 3}
+    assert more == {(0, 4): 3, (0, 1): 3 + 2, (1, 4): 2, (3, 4): 0}

@@ -123,7 +123,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "config": {"vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}},
         "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         "mark": "<|vision_start|><|image_pad|><|vision_end|>",
-        "images": lambda: Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 9}),
+        "images": lambda: Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 32}),
         "processor": Qwen2_5_VLProcessor,
         "options": {},
     },
@@ -132,7 +132,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         "mark": "<|vision_start|><|image_pad|><|vision_end|>",
         "images": lambda: Qwen2VLImageProcessorPil(
-            patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 9}
+            patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 32}
         ),
         "processor": Qwen3VLProcessor,
         "options": {},

@@ -43,10 +43,15 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig
     """Tokens of train.sample_prompts.
 
     Raises:
-        UserError: one has no tokens, or no room in the model's context for train.sample_tokens more; or a chat template
+        UserError: the model needs a picture in each; one has no tokens, or no room in the model's context for train.sample_tokens more; or a chat template
             is wanted and missing.
     """
     options = config.train
+    if options.sample_prompts and decoder.cross_attention is not None:
+        raise UserError(
+            f"train.sample_prompts has texts, but every layer of this {decoder.family} model attends to a picture: set "
+            "it to [], and ask about pictures with rankfold generate --image."
+        )
     if options.sample_chat and not tokenizer.has_chat_template:
         raise UserError(
             "train.sample_chat is true, but the tokenizer has no chat template: set data.chat_template, or "

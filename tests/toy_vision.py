@@ -72,7 +72,7 @@ class _ToyVision(nn.Module):
 
 def with_pictures(batch: Batch, slots: Sequence[int], *, seed: int) -> Batch:
     """Gives rows none, one or two pictures, of several sizes, by their slots in the global batch."""
-    patches, grids, places, documents = [], [], [], []
+    patches, grids, places, documents, indices = [], [], [], [], []
     ends = torch.tensor(batch.document_lengths).cumsum(0).tolist()
     for row, slot in enumerate(slots):
         place = row * batch.row_length + 1
@@ -83,11 +83,13 @@ def with_pictures(batch: Batch, slots: Sequence[int], *, seed: int) -> Batch:
             grids.append(grid)
             places.extend(range(place, place + grid[0]))
             documents.append(sum(end <= place for end in ends))
+            indices.append(100 * slot + number)
             place += grid[0] + 1
     images = Images(
         patches_PF=torch.cat(patches) if patches else torch.empty(0, FEATURES),
         grids=tuple(grids),
         documents=tuple(documents),
         places_K=torch.tensor(places, dtype=torch.int64),
+        tile_index_N=torch.tensor(indices, dtype=torch.int64),
     )
     return replace(batch, images=images)

@@ -103,9 +103,10 @@ class InferenceStage:
         batch = replace(
             _batch(tokens[None], positions[None], tuple(lengths)),
             images=None if self.model.embedding is None else coordinates.images,
-            cross_images=None if self.model.embedding is None else coordinates.cross_images,
+            cross_images=coordinates.cross_images,
             experts=coordinates.experts,
-        ).to(self.device)
+        )
+        batch = (batch if self.model.embedding is not None else batch.without_pixels()).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)
         return self._choose(logits, slots, rows, lengths)
@@ -153,11 +154,14 @@ class InferenceStage:
     def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
         """Returns [N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
         model = self.model
-        x = model.embed(batch) if model.embedding is not None else self._receive(batch.num_tokens)
-        context = replace(model.context(batch, self._step, training=False), cache=cache)
+        if model.embedding is not None:
+            x, encoded_KC = model.embed(batch), None
+        else:
+            x, encoded_KC = model.unpack(self._receive(model.message_rows(batch)), batch)
+        context = replace(model.context(batch, self._step, training=False, encoded_KC=encoded_KC), cache=cache)
         x = model.run_layers(x, context)
         if model.head is None:
-            self._send(x)
+            self._send(model.pack(x, context))
             return None
         return model.logits(x if lasts is None else x[lasts], context)
 
@@ -178,8 +182,8 @@ class InferenceStage:
             self.waits.seconds += self.now() - began
         return chosen
 
-    def _receive(self, num_tokens: int) -> Tensor:
-        x = torch.empty(num_tokens, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
+    def _receive(self, num_rows: int) -> Tensor:
+        x = torch.empty(num_rows, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
         began = self.now()
         for handle in post_async([(False, x, self.pp.rank - 1)], self.pp):
             handle.wait()

@@ -43,8 +43,8 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig
     """Tokens of train.sample_prompts.
 
     Raises:
-        UserError: the model needs a picture in each; one has no tokens, or no room in the model's context for train.sample_tokens more; or a chat template
-            is wanted and missing.
+        UserError: the model needs a picture in each; one has no tokens, or no room in the model's context for
+            train.sample_tokens more; or a chat template is wanted and missing.
     """
     options = config.train
     if options.sample_prompts and decoder.cross_attention is not None:

@@ -86,6 +86,11 @@ CASES = {
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
     ),
+    "frozen encoder": Case(
+        config=small_config(num_layers=2, cross_attention=ENCODED),
+        adapters=r"layers\..*(_proj|query|dense)",
+        trained=r"layers\.0\.cross_attention\.(key|value)",
+    ),
 }
 
 
@@ -242,7 +247,8 @@ class Run:
             if self.case.config.vision is not None:
                 whole = with_pictures(whole, [slot for slot, _ in own], seed=step)
             if self.case.config.cross_attention is not None:
-                # of two data ranks, one has none in the first micro-batch and the other in the second
+                # of two data ranks, one has none in the first micro-batch and the other in the second; a context rank
+                # may have no token of a document with pictures
                 cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
                 assert cross is not None
                 whole = replace(whole, cross_images=replace(cross, places_K=cross.places_K[:0]))

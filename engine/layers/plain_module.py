@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,12 +47,18 @@ def linear_names(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
 
 
+@lru_cache(maxsize=4)
+def _owners(make: Callable[[], nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the names of the modules that have parameters, and of the linears."""
+    module = build_plain(make)
+    return frozenset(name.rpartition(".")[0] for name, _ in module.named_parameters()), frozenset(linear_names(module))
+
+
 def anything_trains(prefix: str, make: Callable[[], nn.Module], plan: TrainingPlan) -> bool:
     """Returns whether a `PlainModule` of these arguments has a parameter that trains."""
-    module = build_plain(make)
-    owners = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    owners, linears = _owners(make)
     return any(plan.trains(f"{prefix}{name}") for name in owners) or any(
-        plan.adapter(f"{prefix}{name}") is not None for name in linear_names(module)
+        plan.adapter(f"{prefix}{name}") is not None for name in linears
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -27,20 +29,25 @@ def site_of(name: str) -> int:
 
 
 def _fill(tensor: Tensor, spec: ShardSpec, draw: Callable[[Tensor, int], Tensor]) -> None:
-    """Fills a rank's part of a matrix from `draw(global rows, global columns) -> [rows, columns]`."""
-    num_columns = spec.global_shape[1]
-    row_runs, column_runs = spec.runs(0), spec.runs(1)
+    """Fills a rank's part of a matrix from `draw(global rows, global columns) -> [rows, columns]`. All but a tensor's
+    first dimension are columns."""
+    width = spec.global_shape[1:]
+    num_columns = prod(width)
+    row_runs, boxes = spec.runs(0), list(product(*(spec.runs(dim) for dim in range(1, len(spec.global_shape)))))
     height = max(1, _CHUNK // num_columns)
     for run in row_runs:
         for start in range(0, run.length, height):
             count = min(height, run.length - start)
             first = run.global_offset + start
             rows = torch.arange(first, first + count, dtype=torch.int64, device=tensor.device)
-            values = draw(rows, num_columns)
+            values = draw(rows, num_columns).view(count, *width)
             local = tensor[run.local_offset + start : run.local_offset + start + count]
-            for columns in column_runs:
-                source = values[:, columns.global_offset : columns.global_offset + columns.length]
-                local[:, columns.local_offset : columns.local_offset + columns.length] = source
+            for box in boxes:
+                source, target = values, local
+                for dim, piece in enumerate(box, 1):
+                    source = source.narrow(dim, piece.global_offset, piece.length)
+                    target = target.narrow(dim, piece.local_offset, piece.length)
+                target.copy_(source)
 
 
 def fill_uniform(shard: NamedShard, bound: float, seed: int) -> None:
@@ -91,7 +98,7 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
         leaf = shard.name.rpartition(".")[2]
         if leaf in LORA_LEAVES:
             continue
-        if leaf == "bias":
+        if leaf.endswith("bias"):
             shard.tensor.zero_()
         elif len(shard.spec.global_shape) == 1:
             shard.tensor.fill_(norm)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -263,9 +264,18 @@ class TorchAttention(TorchFunctionMode):
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._counter.torch_attention(*args[:3])
-        return func(*args, **(kwargs or {}))
+        # torch leaves the mode for as long as a function runs, and these run blocks a second time
+        if func is Tensor.backward:
+            with self:
+                return _engine_run_backward(args, (torch.ones_like(args[0]),), False, False, (), True, True)
+        if func is torch.autograd.grad:
+            (outputs, inputs), gradient = args, kwargs["grad_outputs"]
+            with self:
+                return _engine_run_backward(outputs, (gradient,), False, False, tuple(inputs), True, False)
+        return func(*args, **kwargs)
 
 
 class _AtOnce(list[Callable[[], None]]):

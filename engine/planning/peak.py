@@ -274,7 +274,8 @@ class _Rank:
         """Yields the bytes of each phase that may be the peak, without the static ones."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
-        batches = added({BATCHES: token * self._model.tokens * count}, self._gathered(count))
+        pixels = self._model.pixels if any(stage.embedding for stage in self._stages.values()) else 0
+        batches = added({BATCHES: (token * self._model.tokens + pixels) * count}, self._gathered(count))
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
         for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):

@@ -138,9 +138,13 @@ class ModelShape:
     @property
     def first_trainable_layer(self) -> int:
         """The number of layers where only the norm or head after them trains; 0 where the embedding does."""
-        if self.embedding_trains:
+        if self.embedding_trains or self.encoder_trains:
             return 0
         return next((index for index, layer in enumerate(self.layers) if layer.trains), len(self.layers))
+
+    def needs_backward(self, index: int) -> bool:
+        """Returns whether a layer has a backward even if its input needs no gradient."""
+        return self.encoder_trains or self.layers[index].trains
 
     @property
     def layers_are_frozen(self) -> bool:
@@ -170,7 +174,7 @@ def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout,
     operands = model.embedding.operands
     vision = [] if model.vision is None else list(shard_entries(model.vision))
     encoder = [] if model.cross_vision is None else list(shard_entries(model.cross_vision))
-    vision_trains = any(entry.sink is not None for entry in (*vision, *encoder))
+    vision_trains = any(entry.sink is not None for entry in vision)
     whole = _parameters(encoder)
     front = _parameters([*shard_entries(model.embedding), *vision, *encoder])
     return ModelShape(

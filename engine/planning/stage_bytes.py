@@ -74,7 +74,7 @@ def stage_bytes(
         encoder = model.encoder(memory.level(0), saved=trains and shape.encoder_trains)
     needs = shape.embedding_trains if stage.embedding else gives_gradient
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
-    needs = needs or any(shape.layers[index].trains for index in range(stage.first, stage.last))
+    needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
     last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
     forward, kept = _forward([tables, encoder], pictures, first, runs, last, stream, trains)
     away = sum(run.trace.away * run.count for run in runs)
@@ -97,9 +97,9 @@ def _layer_groups(
 
     def alike(index: int) -> tuple[int, Level, bool, bool, bool, bool]:
         # what comes before the first layer that trains needs no gradient
-        own = needs or any(shape.layers[before].trains for before in range(stage.first, index))
+        own = needs or any(map(shape.needs_backward, range(stage.first, index)))
         ends = index == stage.first, index == stage.last - 1
-        return shape.kinds[index], memory.level(index), own and trains, shape.layers[index].trains, *ends
+        return shape.kinds[index], memory.level(index), own and trains, shape.needs_backward(index), *ends
 
     for (kind, level, own, has_leaves, is_first, is_last), group in groupby(range(stage.first, stage.last), alike):
         plan = MemoryPlan(recompute=level, offload=memory.offload and not is_last, stored_dtype=memory.stored_dtype)

@@ -306,7 +306,7 @@ def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *,
     """Returns the work of one stage."""
     found = PieceTime()
     if stage.embedding:
-        found += times.embedding(memory.level(0), trains=trains and shape.embedding_trains)
+        found += times.embedding(memory.level(0), trains=trains)
     for index in range(stage.first, stage.last):
         layer = times.layer(shape.kinds[index], memory.level(index))
         found += layer if trains and index >= shape.first_trainable_layer else PieceTime(layer.forward)

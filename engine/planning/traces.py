@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, Images
+from engine.batch import Batch, ExpertTokens, Images
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
@@ -29,6 +29,7 @@ from engine.layers.module import shard_entries
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
+from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
@@ -125,6 +126,7 @@ class RankModel:
         tokens: of a micro-batch, after context parallelism.
         stream: bytes of the residual stream between two pieces.
         encoded: bytes of the encoded pictures of a micro-batch that all layers attend to.
+        pixels: bytes of a micro-batch's patches, for all towers.
 
     Raises:
         UserError: the model's sizes do not fit the ranks.
@@ -138,6 +140,8 @@ class RankModel:
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
         self.encoded = prod(_encoded_shape(workload)) * workload.dtype.itemsize
+        images = (_images(workload, 1), _cross_images(workload, 1))
+        self.pixels = sum(one.patches_PF.nbytes for one in images if one is not None)
         self._known: dict[tuple[object, ...], Trace] = {}
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
@@ -182,9 +186,8 @@ class RankModel:
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             return model.embed(batch, step=context.step)
 
-        part = Part(first=0, last=0, embedding=True, head=False)
-        memory = MemoryPlan(recompute="selective" if self._workload.decoder.vision is None else level)
-        return self._once(("the embedding", memory, saved), part, body, memory=memory, needs=False, saved=saved)
+        decoder = replace(self._workload.decoder, cross_attention=None)
+        return self._front("the embedding", decoder, body, level, saved=saved and self.shape.embedding_trains)
 
     def encoder(self, level: Level, *, saved: bool) -> Trace:
         """Traces the encoder of the pictures that layers attend to, from their patches.
@@ -198,9 +201,15 @@ class RankModel:
             assert found is not None
             return found.features_KC
 
+        decoder = replace(self._workload.decoder, vision=None)
+        return self._front("the encoder", decoder, body, level, saved=saved and self.shape.encoder_trains)
+
+    def _front(self, name: str, decoder: DecoderConfig, body: _Body, level: Level, *, saved: bool) -> Trace:
+        """Traces what lies before the layers; where it keeps nothing, it makes no difference what is recomputed."""
         part = Part(first=0, last=0, embedding=True, head=False)
-        memory = MemoryPlan(recompute=level)
-        return self._once(("the encoder", memory, saved), part, body, memory=memory, needs=False, saved=saved)
+        memory = MemoryPlan(recompute=level if saved else "selective")
+        options = {"memory": memory, "needs": False, "saved": saved, "decoder": decoder}
+        return self._once((name, memory, saved), part, body, **options)
 
     def head(self, *, needs: bool, saved: bool, defers: bool) -> Trace:
         """Traces norm, head and loss; of an objective's loss, the part that grows with the tokens.
@@ -247,7 +256,10 @@ class _Tracer:
         needs: bool,
         saved: bool,
         defers: bool = False,
+        decoder: DecoderConfig | None = None,
     ) -> None:
+        if decoder is not None:
+            workload = replace(workload, decoder=decoder)
         self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
         self._needs, self._saved, self._defers = needs, saved, defers
         self._away, self._recording = _UncountedTransfer(), Recording()
@@ -368,9 +380,20 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
         document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
+        experts=_experts(workload, shape[0] * shape[1], ranks),
         images=_images(workload, len(lengths)),
         cross_images=_cross_images(workload, len(lengths)),
     )
+
+
+def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | None:
+    """Says that as many tokens are the vision expert's as the pictures have features, spread over context ranks."""
+    vision = workload.decoder.vision
+    if not workload.decoder.token_experts or vision is None:
+        return None
+    count = min(sum(map(vision.num_features, workload.tiles)) // ranks, num_tokens)
+    of_vision, of_language = (torch.empty(each, dtype=torch.int64, device=META) for each in (count, num_tokens - count))
+    return ExpertTokens(vision_V=of_vision, language_L=of_language)
 
 
 def _images(workload: Workload, num_documents: int) -> Images | None:

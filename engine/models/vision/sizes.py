@@ -33,6 +33,15 @@ def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict
     return {key: int(part[key]) for key in keys}
 
 
+def sizes_in_code(hf: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Returns the mapping of `config.json` that has `key`, with its name; None where no mapping has.
+
+    Some originals have a tower's sizes in their code. A checkpoint of other sizes gives them in a mapping of its own,
+    whatever its name; the documented one is `tower_config` or, for an encoder beside the tower, `cross_vision_config`.
+    """
+    return next(((name, part) for name, part in hf.items() if isinstance(part, Mapping) and key in part), None)
+
+
 def square_side(image: int, patch: int, place: str) -> int:
     """Returns the patches on a side of a square picture.
 

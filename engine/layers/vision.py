@@ -4,7 +4,7 @@
 
 The vision model is a `PlainModule`, whole on every tensor and context rank. The tiles of a micro-batch are dealt out to
 these ranks, contiguous and with about as many patches each; each rank encodes its own, and features are gathered once.
-Backward brings the gradient of each feature row to the rank that made it. Ranks whose tiles are none run the same
+Backward brings the gradient of each feature row to the rank that made it. Ranks without tiles run the same
 collectives, and report to the same gradient sinks.
 
 It follows the embedding and not the first layer, because token embeddings may be scaled and features are not, and it

@@ -9,19 +9,19 @@ patch, K feature rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.zigzag import ContextPlan
+from engine.zigzag import ContextPlan, Span
 
 IGNORE_LABEL = -100
 """Label of a position that carries no loss."""
 
-Record = TypeVar("Record", "Answers", "Batch", "Images", "ExpertTokens")
+Record = TypeVar("Record", "Answers", "Batch", "Images", "ExpertTokens", "BidirectionalSpans")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Images:
     Args:
         patches_PF: float32 from the loader, all patches of all tiles, tile after tile, each flattened in the order that
             the family's tower reads.
-        grids: (rows, columns) in patches of each tile, on the host.
+        grids: (rows, columns) in patches of each tile, and behind that what else its tower has to know, on the host.
         documents: the document that each tile belongs to, counted as in `Batch.document_lengths`, on the host.
         places_K: int64 rows of the T tokens that this rank holds, which features replace. Empty where features
             replace nothing (a tower that is attended to).
@@ -44,7 +44,7 @@ class Images:
     """
 
     patches_PF: Tensor
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[tuple[int, ...], ...]
     documents: tuple[int, ...]
     places_K: Tensor
     features_K: Tensor | None = None
@@ -63,6 +63,37 @@ class ExpertTokens:
 
     vision_V: Tensor
     language_L: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BidirectionalSpans:
+    """Runs of tokens that see all of themselves, beside what is before them: pictures, in models that have it so.
+
+    As documents are, they are those of whole rows, also where a context-parallel rank holds some columns only. No span
+    crosses documents.
+
+    Args:
+        spans: among the T tokens, ascending, of two tokens or more each, on the host.
+        earlier_N: int64, of each span its tokens but the last one, from its end to its start.
+        offsets: int32, cumulative counts of these for each span, from 0 to N.
+    """
+
+    spans: tuple[Span, ...]
+    earlier_N: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, spans: Iterable[tuple[int, int]]) -> BidirectionalSpans | None:
+        """Returns the record of some spans; None where none has two tokens."""
+        kept = tuple(Span(start, stop) for start, stop in sorted(spans) if stop - start > 1)
+        if not kept:
+            return None
+        counts = torch.tensor([0, *(span.length - 1 for span in kept)], dtype=torch.int32)
+        return cls(
+            spans=kept,
+            earlier_N=torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in kept]),
+            offsets=counts.cumsum(0, dtype=torch.int32),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +142,10 @@ class Batch:
             no tiles.
         cross_images: the same pictures in a second resolution, for a model whose layers attend to it; None for others.
         experts: which tokens take the weights for pictures, for a model that has such; None for others.
+        bidirectional: the tokens that see what comes after them too, for a model that has pictures so; None for others,
+            and where there are none.
         grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
-            others.
+            others, and where there are no pictures: the three are equal then.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
     """
@@ -130,6 +163,7 @@ class Batch:
     images: Images | None = None
     cross_images: Images | None = None
     experts: ExpertTokens | None = None
+    bidirectional: BidirectionalSpans | None = None
     grid_positions_3BS: Tensor | None = None
     mismatched: Batch | None = None
 
@@ -169,6 +203,7 @@ class Batch:
             images=None if self.images is None else _changed(self.images, change),
             cross_images=None if self.cross_images is None else _changed(self.cross_images, change),
             experts=None if self.experts is None else _changed(self.experts, change),
+            bidirectional=None if self.bidirectional is None else _changed(self.bidirectional, change),
             mismatched=None if self.mismatched is None else self.mismatched.map(change),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.batch import Batch, Images
+from engine.layers.vision import VisionConfig
 
 FEATURES = 12
 """Numbers of a patch."""
@@ -70,23 +71,49 @@ class _ToyVision(nn.Module):
         return self.resampler(torch.cat(rows))
 
 
-def with_pictures(batch: Batch, slots: Sequence[int], *, seed: int) -> Batch:
+def with_grid_positions(batch: Batch) -> Batch:
+    """Gives tokens of pictures positions in height and width that depend on their column alone."""
+    assert batch.images is not None
+    if not batch.images.grids:
+        return batch
+    positions = batch.positions_BS.expand(3, -1, -1).clone()
+    places = batch.images.places_K
+    column = places % batch.row_length
+    positions[1].view(-1)[places], positions[2].view(-1)[places] = column // 2, 2 + column % 3
+    return replace(batch, grid_positions_3BS=positions)
+
+
+def toy_grid(slot: int, number: int) -> tuple[int, ...]:
+    return 2 + (slot + number) % 3, 1 + (slot + 2 * number) % 4
+
+
+def with_pictures(
+    batch: Batch,
+    slots: Sequence[int],
+    *,
+    seed: int,
+    vision: VisionConfig | None = None,
+    grid_of: Callable[[int, int], tuple[int, ...]] = toy_grid,
+) -> Batch:
     """Gives rows none, one or two pictures, of several sizes, by their slots in the global batch."""
+    vision = vision or ToyVisionConfig()
+    width = vision.patch_features
     patches, grids, places, documents, indices = [], [], [], [], []
     ends = torch.tensor(batch.document_lengths).cumsum(0).tolist()
     for row, slot in enumerate(slots):
         place = row * batch.row_length + 1
         for number in range(slot % 3):
             generator = torch.Generator().manual_seed(100 * seed + 10 * slot + number)
-            grid = (2 + (slot + number) % 3, 1 + (slot + 2 * number) % 4)
-            patches.append(torch.randn(grid[0] * grid[1], FEATURES, generator=generator))
+            grid = grid_of(slot, number)
+            count = vision.num_features(grid)
+            patches.append(torch.randn(grid[0] * grid[1], width, generator=generator))
             grids.append(grid)
-            places.extend(range(place, place + grid[0]))
+            places.extend(range(place, place + count))
             documents.append(sum(end <= place for end in ends))
             indices.append(100 * slot + number)
-            place += grid[0] + 1
+            place += count + 1
     images = Images(
-        patches_PF=torch.cat(patches) if patches else torch.empty(0, FEATURES),
+        patches_PF=torch.cat(patches) if patches else torch.empty(0, width),
         grids=tuple(grids),
         documents=tuple(documents),
         places_K=torch.tensor(places, dtype=torch.int64),

@@ -55,8 +55,9 @@ class ModelFolder:
 
     def config_dtype(self) -> torch.dtype:
         """Returns the dtype that config.json asks for; float32 where it does not say."""
-        text = family_of(self.hf_config)[1]
-        name = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+        parts = (family_of(self.hf_config)[1], self.hf_config.get("text_config") or {})
+        found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+        name = str(next((value for value in found if value), "float32")).removeprefix("torch.")
         if name not in TORCH_DTYPES:
             raise UserError(f"{self.path / CONFIG} has dtype {name!r}: expected one of {', '.join(TORCH_DTYPES)}.")
         return TORCH_DTYPES[name]
@@ -86,12 +87,15 @@ def open_model(path: str | Path) -> ModelFolder:
     names = family.names
     if manifest is not None:
         names = replace(names, body=manifest.model["body"], head=manifest.model["head"])
+        names = replace(names, vision=manifest.model.get("vision", names.vision))
         names = names.fuse(manifest.model.get("fused", ()))
     return ModelFolder(path=folder, hf_config=hf_config, decoder=decoder, names=names, manifest=manifest)
 
 
 def _check_model_record(folder: Path, manifest: Manifest) -> None:
     kinds = {"hf_config": dict, "body": str, "head": str, "has_tied_head": bool, "origin": str}
+    if "vision" in manifest.model:  # older ones leave it out
+        kinds["vision"] = dict
     for key, kind in kinds.items():
         if not isinstance(manifest.model.get(key), kind):
             raise UserError(

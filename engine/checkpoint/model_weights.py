@@ -161,7 +161,7 @@ class HfSource(WeightSource):
     def __init__(self, model: ModelFolder) -> None:
         self._tensors = HfTensors(model.path)
         names = nest(model.names, self._tensors.names())
-        nested = (names.body, names.head) != (model.names.body, model.names.head)
+        nested = not names.vision and (names.body, names.head) != (model.names.body, model.names.head)
         model = ModelFolder(
             path=model.path, hf_config=model.hf_config, decoder=model.decoder, names=names, manifest=None
         )

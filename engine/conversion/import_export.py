@@ -32,7 +32,7 @@ from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
-from engine.models.families import FAMILIES
+from engine.models.families import family_of
 from engine.models.names import FUSED, QKV, NameMap, part_rows
 
 Progress = Callable[[int], None]
@@ -231,6 +231,7 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "origin": str(model.hf_path.resolve()),
         "body": model.names.body,
         "head": model.names.head,
+        "vision": dict(model.names.vision),
         "fused": list(stored_names(model).fused),
         "has_tied_head": source.has_tied_head,
     }
@@ -316,13 +317,15 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
     stored = stored_names(model)
     if fusing == "keep":
         return stored
-    family = FAMILIES[model.decoder.family]
+    family = family_of(model.hf_config)[0]
     if family.fused and fusing != "all":
         raise UserError(
             f"--fused {fusing} is not how a {model.decoder.family} model is stored, which has "
             f"{' and '.join(name.rpartition('.')[2] for name in family.fused)}: leave --fused out."
         )
-    plain = replace(family.names, body=stored.body, head=stored.head, rows=part_rows(model.decoder))
+    plain = replace(
+        family.names, body=stored.body, head=stored.head, vision=stored.vision, rows=part_rows(model.decoder)
+    )
     return plain.fuse({"split": (), "qkv": (QKV,), "all": tuple(FUSED)}[fusing])
 
 

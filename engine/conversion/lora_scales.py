@@ -33,6 +33,6 @@ def recorded_alpha(lora: Mapping[str, Any], module: str, names: NameMap) -> floa
         names: of the base.
     """
     first = fused_parts(module)[0]  # the parts of a fused module have the same
-    aliases = [names.module_to_hf(first), module]
+    aliases = [*names.aliases(first), module]
     pattern = lora.get("alpha_pattern")  # checkpoints from before there were patterns have no such entry
     return float(patterned(pattern, lora["alpha"], first, aliases))

@@ -23,6 +23,7 @@ from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
+from engine.choices import VISION
 from engine.conversion.lora_scales import Scale, one_or_each
 from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.conversion.peft_config import read_settings
@@ -76,9 +77,12 @@ class AdapterSource(TensorReader):
         self.folder = Path(folder)
         self.settings = read_settings(self.folder, with_saved_modules=with_saved_modules)
         self._file = adapter_file(self.folder)
-        keys = [key for key in self._file.names() if not key.endswith(_COPY)]
+        # PEFT's all-linear finds modules, too, that nothing is computed with
+        read = [key for key in self._file.names() if not names.is_unused(key.removeprefix(KEY_PREFIX))]
+        keys = [key for key in read if not key.endswith(_COPY)]
         self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
         present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
+        names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys])
         names = replace(names, rows=part_rows(decoder)).fuse(present)
         self._places: dict[str, tuple[_Place, ...]] = {
             _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),) for key in keys
@@ -317,8 +321,10 @@ def _leaf(module: str) -> str:
 
 def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool) -> str:
     saved, _, leaf = key.removeprefix(KEY_PREFIX).rpartition(".")
-    if with_saved_modules and leaf in ("weight", "bias") and ".lora_" not in key and names.module_from_hf(saved):
-        return f"{names.module_from_hf(saved)}.{leaf}"
+    full = names.module_from_hf(saved) if with_saved_modules and ".lora_" not in key else None
+    # a module of a vision model may have parameters of other names
+    if full is not None and (leaf in ("weight", "bias") or full.startswith(VISION)):
+        return f"{full}.{leaf}"
     match = _KEY.match(key)
     module = names.module_from_hf(match[1]) if match else None
     if match is None or module is None:

@@ -128,7 +128,8 @@ def build_batch(
         images=None if found is None else found.images,
         cross_images=None if found is None else found.cross_images,
         experts=None if found is None else found.experts,
-        grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid else None,
+        bidirectional=None if found is None else found.bidirectional,
+        grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid and found.images.grids else None,
     )
 
 

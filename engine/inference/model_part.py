@@ -102,9 +102,11 @@ class InferenceStage:
         positions = coordinates.positions_T.to(self.device)
         batch = replace(
             _batch(tokens[None], positions[None], tuple(lengths)),
-            images=None if self.model.embedding is None else coordinates.images,
+            images=coordinates.images,
             cross_images=coordinates.cross_images,
             experts=coordinates.experts,
+            bidirectional=coordinates.bidirectional,
+            grid_positions_3BS=coordinates.grid_positions_3BS,
         )
         batch = (batch if self.model.embedding is not None else batch.without_pixels()).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
@@ -157,7 +159,7 @@ class InferenceStage:
         if model.embedding is not None:
             x, encoded_KC = model.embed(batch), None
         else:
-            x, encoded_KC = model.unpack(self._receive(model.message_rows(batch)), batch)
+            x, encoded_KC = model.unpack(self._receive(model.message_rows(batch, model.part.first)), batch)
         context = replace(model.context(batch, self._step, training=False, encoded_KC=encoded_KC), cache=cache)
         x = model.run_layers(x, context)
         if model.head is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.batch import BidirectionalSpans
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropoutKey:
@@ -102,8 +104,10 @@ class Documents:
         offsets: int32 [D + 1] cumulative lengths on the device, from 0 to T; None where no attention here reads them.
             The last one may be repeated: what follows are documents of no tokens.
         max_length: no document is longer.
+        bidirectional: tokens that see what comes after them too; None where none does.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor | None
     max_length: int
+    bidirectional: BidirectionalSpans | None = None

@@ -13,6 +13,7 @@ from engine.layers.context import LayerContext, TensorLayout
 from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import QueryKeyNorm, RMSNorm
+from engine.ops.attention.bidirectional import with_spans
 from engine.ops.attention.context_parallel import context_attention
 from engine.ops.attention.masked import MaskedAttention
 from engine.ops.attention.token_context import TokenContext
@@ -35,6 +36,7 @@ class AttentionKind:
         rope, num_ropes: which of the model's rotary tables it takes.
         qk_norm_over: queries and keys are normalised within a head, or over all heads together.
         norm_offset: added to the weights of norms within a head.
+        bidirectional: tokens of a picture see the whole picture.
     """
 
     window: int | None = None
@@ -45,6 +47,7 @@ class AttentionKind:
     num_ropes: int = 1
     qk_norm_over: Literal["head", "all"] = "head"
     norm_offset: float = 0.0
+    bidirectional: bool = False
 
 
 PLAIN = AttentionKind()
@@ -114,7 +117,11 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: b
 
 def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
     if layout.cp.size > 1 and layout.context_method == "ring":
-        what = f"a window of {kind.window}" if kind.softcap is None else f"a soft cap of {kind.softcap:g} on scores"
+        what = "tokens of pictures that see what comes after them"
+        if kind.softcap is not None:
+            what = f"a soft cap of {kind.softcap:g} on scores"
+        elif kind.window is not None:
+            what = f"a window of {kind.window}"
         raise UserError(
             f"the model's attention has {what}, which ring attention over parallel.context {layout.cp.size} does not "
             "compute: set parallel.context_method to ulysses, or parallel.context to 1."
@@ -122,12 +129,13 @@ def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
 
 
 def _attention_of(kind: AttentionKind, layout: TensorLayout) -> AttentionOp:
-    """Returns the backend's attention, or the one that has windows and soft caps."""
-    plain = layout.kernels.attention
-    if kind.window is None and kind.softcap is None:
-        return plain
-    _check_method(kind, layout)
-    return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap)
+    """Returns the backend's attention, or the one that has windows, soft caps and bidirectional spans."""
+    plain, is_masked = layout.kernels.attention, kind.window is not None or kind.softcap is not None
+    if is_masked or kind.bidirectional:
+        _check_method(kind, layout)
+    if kind.bidirectional:
+        plain = with_spans(plain, layout.attention_blocks)
+    return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap) if is_masked else plain
 
 
 def _qkv_linear(

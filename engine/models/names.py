@@ -28,7 +28,7 @@ A checkpoint may hold query, key and value, or gate and up, as rows of one matri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -53,6 +53,25 @@ class FusedPart(NamedTuple):
     module: str
     first: int
     num_rows: int
+
+
+class Spelling(NamedTuple):
+    """One of the ways in which a family's checkpoints name the same modules.
+
+    Args:
+        body, head, vision: as of `NameMap`.
+    """
+
+    body: str
+    head: str
+    vision: Mapping[str, str]
+
+    def places_in(self, tensor_names: Iterable[str]) -> tuple[int, int]:
+        """Returns how many of the places of body and vision model these names have, and how long those places are."""
+        dotted = [f"{name}." for name in tensor_names]
+        places = [self.body, *(f"{place}." for place in self.vision.values())]
+        found = [place for place in places if any(name.startswith(place) for name in dotted)]
+        return len(found), sum(map(len, found))
 
 
 QKV, GATE_UP = "attention.qkv_proj", "mlp.gate_up_proj"
@@ -112,6 +131,8 @@ class NameMap:
             parts'.
         vision: first component below `vision.` of a vision model's names -> its full name in the checkpoint.
         unused: names, with the wildcards of a shell, of tensors that a checkpoint has and nothing is computed with.
+        parameters: of `vision`, those that are no modules in the checkpoint but parameters; here they have a weight.
+        spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
     """
 
     layer_modules: Mapping[str, str | FusedPart]
@@ -121,6 +142,8 @@ class NameMap:
     fused_names: Mapping[str, str] = field(default_factory=dict)
     vision: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    spellings: tuple[Spelling, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -144,6 +167,26 @@ class NameMap:
             table[fused] = name
         return replace(self, layer_modules=table)
 
+    def spelled(self, spelling: Spelling) -> NameMap:
+        """Returns the map of a checkpoint that names modules so."""
+        return replace(self, body=spelling.body, head=spelling.head, vision=spelling.vision)
+
+    def spelled_as(self, tensor_names: Collection[str]) -> NameMap:
+        """Returns the map with the spelling that most of these names have; the same where the family has one only."""
+        if not self.spellings:
+            return self
+        return self.spelled(max(self.spellings, key=lambda spelling: spelling.places_in(tensor_names)))
+
+    @property
+    def live(self) -> NameMap:
+        """The map of the modules that transformers makes of a checkpoint, which PEFT names its adapters by."""
+        return self.spelled(self.spellings[0]) if self.spellings else self
+
+    def aliases(self, module: str) -> list[str]:
+        """Returns the Hugging Face names of an engine module: that of this checkpoint, and those in other spellings."""
+        others = (self.spelled(spelling) for spelling in self.spellings)
+        return list(dict.fromkeys(names.module_to_hf(module) for names in (self, *others)))
+
     def module_to_hf(self, module: str) -> str:
         """Returns the Hugging Face module name of an engine module such as `layers.3.attention.q_proj`; the fused one
         of a part."""
@@ -165,6 +208,8 @@ class NameMap:
         """Returns the place of the logical tensor `name`."""
         module, _, leaf = name.rpartition(".")
         hf_name = f"{self.module_to_hf(module)}.{leaf}"
+        if module.startswith(VISION) and module.removeprefix(VISION) in self.parameters:
+            hf_name = self.module_to_hf(module)
         match = _LAYER.match(module)
         part = self.layer_modules[match[2]] if match else None
         return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, FusedPart) else HfLocation(hf_name)
@@ -192,10 +237,11 @@ class NameMap:
 
 def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
     """Returns the map with body and head prefixes, and fused matrices, as the checkpoint `tensor_names` has them."""
+    names = names.spelled_as(tensor_names)
     suffix = "embed_tokens.weight"
     bodies = [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
     heads = [name.removesuffix(".weight") for name in tensor_names if name.endswith("lm_head.weight")]
-    body = min(bodies, key=len) if bodies else names.body
+    body = min(bodies, key=len) if bodies and not names.spellings else names.body
     inside = {name.removesuffix(".weight").rpartition(".")[2] for name in tensor_names if name.startswith(body)}
     fused = [module for module in FUSED if module.rpartition(".")[2] in inside]
     return replace(names.fuse(fused), body=body, head=min(heads, key=len) if heads else names.head)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, ExpertTokens, Images
+from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
@@ -383,6 +383,7 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         experts=_experts(workload, shape[0] * shape[1], ranks),
         images=_images(workload, len(lengths)),
         cross_images=_cross_images(workload, len(lengths)),
+        bidirectional=_bidirectional(workload, lengths),
     )
 
 
@@ -402,7 +403,7 @@ def _images(workload: Workload, num_documents: int) -> Images | None:
     if vision is None:
         return None
     features = sum(map(vision.num_features, workload.tiles))
-    patches = sum(rows * columns for rows, columns in workload.tiles)
+    patches = sum(grid[0] * grid[1] for grid in workload.tiles)
     return Images(
         patches_PF=torch.empty(patches, vision.patch_features, device=META),
         grids=workload.tiles,
@@ -439,6 +440,24 @@ def _encoded_shape(workload: Workload) -> tuple[int, int]:
     if sizes is None:
         return 0, 0
     return len(workload.tiles) * sizes.encoder.num_features(sizes.encoder.usual_tile), sizes.encoded
+
+
+def _bidirectional(workload: Workload, document_lengths: tuple[int, ...]) -> BidirectionalSpans | None:
+    """Makes a span of each tile, as many in a document as fit there; of the device's tensors, the shapes."""
+    decoder, spans, start = workload.decoder, list[tuple[int, int]](), 0
+    if decoder.vision is None or not decoder.bidirectional_pictures:
+        return None
+    left = [decoder.vision.num_features(tile) for tile in workload.tiles]
+    for length in document_lengths:
+        at = start
+        while left and at + left[0] <= start + length:
+            spans.append((at, at + left[0]))
+            at += left.pop(0)
+        start += length
+    found = BidirectionalSpans.of(spans)
+    if found is None:
+        return None
+    return replace(found, earlier_N=found.earlier_N.to(META), offsets=found.offsets.to(META))
 
 
 def _layout(

@@ -14,6 +14,7 @@ from engine.config.run import RunConfig
 from engine.layers.saved import check_offload
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
+from engine.ops.attention.bidirectional import spans_sentence
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
 from engine.ops.attention.varlen import AttentionChoice, choose_attention
 from engine.ops.backends import choose_kernels
@@ -46,18 +47,19 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
         UserError: something was asked for by name that this device, or what is installed for it, cannot do.
     """
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
-    # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same
-    packed = config.data.fills_rows or config.objective.compares_pairs
+    # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same.
+    # Pictures whose tokens see each other are one more document each.
+    packed = config.data.fills_rows or config.objective.compares_pairs or decoder.bidirectional_pictures
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     check_graphs(config, device, attention, decoder)
     if config.memory.offload_activations:
         check_offload(device)
     sentences = [which_optimizer, which_kernels, attention.sentence]
-    blocks = REFERENCE_BLOCKS
+    blocks = attention_blocks(config, device, decoder)
     if config.parallel.context > 1:
-        dtype = TORCH_DTYPES[config.model.dtype]
-        blocks = choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.head_dim)
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
+    if decoder.bidirectional_pictures:
+        sentences.append(spans_sentence(attention.kernels.attention, blocks))
     return DeviceChoices(
         optimizer=optimizer,
         attention=attention,
@@ -84,3 +86,15 @@ def choose_model_kernels(
         kernels, config.model.attention, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed
     )
     return attention, sentence
+
+
+def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderConfig) -> AttentionBlocks:
+    """Chooses what attends between ranks, and within pictures whose tokens see each other.
+
+    Where neither is needed, and where no other than the reference was asked for, it is the reference.
+    """
+    ranks = config.parallel.context > 1
+    if not ranks and (config.model.kernels == "reference" or not decoder.bidirectional_pictures):
+        return REFERENCE_BLOCKS
+    dtype = TORCH_DTYPES[config.model.dtype]
+    return choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.head_dim)

@@ -41,7 +41,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
-from engine.training.device_choices import choose_model_kernels
+from engine.training.device_choices import attention_blocks, choose_model_kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +201,7 @@ def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launc
         pp_ends=mesh.pp_ends,
         joint_reduce=True,
         kernels=attention.kernels,
+        attention_blocks=attention_blocks(options, launch.device, config),
         base=base_encoding(options, launch.device),
     )
 

@@ -30,7 +30,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
         UserError: a pattern that matches nothing, a module that is asked to do both, or an adapter to start from that
             cannot be read.
     """
-    modules = {name: [names.module_to_hf(name)] for name in module_names(decoder)}
+    modules = {name: names.aliases(name) for name in module_names(decoder)}
     trained = {name for name, aliases in modules.items() if matches_trainable(name, config.trainable, aliases)}
     require_matched("trainable", config.trainable, modules, matches_trainable)
     settings: dict[str, AdapterSettings] = {}

@@ -145,7 +145,7 @@ class ModelStage:
                 out = self._loss(microbatch, model.token_losses(out, batch, context))
             message = None if model.head is not None else model.pack(out, context)
         if keeps:
-            if message is not None and message.shape[0] == model.message_rows(batch, of_gradient=True):
+            if message is not None and message.shape[0] == model.message_rows(batch, model.part.last, of_gradient=True):
                 out = message
             self._alive[microbatch] = activation, out
         LOG.progressed(on_device=True)  # on a single device, and in a long accumulation, nothing else shows it
@@ -188,7 +188,9 @@ class ModelStage:
         LOG.progressed(on_device=True)
         made = None
         if activation is not None and activation.grad is not None:
-            made = activation.grad[: self.model.message_rows(self._batches[microbatch], of_gradient=True)]
+            model = self.model
+            rows = model.message_rows(self._batches[microbatch], model.part.first, of_gradient=True)
+            made = activation.grad[:rows]
         if self._graphs is None or slot is None:
             return made
         self._graphs.release(microbatch)
@@ -233,5 +235,6 @@ class ModelStage:
     def empty_message(self, kind: Kind, microbatch: int) -> Tensor:
         """See engine.pipeline.runner.Stage."""
         model = self.model
-        rows = model.message_rows(self._batches[microbatch], of_gradient=kind == "gradient")
+        layer = model.part.first if kind == "activation" else model.part.last
+        rows = model.message_rows(self._batches[microbatch], layer, of_gradient=kind == "gradient")
         return torch.empty(rows, model.config.hidden, dtype=model.dtype, device=self._device)

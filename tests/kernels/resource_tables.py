@@ -55,6 +55,7 @@ KNOWN = (
     Known(
         "rmsnorm._(for|back)ward_k", "norm", "leaves 1 block", "whole rows, and their weight's gradient, in registers"
     ),
+    Known("lora._a_gradient", "", "weight_ptr load", "a norm's weight, one number a thread, before the walk"),
     Known("cross_entropy._local_statistics", "", "logits_ptr load", "the target's logit is one number"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )

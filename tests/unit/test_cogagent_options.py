@@ -19,6 +19,7 @@ from engine.config.train import TrainOptions
 from engine.data.build_store import Request as StoreRequest
 from engine.data.build_store import preprocess
 from engine.data.tokenizer import load_tokenizer
+from engine.data.vision.families import read_vision_family
 from engine.errors import UserError
 from engine.inference.generate import Request, check_requests
 from engine.models.names import FUSED, KEY_VALUE
@@ -87,7 +88,7 @@ def test_a_token_store_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_prompts_without_pictures_are_refused(folder: Path) -> None:
     config = _config(folder, train=TrainOptions(sample_prompts=("ab",), sample_every=2))
     tokenizer, decoder = load_tokenizer(folder), open_model(folder).decoder
-    with pytest.raises(UserError, match=r"train.sample_prompts has texts, but every layer of this cogagent model"):
-        read_prompts(config, tokenizer, decoder)
+    with pytest.raises(UserError, match="has no picture, but the model's layers attend to one"):
+        read_prompts(config, tokenizer, decoder, read_vision_family(folder, tokenizer))
     with pytest.raises(UserError, match="prompt 1 has no picture, but every layer of this cogagent model"):
         check_requests([Request(row=0, ids=(1, 5))], decoder, 2)

@@ -218,11 +218,17 @@ def test_one_sentence_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_a_defect_of_one_rank_under_torchrun(tmp_path: Path) -> None:
     """Its traceback is the cause that torchrun reports, whatever the other ranks say of having lost it."""
-    body = """
+    body = f"""
         import os, time
+        from pathlib import Path
         from engine.errors import LostRankError
+        seen = Path({str(tmp_path / "seen")!r})
         if os.environ["RANK"] == "1":
+            while not seen.exists():  # torchrun stops rank 0, which would say nothing if it were still starting
+                time.sleep(0.1)
+            time.sleep(0.3)
             raise ValueError("broken")
+        seen.touch()
         raise LostRankError("rank 0 lost rank 1.")
     """
     done = _torchrun(tmp_path, body, ranks=2)

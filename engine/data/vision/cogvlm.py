@@ -75,6 +75,7 @@ class CogVLM:
 
     has_experts = True
     rotates_by_grid = False
+    is_bidirectional = False
 
     def __init__(
         self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int, eos: int, template: str | None = None
@@ -130,7 +131,7 @@ class CogVLM:
             )
         return self._prompt(chat, [(old, reply or "") for old, reply in history], query, len(sizes)).done()
 
-    def tiles(self, image: Image) -> Tiles:
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         tile = resized(image, self._size)
         return Tiles(self._norm.patches(tile), (self._norm.grid(self._size),))
 

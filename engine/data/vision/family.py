@@ -106,12 +106,14 @@ class VisionFamily(Protocol):
         cross_patch_features: the same of a second tower that reads each picture too, or None.
         has_experts: whether tokens of pictures take weights of their own.
         rotates_by_grid: whether positions are those in time, height and width.
+        is_bidirectional: whether tokens of a picture see the whole picture.
     """
 
     patch_features: int
     cross_patch_features: int | None
     has_experts: bool
     rotates_by_grid: bool
+    is_bidirectional: bool
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         """Yields what is trained on: one item, or one for each answer where the layout has room for one answer only.
@@ -134,8 +136,12 @@ class VisionFamily(Protocol):
         """
         ...
 
-    def tiles(self, image: Image) -> Tiles:
-        """Returns the patches of an RGB picture."""
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+        """Returns the patches of an RGB picture.
+
+        Args:
+            alone: its conversation has no other.
+        """
         ...
 
     def cross_tiles(self, image: Image) -> Tiles | None:

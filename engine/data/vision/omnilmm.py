@@ -43,6 +43,7 @@ class OmniLMM:
     cross_patch_features = None
     has_experts = False
     rotates_by_grid = False
+    is_bidirectional = False
 
     def __init__(self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int) -> None:
         side = int(config.get("image_size", 448))
@@ -65,7 +66,7 @@ class OmniLMM:
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         return self._write(chat, len(sizes), None).done()
 
-    def tiles(self, image: Image) -> Tiles:
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
 
     def cross_tiles(self, image: Image) -> None:

@@ -5,6 +5,7 @@ Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ExpertTokens, Images
+from engine.batch import BidirectionalSpans, ExpertTokens, Images
 from engine.data.vision.columns import PlacedPicture, VisionColumns
 from engine.data.vision.family import Span, Tiles, VisionFamily
 from engine.data.vision.files import read_picture
@@ -32,6 +33,7 @@ class VisionRows:
     images: Images
     cross_images: Images | None
     experts: ExpertTokens | None
+    bidirectional: BidirectionalSpans | None
 
 
 class _PictureTiles(NamedTuple):
@@ -97,13 +99,15 @@ class RowPictures:
 
     def collected(self, num_tokens: int) -> VisionRows:
         """Decodes the pictures and returns them with their places among `num_tokens` tokens."""
-        pixels: dict[Path, tuple[Tiles, Tiles | None]] = {}
+        pixels: dict[tuple[Path, bool], tuple[Tiles, Tiles | None]] = {}
+        pictures_of = Counter(number for _, number, _ in self._pictures)
         found, cross_found = list[_PictureTiles](), list[_PictureTiles]()
         for picture, number, index in self._pictures:
-            if picture.file not in pixels:  # the answers of a pair share a picture
+            key = picture.file, pictures_of[number] == 1
+            if key not in pixels:  # the answers of a pair share a picture
                 image = read_picture(picture.file, picture.size, picture.where)
-                pixels[picture.file] = self._family.tiles(image), self._family.cross_tiles(image)
-            own, cross = pixels[picture.file]
+                pixels[key] = self._family.tiles(image, alone=key[1]), self._family.cross_tiles(image)
+            own, cross = pixels[key]
             found.append(_PictureTiles(own, number, index))
             if cross is not None:
                 cross_found.append(_PictureTiles(cross, number, index))
@@ -115,6 +119,7 @@ class RowPictures:
             images=_images(found, places, self._family.patch_features),
             cross_images=cross_images,
             experts=_expert_tokens(_indices(self._experts), num_tokens) if self._family.has_experts else None,
+            bidirectional=BidirectionalSpans.of(self._places) if self._family.is_bidirectional else None,
         )
 
 

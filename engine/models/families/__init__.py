@@ -12,8 +12,11 @@ from engine.models.families import (
     cogvlm,
     gemma2,
     gemma3,
+    gemma3_vision,
     granite,
+    internvl,
     llama,
+    llava,
     minicpm,
     minicpm_v,
     mistral,
@@ -22,10 +25,12 @@ from engine.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen_vl,
     smollm3,
 )
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.reading import NAMES, REQUIRED
+from engine.models.families.wrapping import Wrapping
 from engine.models.names import NameMap, part_rows
 
 
@@ -60,9 +65,21 @@ FAMILIES: dict[str, Family] = {
     "omnilmm": Family(omnilmm.config_from_hf, omnilmm.NAMES),
     "phi3": Family(phi3.config_from_hf, fused=phi3.FUSED),
     "qwen2": Family(qwen2.config_from_hf),
+    "qwen2_5_vl_text": Family(qwen_vl.config_2_5),
     "qwen3": Family(qwen3.config_from_hf),
+    "qwen3_vl_text": Family(qwen_vl.config_3),
     "smollm3": Family(smollm3.config_from_hf),
 }
+
+WRAPPINGS: dict[str, Wrapping] = {
+    "gemma3": gemma3_vision.GEMMA3,
+    "internvl": internvl.INTERNVL,
+    "llava": llava.LLAVA,
+    "llava_onevision": llava.ONEVISION,
+    "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+    "qwen3_vl": qwen_vl.QWEN3_VL,
+}
+"""Models that are a vision model in front of one of these families."""
 
 _BY_ARCHITECTURE = {"CogVLMForCausalLM": "cogvlm", "CogAgentForCausalLM": "cogagent"}
 """Families whose released configs have no `model_type`."""
@@ -80,7 +97,8 @@ _MISSING = (
 
 
 def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """Returns the family of a `config.json`, and the part of it that describes the language model.
+    """Returns the family of a `config.json`, and the part of it that the family reads, which describes the language
+    model, or the whole where it describes a vision model too.
 
     The family's names know this model's sizes where those are in the config.
 
@@ -91,6 +109,8 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     text = hf_config = _with_model_type(hf_config)
     if not isinstance(hf_config.get("model_type") or "", str):
         raise UserError(f"config.json has model_type {hf_config['model_type']!r}, but text is expected: copy it again.")
+    if (wrapping := WRAPPINGS.get(hf_config.get("model_type") or "")) is not None:
+        return _wrapped(wrapping, hf_config), hf_config
     if hf_config.get("model_type") not in FAMILIES:
         text = part_of(hf_config, "text_config") or part_of(hf_config, "llm_config") or hf_config
     model_type = text.get("model_type")
@@ -106,6 +126,20 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     return family, text
 
 
+def _wrapped(wrapping: Wrapping, hf_config: dict[str, Any]) -> Family:
+    """Returns the family of a language model with a vision model in front of it."""
+    check_kinds(hf_config)
+    family, _ = family_of(wrapping.text_config(hf_config))
+
+    def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+        return wrapping.complete(family.config_from_hf(wrapping.text_config(hf)), hf)
+
+    names = replace(family.names, spellings=wrapping.spellings, parameters=wrapping.parameters)
+    if wrapping.unused is not None:
+        names = replace(names, unused=wrapping.unused(hf_config))
+    return family._replace(config_from_hf=config_from_hf, names=names.live)
+
+
 def _with_model_type(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config with the `model_type` that its architecture stands for, where it has none."""
     architectures = hf_config.get("architectures")
@@ -116,7 +150,7 @@ def _with_model_type(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusal(model_type: str | None, text: dict[str, Any]) -> str:
-    known = f"expected one of {', '.join(sorted(FAMILIES))}."
+    known = f"expected one of {', '.join(sorted([*FAMILIES, *WRAPPINGS]))}."
     architectures = text.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     kind = "a model without model_type" if model_type is None else f"model_type {model_type!r}"

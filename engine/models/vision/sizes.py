@@ -7,8 +7,10 @@ from typing import Any
 
 from engine.errors import UserError
 
-Grids = tuple[tuple[int, int], ...]
-"""Rows and columns, in patches, of each tile."""
+Grid = tuple[int, ...]
+"""Rows and columns of a tile, in patches, and behind that what else its model has to know."""
+Grids = tuple[Grid, ...]
+"""Of each tile."""
 
 
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:
@@ -42,6 +44,57 @@ def sizes_in_code(hf: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, An
     return next(((name, part) for name, part in hf.items() if isinstance(part, Mapping) and key in part), None)
 
 
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
+"""That towers and projectors may have, as transformers names them."""
+
+
+def activation_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> str:
+    """Reads the name of an activation.
+
+    Raises:
+        UserError: it is none of ACTIVATIONS.
+    """
+    if (value := part.get(key)) not in ACTIVATIONS:
+        name = f"{place}.{key}" if place else key
+        raise UserError(
+            f"config.json has {name} {value!r}, but one of {', '.join(ACTIVATIONS)} is expected: use a model with that."
+        )
+    return str(value)
+
+
+def number_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> float:
+    """Reads a number above 0.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = part.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        name = f"{place}.{key}" if place else key
+        raise UserError(
+            f"config.json has {name} {value!r}, but a number above 0 is expected: correct it or copy it again."
+        )
+    return float(value)
+
+
+def check_dropout(vision: Mapping[str, Any]) -> None:
+    """Raises UserError where a tower drops values in training, which towers here do not."""
+    for key in ("attention_dropout", "hidden_dropout_prob", "projection_dropout"):
+        if vision.get(key):
+            raise UserError(
+                f"config.json has vision_config.{key} {vision[key]!r}, which towers do not have here: use 0."
+            )
+
+
+def heads_fit(width: int, heads: int) -> None:
+    """Raises UserError where a tower's width does not divide into its heads."""
+    if width % heads:
+        raise UserError(
+            f"config.json has vision_config.hidden_size {width}, which does not divide into {heads} heads: correct it "
+            "or copy it again."
+        )
+
+
 def square_side(image: int, patch: int, place: str) -> int:
     """Returns the patches on a side of a square picture.
 
@@ -52,6 +105,20 @@ def square_side(image: int, patch: int, place: str) -> int:
         raise UserError(
             f"config.json has pictures of {image} pixels in {place}, which do not divide into patches of {patch}: "
             "correct it or copy it again."
+        )
+    return image // patch
+
+
+def whole_patches(image: int, patch: int, place: str) -> int:
+    """Returns the patches on a side of a square picture whose tower passes over pixels behind the last whole patch.
+
+    Raises:
+        UserError: there is no whole patch.
+    """
+    if image < patch:
+        raise UserError(
+            f"config.json has pictures of {image} pixels in {place}, which are less than a patch of {patch}: correct "
+            "it or copy it again."
         )
     return image // patch
 

@@ -1,10 +1,11 @@
-"""Causal attention with a sliding window, a soft cap on scores, or both: plain torch, a block of queries at a time.
+"""Causal attention with a sliding window, a soft cap on scores, tokens that see what comes after them, or several of
+these: plain torch, a block of queries at a time.
 
     z_ij = scale q_i . k_j,   s_ij = cap tanh(z_ij / cap) or z_ij,   p_ij = exp(s_ij - lse_i),   out_i = sum_j p_ij v_j
     ds_ij = p_ij (dout_i . v_j - dout_i . out_i),   dz_ij = ds_ij (1 - (s_ij / cap)^2)
 
-over the keys j of the same document with i - window < j <= i. What a block of queries cannot see is not computed, and
-scores are never kept. Arithmetic is fp32 or wider.
+over the keys j of the same document with i - window < j <= i, or up to the last token of the span that i is in. What a
+block of queries cannot see is not computed, and scores are never kept. Arithmetic is fp32 or wider.
 
 Legend: T tokens, H query heads, K key/value heads, D head size; Q queries and M keys of a block.
 """
@@ -12,6 +13,7 @@ Legend: T tokens, H query heads, K key/value heads, D head size; Q queries and M
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +22,20 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import Attention
+from engine.zigzag import Span
 
 BLOCK = 256
 """Queries at a time: bounds the scores alive to H x BLOCK x (window or document + BLOCK)."""
 
 
 class _Block(NamedTuple):
-    """Queries [first, last) against keys [low, last)."""
+    """Queries [first, last) against keys [low, high); `spans` are those that some of the queries are in."""
 
     low: int
     first: int
     last: int
+    high: int
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,16 @@ class _Rule:
     softcap: float | None
 
 
-def _blocks(lengths: tuple[int, ...], window: int | None) -> tuple[_Block, ...]:
-    blocks, start = [], 0
+def _blocks(lengths: tuple[int, ...], window: int | None, spans: tuple[Span, ...]) -> tuple[_Block, ...]:
+    blocks, start, done = [], 0, 0
     for length in lengths:
         for first in range(start, start + length, BLOCK):
             low = start if window is None else max(start, first - window + 1)
-            blocks.append(_Block(low, first, min(first + BLOCK, start + length)))
+            last = min(first + BLOCK, start + length)
+            while done < len(spans) and spans[done].stop <= first:
+                done += 1
+            own = tuple(takewhile(lambda span, last=last: span.start < last, spans[done:]))
+            blocks.append(_Block(low, first, last, max(last, own[-1].stop) if own else last, own))
         start += length
     return tuple(blocks)
 
@@ -55,9 +64,12 @@ def _scores(q_QKGD: Tensor, k_MKD: Tensor, block: _Block, rule: _Rule) -> tuple[
     scores = torch.einsum("qkgd,mkd->kgqm", q_QKGD, k_MKD) * rule.scale
     if rule.softcap is not None:
         scores = (scores / rule.softcap).tanh_().mul_(rule.softcap)
-    query = torch.arange(block.first, block.last, device=scores.device)[:, None]
-    key = torch.arange(block.low, block.last, device=scores.device)[None, :]
-    seen = key <= query
+    query = torch.arange(block.first, block.last, device=scores.device)
+    end = query + 1
+    for start, stop in block.spans:
+        end[max(start - block.first, 0) : stop - block.first] = stop
+    query, key = query[:, None], torch.arange(block.low, block.high, device=scores.device)[None, :]
+    seen = key < end[:, None]
     return scores, seen if rule.window is None else seen & (key > query - rule.window)
 
 
@@ -72,7 +84,7 @@ class _MaskedAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=wide)
         for block in blocks:
-            queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+            queries, keys = slice(block.first, block.last), slice(block.low, block.high)
             scores, seen = _scores(_grouped(q[queries], k.shape[1]), k[keys].to(wide), block, rule)
             scores = scores.masked_fill_(~seen, -torch.inf)
             lse[queries] = scores.logsumexp(-1).flatten(0, 1).t()
@@ -87,7 +99,7 @@ class _MaskedAttention(torch.autograd.Function):
         rule, heads = ctx.rule, k.shape[1]
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         for block in ctx.blocks:
-            queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+            queries, keys = slice(block.first, block.last), slice(block.low, block.high)
             q4, dout4, out4 = (_grouped(x[queries], heads) for x in (q, dout, out))
             k3, v3 = k[keys].to(lse.dtype), v[keys].to(lse.dtype)
             scores, seen = _scores(q4, k3, block, rule)
@@ -105,17 +117,20 @@ class _MaskedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedAttention:
-    """A backend's attention for layers with a window or a soft cap; has the signature of `kernels.Attention`.
+    """A backend's attention for layers with a window, a soft cap or bidirectional spans; has the signature of
+    `kernels.Attention`.
 
     Args:
         plain: taken where the window hides nothing: no document is longer, and scores are not capped.
-        window: positions that a position sees, itself included; None for all before it.
+        window: positions up to itself that a position sees; None for all of them.
         softcap: scores become cap * tanh(score / cap); None for none.
+        masks_spans: `plain` knows nothing of spans, and is taken where there are none.
     """
 
     plain: Attention
-    window: int | None
-    softcap: float | None
+    window: int | None = None
+    softcap: float | None = None
+    masks_spans: bool = False
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
         """See `engine.ops.attention.packed.causal_attention`.
@@ -124,7 +139,9 @@ class MaskedAttention:
             UserError: the documents' lengths are not on the host.
         """
         longest = max(documents.lengths, default=documents.max_length)
-        if self.softcap is None and (self.window is None or longest <= self.window):
+        spans = () if documents.bidirectional is None else documents.bidirectional.spans
+        hides_nothing = self.window is None or longest <= self.window
+        if self.softcap is None and hides_nothing and not (self.masks_spans and spans):
             return self.plain(q_THD, k_TKD, v_TKD, documents, scale=scale)
         if not documents.lengths:
             raise UserError(
@@ -132,5 +149,5 @@ class MaskedAttention:
                 f"{self.window} and soft cap {self.softcap} reads them on the host for rows of up to "
                 f"{documents.max_length} tokens: turn the capture of graphs off."
             )
-        blocks = _blocks(documents.lengths, self.window)
+        blocks = _blocks(documents.lengths, self.window, spans)
         return _MaskedAttention.apply(q_THD, k_TKD, v_TKD, blocks, _Rule(scale, self.window, self.softcap))

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from engine.batch import BidirectionalSpans
 from engine.kernels.records import Documents
 from engine.ops.attention.cache_protocol import KeyValueCache
 from engine.ops.attention.cross import EncodedSpan
@@ -71,6 +72,7 @@ class TokenContext:
         cache: keys and values of earlier tokens, when text is generated; None where attention sees these tokens alone.
         experts: which weights each token takes; None for a model with one set of them.
         encoded: pictures that layers attend to; None where there are none.
+        bidirectional: tokens that see what comes after them too; None where none does.
     """
 
     num_rows: int
@@ -88,6 +90,7 @@ class TokenContext:
     cache: KeyValueCache | None = None
     experts: Experts | None = None
     encoded: Encoded | None = None
+    bidirectional: BidirectionalSpans | None = None
 
     def of_tokens(self, tokens: PackedTokens) -> Self:
         """Returns the coordinates that a linear on these tokens alone takes."""
@@ -104,4 +107,9 @@ class TokenContext:
         """The documents of the whole micro-batch, for an attention that sees all of its tokens."""
         # where only the device knows the lengths: no document crosses a row, and rows are whole
         longest = max(self.document_lengths, default=self.row_length)
-        return Documents(lengths=self.document_lengths, offsets=self.document_offsets, max_length=longest)
+        return Documents(
+            lengths=self.document_lengths,
+            offsets=self.document_offsets,
+            max_length=longest,
+            bidirectional=self.bidirectional,
+        )

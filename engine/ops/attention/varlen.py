@@ -39,6 +39,44 @@ def flash_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, l
     return out
 
 
+def flash_varlen_forward(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Runs `flash_varlen` outside of autograd; returns the log sum exp of scores too, fp32 [T, H]."""
+    out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD, k_TKD, v_TKD, offsets, offsets, longest, longest, 0.0, True, return_debug_mask=False, scale=scale
+    )
+    return out, lse_HT.t()
+
+
+def flash_varlen_backward(
+    dout_THD: Tensor, saved: tuple[Tensor, ...], offsets: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv.
+
+    Args:
+        saved: q, k, v, and out [T, H, D] in their dtype and log sum exp [T, H], which may be those of more keys than
+            these, merged.
+    """
+    q, k, v, out, lse_TH = saved
+    # the kernel reads a dense [H, T]; without dropout it draws nothing, but its state must be a tensor
+    no_state = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lse_HT, ends = lse_TH.t().contiguous(), (offsets, offsets, longest, longest)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        dout_THD.contiguous(), q, k, v, out, lse_HT, *ends, 0.0, True, no_state, no_state, scale=scale
+    )
+    return gradients
+
+
+def whole_blocks(longest: int) -> int:
+    """Returns the bound of documents' lengths that a flash kernel is given.
+
+    The grid has a block for each document, head and 128 queries of the bound, so a tight bound saves idle blocks. Never
+    1: FlashAttention-2 takes that for decoding, and moves the query heads of a group into the sequence.
+    """
+    return -(-longest // _BLOCK) * _BLOCK
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VarlenAttention:
     """A backend's attention by one call for all documents.
@@ -53,9 +91,7 @@ class VarlenAttention:
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
         """See engine.ops.kernels.Attention."""
         assert documents.offsets is not None, "one call for all documents needs their offsets on the device"
-        # The grid has a block for each document, head and 128 queries of the bound, so a tight bound saves idle blocks.
-        # Never 1: FlashAttention-2 takes that for decoding, and moves the query heads of a group into the sequence.
-        longest = -(-documents.max_length // _BLOCK) * _BLOCK
+        longest = whole_blocks(documents.max_length)
         return self.attend(q_THD, k_TKD, v_TKD, documents.offsets, longest, scale)
 
 

@@ -48,7 +48,7 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             "memory.cuda_graph to none, or, where there is no cap, data.seq_length to the model's window."
         )
     # a graph has places for tokens alone: not for pictures, nor for which tokens stand for them
-    if decoder.token_experts or decoder.cross_attention is not None:
+    if decoder.token_experts or decoder.cross_attention is not None or decoder.bidirectional_pictures:
         raise UserError(
             f"memory.cuda_graph is {graph}, but which weights a token of this {decoder.family} model meets, or what it "
             "attends to, changes with the pictures of a micro-batch: set memory.cuda_graph to none."

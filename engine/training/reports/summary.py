@@ -11,6 +11,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
 from engine.training.build import Training
+from engine.training.learning_rates import rates_line
 from engine.training.module_plan import fusing_lines
 
 
@@ -69,6 +70,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         log.info(
             f"note: the adapters of {', '.join(idle)} have no gradient: nobody reads what the last layer makes there"
         )
+    if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
+        log.info(line)
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(

@@ -1,0 +1,100 @@
+"""Models that put a vision model in front of another family's language model.
+
+Their `config.json` has the language model's in `text_config` and the tower's in `vision_config`, and their checkpoints
+name the same modules in several ways: those that were released before transformers 5, and those that have the names of
+its modules. Here is what they share; a family of them is a `Wrapping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+from engine.errors import UserError
+from engine.models.decoder_config import DecoderConfig
+from engine.models.families.checking import part_of
+from engine.models.names import Spelling
+
+_TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
+    "mistral": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 131072,
+    },
+    "qwen2": {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 151936, "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 151936, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+"""By family: what `text_config` leaves out where it is what transformers' class has."""
+
+TEXTS = {name: name for name in _TEXT_DEFAULTS}
+"""The language models that most of them may have: model_type of `text_config` -> key of the family table."""
+
+
+class Wrapping(NamedTuple):
+    """One `model_type` of such models.
+
+    Args:
+        complete: the language model's config, and config.json -> that with the vision model.
+        spellings: the names that its checkpoints have, those of transformers' modules first.
+        texts: model_type of `text_config` -> the family that reads it; of those whose sizes stand at the top of
+            config.json, the model's own.
+        text: model_type of a `text_config` that does not say.
+        unused: reads from config.json which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
+        parameters: see `NameMap.parameters`.
+        either_ties: whether embeddings are tied where config.json or its `text_config` says so; else config.json
+            decides, where it says anything.
+    """
+
+    complete: Callable[[DecoderConfig, dict[str, Any]], DecoderConfig]
+    spellings: tuple[Spelling, ...]
+    texts: Mapping[str, str] = TEXTS
+    text: str = "llama"
+    unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
+    parameters: tuple[str, ...] = ()
+    either_ties: bool = False
+
+    def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Returns the language model's config, with the `model_type` that the family table knows.
+
+        Raises:
+            UserError: it is of a kind that these models are not supported with.
+        """
+        given = part_of(hf, "text_config") or hf
+        kind = given.get("model_type", self.text)
+        if kind not in self.texts:
+            raise UserError(
+                f"config.json has a language model of type {kind!r} in a {hf.get('model_type')} model, which is "
+                f"supported with {', '.join(sorted(self.texts))}: use a model with one of these."
+            )
+        family = self.texts[kind]
+        text = {**_TEXT_DEFAULTS.get(family, {}), **given, "model_type": family}
+        own, inner = hf.get("tie_word_embeddings"), given.get("tie_word_embeddings")
+        tied = inner if own is None or (self.either_ties and inner) else own
+        return text if tied is None else {**text, "tie_word_embeddings": tied}
+
+
+def spellings(roots: tuple[str, ...], *, inner: Mapping[str, str] | None = None) -> tuple[Spelling, ...]:
+    """Returns what transformers' modules are called, in a checkpoint of it too, and what releases before it have.
+
+    Args:
+        roots: the modules beside the language model.
+        inner: root -> the module around its parameters that some versions of transformers have.
+    """
+    found = []
+    for (body, head, base), has_inner in product(
+        (("model.language_model.", "lm_head", "model."), ("language_model.model.", "language_model.lm_head", "")),
+        (False, True) if inner else (False,),
+    ):
+        around = {root: f".{name}" for root, name in (inner or {}).items()} if has_inner else {}
+        found.append(Spelling(body, head, {root: f"{base}{root}{around.get(root, '')}" for root in roots}))
+    return tuple(found)

@@ -1,0 +1,284 @@
+"""InternVL3: InternViT for square tiles, neighbouring patches put together, and a norm and two linears.
+
+The layers are transformers'; the embeddings are ours, because patches come flattened.
+
+Legend: N tiles, L patches of each, F numbers of a patch, V the tower's width, D the decoder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.errors import UserError
+from engine.models.vision.clip import outputs_of
+from engine.models.vision.llava import Projector, ProjectorConfig, select_strategy, taken_states, vision_part
+from engine.models.vision.sizes import (
+    Grid,
+    Grids,
+    activation_from_hf,
+    check_dropout,
+    check_grids,
+    counts_from_hf,
+    heads_fit,
+    number_from_hf,
+    whole_patches,
+)
+from engine.models.vision.tiles import encoder_flops, run_by_length
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
+)  # fmt: skip
+_DEFAULTS = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "patch_size": 14, "image_size": 448, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+"""What `vision_config` leaves out where it is what transformers' class has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InternVLVisionConfig:
+    """Sizes of tower and projector.
+
+    Args:
+        width, mlp_width, num_heads: of a layer.
+        num_layers: that are computed.
+        stored_layers: that the checkpoint has.
+        patch: pixels on a side of a patch.
+        side: patches on a side of a tile.
+        activation: of the MLP, as transformers names it.
+        norm: of the layers.
+        norm_eps: of these, and of the norm behind the last.
+        qkv_bias: whether queries, keys and values have biases.
+        qk_norm: whether queries and keys have norms.
+        has_positions: whether a table of positions is added.
+        last_norm: whether there is a norm behind the last layer.
+        first: of a layer's outputs, those before it are no features.
+        together: patches on a side of a square that makes one feature row.
+    """
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_layers: int
+    stored_layers: int
+    patch: int
+    side: int
+    activation: str
+    norm: Literal["layer_norm", "rms_norm"]
+    norm_eps: float
+    qkv_bias: bool
+    qk_norm: bool
+    has_positions: bool
+    last_norm: bool
+    first: int
+    together: int
+    projector: ProjectorConfig
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], width: int) -> InternVLVisionConfig:
+        """Reads a `config.json`.
+
+        Args:
+            width: of the decoder.
+
+        Raises:
+            UserError: something is missing, does not fit, or is not what this tower has.
+        """
+        vision = {**_DEFAULTS, **vision_part(hf)}
+        vision |= {key: _square(vision[key], key) for key in ("image_size", "patch_size")}
+        sizes = counts_from_hf(vision, _SIZES, "vision_config")
+        heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
+        check_dropout(vision)
+        layer = hf.get("vision_feature_layer", -1)
+        if isinstance(layer, list):
+            raise UserError(
+                f"config.json has vision_feature_layer {layer}, but an internvl model takes the features of one layer: "
+                "correct it or copy it again."
+            )
+        (state,) = taken_states(hf, vision, default=-1)
+        if (norm := vision.get("norm_type", "layer_norm")) not in ("layer_norm", "rms_norm"):
+            raise UserError(
+                f"config.json has vision_config.norm_type {norm!r}, but layer_norm or rms_norm is expected: correct it "
+                "or copy it again."
+            )
+        side = whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config")
+        first = 1 if select_strategy(hf, default="default") == "default" else 0
+        together = _together(hf, side, first)
+        return cls(
+            width=sizes["hidden_size"],
+            mlp_width=sizes["intermediate_size"],
+            num_heads=sizes["num_attention_heads"],
+            num_layers=state,
+            stored_layers=sizes["num_hidden_layers"],
+            patch=sizes["patch_size"],
+            side=side,
+            activation=activation_from_hf(vision, "hidden_act", "vision_config"),
+            norm=norm,
+            norm_eps=number_from_hf(vision, "layer_norm_eps", "vision_config"),
+            qkv_bias=bool(vision.get("attention_bias", False)),
+            qk_norm=bool(vision.get("use_qk_norm", False)),
+            has_positions=bool(vision.get("use_absolute_position_embeddings", True)),
+            last_norm=layer == -1 and not vision.get("use_mean_pooling", True),
+            first=first,
+            together=together,
+            projector=ProjectorConfig(
+                inputs=sizes["hidden_size"] * together**2,
+                width=width,
+                bias=True,
+                activation=activation_from_hf({"projector_hidden_act": "gelu", **hf}, "projector_hidden_act"),
+            ),
+        )
+
+    def build(self) -> InternVLVision:
+        """Returns the module."""
+        return InternVLVision(self)
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Feature rows of one tile."""
+        return (self.side // self.together) ** 2
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a tile."""
+        return self.side, self.side
+
+    def num_features(self, grid: Grid) -> int:
+        """Returns the feature rows of a tile."""
+        return self.rows_per_tile
+
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these tiles in forward."""
+        lengths = [rows * columns for rows, columns in grids]
+        embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
+        lengths = [length + 1 for length in lengths]
+        encoder = encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
+        return embedding + encoder + len(grids) * self.rows_per_tile * self.projector.flops_per_row
+
+
+def _square(size: object, key: str) -> object:
+    """Returns the side of what may be given as two equal sides."""
+    if not isinstance(size, list):
+        return size
+    if len(size) != 2 or size[0] != size[1]:
+        raise UserError(
+            f"config.json has vision_config.{key} {size}, but tiles and patches are squares here: use a model with two "
+            "equal sides."
+        )
+    return size[0]
+
+
+def _together(hf: Mapping[str, Any], side: int, first: int) -> int:
+    ratio = number_from_hf({"downsample_ratio": 0.5, **hf}, "downsample_ratio")
+    together = round(1 / ratio)
+    if together * ratio != 1 or side % together or first == 0:
+        strategy = hf.get("vision_feature_select_strategy", "default")
+        raise UserError(
+            f"config.json has downsample_ratio {ratio:g} and vision_feature_select_strategy {strategy}, for tiles of "
+            f"{side} x {side} patches, which cannot be put together in equal squares: correct it or copy it again."
+        )
+    return together
+
+
+class _PatchEmbeddings(nn.Module):
+    def __init__(self, config: InternVLVisionConfig) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(3, config.width, config.patch, config.patch)
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: InternVLVisionConfig) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.width))
+        self.patch_embeddings = _PatchEmbeddings(config)
+        if config.has_positions:
+            self.position_embeddings = nn.Parameter(torch.empty(1, config.side**2 + 1, config.width))
+        self.has_positions = config.has_positions
+
+    def forward(self, patches_NLF: Tensor) -> Tensor:
+        projection = self.patch_embeddings.projection
+        patches = linear(patches_NLF, projection.weight.flatten(1), projection.bias)
+        x = torch.cat([self.cls_token.expand(patches.shape[0], 1, -1), patches], dim=1)
+        return x + self.position_embeddings if self.has_positions else x
+
+
+class _Tower(nn.Module):
+    def __init__(self, config: InternVLVisionConfig) -> None:
+        super().__init__()
+        from transformers.models.internvl.configuration_internvl import InternVLVisionConfig as EncoderConfig
+        from transformers.models.internvl.modeling_internvl import InternVLVisionEncoder
+
+        encoder = EncoderConfig(
+            hidden_size=config.width,
+            intermediate_size=config.mlp_width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            hidden_act=config.activation,
+            layer_norm_eps=config.norm_eps,
+            norm_type=config.norm,
+            attention_bias=config.qkv_bias,
+            use_qk_norm=config.qk_norm,
+            attn_implementation="sdpa",
+        )
+        self.embeddings = _Embeddings(config)
+        self.encoder = InternVLVisionEncoder(encoder)
+        self.state = config.num_layers
+        self.layernorm = nn.LayerNorm(config.width, eps=config.norm_eps) if config.last_norm else nn.Identity()
+
+    def forward(self, patches_NLF: Tensor) -> Tensor:
+        """Returns [N, 1 + L, V]."""
+        x: Tensor = self.layernorm(outputs_of(self.encoder.layer, self.embeddings(patches_NLF), (self.state,)))
+        return x
+
+
+class _NormProjector(Projector):
+    def __init__(self, config: ProjectorConfig) -> None:
+        super().__init__(config)
+        self.layer_norm = nn.LayerNorm(config.inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layer_norm(x))
+
+
+class InternVLVision(nn.Module):
+    """Tower and projector."""
+
+    def __init__(self, config: InternVLVisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_tower = _Tower(config)
+        self.multi_modal_projector = _NormProjector(config.projector)
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        """Returns the feature rows of all tiles, [K, D].
+
+        Args:
+            patches_PF: tile after tile, each row by row, flattened as (channel, y, x), normalised.
+            grids: rows and columns of each tile, which are the tower's.
+        """
+        check_grids(grids, self.config.side)
+        return run_by_length(patches_PF, grids, self._features, self.config.projector.width)
+
+    def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
+        outputs = self.vision_tower(patches_NLF)[:, self.config.first :]
+        squares = rearrange(
+            outputs,
+            "n (i a j b) v -> n (i j) (a b v)",
+            a=self.config.together,
+            b=self.config.together,
+            i=self.config.side // self.config.together,
+        )
+        features: Tensor = self.multi_modal_projector(squares)
+        return features

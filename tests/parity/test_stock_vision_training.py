@@ -1,0 +1,85 @@
+"""Twenty steps of adapters and projector against PEFT, on vision-language models that transformers has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from engine.layers.vision import VisionConfig
+from tests.peft_following import ALONE, LR, build, decayed_names
+from tests.stock_vision import MODELS, make_model, packed, stock_losses
+from tests.sweeps import sampled
+
+STEPS, DECAY, LIMIT = 20, 0.5, 1e-4
+TARGETS = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
+TOWER_TARGETS = rf"{TARGETS}|.*vision_tower.*\.(q_proj|v_proj|fc1)"
+
+
+def peft_start(name: str, folder: Path, targets: str) -> nn.Module:
+    """A stock model under PEFT, B drawn; the base lies in `folder`/hf and the adapter in `folder`/start."""
+    from peft import LoraConfig, get_peft_model
+
+    base = make_model(name, folder / "hf")
+    torch.manual_seed(3)
+    settings = LoraConfig(r=3, lora_alpha=5, target_modules=targets, modules_to_save=["multi_modal_projector"])
+    model = get_peft_model(base, settings)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder / "start")
+    return model
+
+
+def their_losses(model: nn.Module, name: str, vision: VisionConfig) -> list[float]:
+    """The loss of each step, in fp64; `model` is trained."""
+    model = model.double()
+    decayed = decayed_names(model)
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    groups = [
+        {"params": [value for key, value in trained.items() if (key in decayed) == decays], "weight_decay": amount}
+        for decays, amount in ((True, DECAY), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for step in range(STEPS):
+        batch, documents = packed(name, vision, seed=step % 2)
+        loss = stock_losses(model, batch, documents)[1].sum() / batch.loss_weights_BS.sum()
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    sampled(
+        [(name, targets) for targets in (TARGETS, TOWER_TARGETS) for name in MODELS],
+        [("llava", TARGETS), ("internvl", TOWER_TARGETS), ("llava_onevision", TOWER_TARGETS)],
+    ),
+)
+def test_adapters_and_projector_follow_peft(name: str, targets: str, tmp_path: Path) -> None:
+    """PEFT adapts linears behind the features that are taken, too; those adapters do nothing, and are passed over."""
+    model = peft_start(name, tmp_path, targets)
+    training, _ = build(
+        tmp_path,
+        {
+            "lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", "lora.targets": targets,
+            "trainable": "multi_modal_projector", "optim.weight_decay": DECAY,
+        },
+        ALONE,
+    )  # fmt: skip
+    vision = training.source.model.decoder.vision
+    assert vision is not None
+    expected = their_losses(model, name, vision)
+    assert expected[-2] < expected[0] - 1e-2, "nothing is learnt, so that agreement says little"
+    found = []
+    for step in range(STEPS):
+        batch, _ = packed(name, vision, seed=step % 2)
+        found.append(training.step([batch], float(batch.loss_weights_BS.sum()), LR).loss.item())
+    assert found == pytest.approx(expected, abs=LIMIT)

@@ -1,0 +1,192 @@
+"""Models with a vision model in front of another family's language model: names, configs, and conversions."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.errors import UserError
+from engine.models.describe import num_parameters
+from engine.models.families import WRAPPINGS, family_of
+from engine.models.families.wrapping import TEXTS
+from tests.stock_vision import make_model
+
+V5, V4 = "model.language_model.", "language_model.model."
+SPELLINGS = {
+    "released": (V4, "language_model.lm_head", "vision_tower.vision_model", "multi_modal_projector"),
+    "as transformers 5 saves them": (V4, "language_model.lm_head", "vision_tower", "multi_modal_projector"),
+    "modules of transformers 5": (V5, "lm_head", "model.vision_tower", "model.multi_modal_projector"),
+    "modules of transformers 4": (V5, "lm_head", "model.vision_tower.vision_model", "model.multi_modal_projector"),
+}
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="wrapping-")
+
+
+@functools.cache
+def _saved() -> Path:
+    folder = Path(_folder().name) / "llava"
+    make_model("llava", folder)
+    return folder
+
+
+def _spelled(spelling: str, folder: Path) -> Path:
+    """The model with other names, as `SPELLINGS` has them."""
+    body, head, tower, projector = SPELLINGS[spelling]
+    before = SPELLINGS["as transformers 5 saves them"]
+    folder.mkdir()
+    shutil.copy(_saved() / "config.json", folder)
+    renamed = {}
+    for name, tensor in load_file(_saved() / "model.safetensors").items():
+        old, new = next(
+            pair for pair in zip(before, (body, head, tower, projector), strict=True) if name.startswith(pair[0])
+        )
+        renamed[new + name.removeprefix(old)] = tensor
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_names_that_came_in_go_out(spelling: str, tmp_path: Path) -> None:
+    folder = _spelled(spelling, tmp_path / "hf")
+    source = open_source(folder)
+    assert (source.model.names.body, source.model.names.head) == SPELLINGS[spelling][:2]
+    assert list(source.model.names.vision.values()) == list(SPELLINGS[spelling][2:])
+    import_checkpoint(source, tmp_path / "base", tensor=2)
+    export_hf(open_source(tmp_path / "base"), tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    whole = open_source(_saved())
+    again = open_source(tmp_path / "out")
+    assert all(torch.equal(whole.read_whole(name), again.read_whole(name)) for name in whole.tensor_names())
+
+
+def test_layers_behind_the_features_are_carried_along() -> None:
+    """vision_feature_layer -2 of three layers: the third and the last norm are stored, and not computed."""
+    source = open_source(_saved())
+    assert {re.sub(r"\.(self_attn|mlp|layer_norm).*", "", name) for name in source.outside_names()} == {
+        "vision_tower.encoder.layers.2", "vision_tower.post_layernorm.bias", "vision_tower.post_layernorm.weight",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["multi_modal_projector.linear_1.bias", "vision_tower.pre_layrnorm.weight"])
+def test_what_is_missing_or_beside_is_refused(name: str, tmp_path: Path) -> None:
+    shutil.copy(_saved() / "config.json", tmp_path)
+    tensors = load_file(_saved() / "model.safetensors")
+    kept = tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"lacks {name}, which its config.json calls for"):
+        open_source(tmp_path)
+    save_file({**tensors, name: kept, f"{name}_2": kept.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"has {name}_2, which a llama model with its config.json does not have"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_a_text_config_leaves_out_is_what_transformers_has(text: str) -> None:
+    """LLaVA 1.5 is published without the sizes that are the class's own."""
+    stock = transformers.AutoConfig.for_model(text)
+    for wrapping in WRAPPINGS.values():
+        if wrapping.texts is not TEXTS:
+            continue
+        hf: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {}}
+        family, found = family_of(hf)
+        whole, _ = family_of(json.loads(stock.to_json_string()))
+        config = family.config_from_hf(found)
+        expected = whole.config_from_hf(json.loads(stock.to_json_string()))
+        for field in ("hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            assert getattr(config, field) == getattr(expected, field), field
+        assert (config.norm_eps, config.rope_theta, config.max_length, config.layer_kinds) == (
+            expected.norm_eps, expected.rope_theta, expected.max_length, expected.layer_kinds,
+        )  # fmt: skip
+
+
+# transformers 4 and 5 read an InternVL config that says so at neither place differently, so that it is left out
+@pytest.mark.parametrize(
+    ("kind", "own", "inner"),
+    [(kind, own, inner) for kind in ("Llava", "InternVL") for own in (False, True) for inner in (False, True)]
+    + [("Llava", None, False), ("Llava", None, True), ("InternVL", None, True)],
+)
+def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inner: bool) -> None:
+    given = {} if own is None else {"tie_word_embeddings": own}
+    made = getattr(transformers, f"{kind}Config")
+    stock = made(text_config={"model_type": "qwen2", "tie_word_embeddings": inner}, **given)
+    hf = {"model_type": stock.model_type, "vision_config": {}, **given}
+    family, text = family_of({**hf, "text_config": {"model_type": "qwen2", "tie_word_embeddings": inner}})
+    assert family.config_from_hf(text).tied_embeddings == stock.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text_config": {"model_type": "mamba"}}, "language model of type 'mamba' in a llava model, which is"),
+        ({"text_config": 3}, "has text_config 3, but a mapping is expected"),
+        ({"vision_config": None}, "lacks vision_config"),
+        ({"vision_config": {"model_type": "pixtral"}}, "vision tower of type 'pixtral', but a llava model is"),
+        ({"vision_config": {"hidden_size": 25, "num_attention_heads": 3}}, "25, which does not divide into 3 heads"),
+        ({"vision_config": {"hidden_act": "snake"}}, "vision_config.hidden_act 'snake', but one of gelu"),
+        ({"vision_config": {"layer_norm_eps": 0}}, "vision_config.layer_norm_eps 0, but a number above 0"),
+        ({"vision_config": {"image_size": 31}}, "31 pixels in vision_config, which are less than a patch of 32"),
+        ({"vision_feature_layer": -14}, "vision_feature_layer -14, but a tower of 12 layers is expected to give"),
+        ({"vision_feature_layer": []}, r"vision_feature_layer \[\]"),
+        ({"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy 'cls', but default or full"),
+        ({"projector_hidden_act": 3}, "projector_hidden_act 3, but one of"),
+    ],
+)
+def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    hf = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}}
+    with pytest.raises(UserError, match=words):
+        family, text = family_of({**hf, **changes})
+        family.config_from_hf(text)
+
+
+RELEASED_LLAVA = {
+    "model_type": "llava",
+    "text_config": {
+        "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05, "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}  # fmt: skip
+"""What counts of LLaVA 1.5's config, as it is published."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "unused"),
+    [
+        ("Llava", ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")),
+        ("InternVL", ()),
+        ("LlavaOnevision", ("vision_tower.post_layernorm.",)),
+    ],
+)
+def test_real_sizes_have_transformers_parameters(kind: str, unused: tuple[str, ...]) -> None:
+    """LLaVA 1.5 as it was released, the others as their classes are."""
+    made = getattr(transformers, f"{kind}Config")
+    config = made.from_dict(RELEASED_LLAVA) if kind == "Llava" else made()
+    with torch.device("meta"):
+        stock = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        stock.tie_weights()
+    counted = [one.numel() for name, one in stock.named_parameters() if not any(part in name for part in unused)]
+    family, text = family_of(RELEASED_LLAVA if kind == "Llava" else json.loads(config.to_json_string()))
+    assert num_parameters(family.config_from_hf(text)) == sum(counted)

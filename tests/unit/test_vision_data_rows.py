@@ -428,8 +428,8 @@ def test_rows_weigh_as_many_targets_as_they_have(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_coordinates_of_tiles_do_not_depend_on_the_micro_batch(packing: bool, tmp_path: Path) -> None:
-    """Dropout in towers draws by them: rows together or alone, whole or in context parts. Without the slot, a row that is
-    alone would have the coordinates of the first; without a tile's number, tiles of a picture would share one."""
+    """Dropout in towers draws by them: rows together or alone, whole or in context parts. Without the slot, rows that
+    are alone would have those of the first; without a tile's number, tiles of a picture would share one."""
     dataset = minicpm(tmp_path, packing=packing, records=[*minicpm_records()[:2]] * 2)
     rows = list(range(len(dataset)))
 

@@ -50,7 +50,8 @@ def make_model(kind: str, folder: Path) -> Any:
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for name, token in (
-            ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"),
+            ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
+            ("vision_end", "vision_end"),
         )
     }  # fmt: skip
     text = {**_TEXT, "vocab_size": len(tokenizer)}

@@ -285,7 +285,8 @@ def _a_partials(
     if num_tokens == 0:
         return torch.empty(0, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
-    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
+    # of more ranks two programs would not have registers for a norm's output
+    tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), min(inputs, 64 if ranks > 64 else inputs)
     blocks = (ceil_div(num_inputs, inputs), ceil_div(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
     partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)

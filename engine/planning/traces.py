@@ -127,6 +127,7 @@ class RankModel:
         stream: bytes of the residual stream between two pieces.
         encoded: bytes of the encoded pictures of a micro-batch that all layers attend to.
         pixels: bytes of a micro-batch's patches, for all towers.
+        deepstack: layers for which features of the pictures come in with the stream, each as large as it.
 
     Raises:
         UserError: the model's sizes do not fit the ranks.
@@ -142,6 +143,7 @@ class RankModel:
         self.encoded = prod(_encoded_shape(workload)) * workload.dtype.itemsize
         images = (_images(workload, 1), _cross_images(workload, 1))
         self.pixels = sum(one.patches_PF.nbytes for one in images if one is not None)
+        self.deepstack = workload.decoder.deepstack if workload.tiles else 0
         self._known: dict[tuple[object, ...], Trace] = {}
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
@@ -384,6 +386,7 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         images=_images(workload, len(lengths)),
         cross_images=_cross_images(workload, len(lengths)),
         bidirectional=_bidirectional(workload, lengths),
+        grid_positions_3BS=torch.empty(3, *shape, dtype=torch.int64, device=META) if _has_grid(workload) else None,
     )
 
 
@@ -395,6 +398,10 @@ def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | 
     count = min(sum(map(vision.num_features, workload.tiles)) // ranks, num_tokens)
     of_vision, of_language = (torch.empty(each, dtype=torch.int64, device=META) for each in (count, num_tokens - count))
     return ExpertTokens(vision_V=of_vision, language_L=of_language)
+
+
+def _has_grid(workload: Workload) -> bool:
+    return bool(workload.decoder.rope_axes and workload.tiles)
 
 
 def _images(workload: Workload, num_documents: int) -> Images | None:

@@ -29,7 +29,8 @@ def patterns_of(options: OptimOptions, model: ModelFolder, trained: Collection[s
     seen: set[str] = set()
     for name in trained:
         module, _, leaf = name.rpartition(".")
-        aliases = [f"{model.names.module_to_hf(module)}.{leaf}"]
+        # the leaf alone too: lora_B means those of a vision model as well, whose names match from their beginning
+        aliases = [f"{model.names.module_to_hf(module)}.{leaf}", leaf]
         if module == "embed_tokens" and model.decoder.tied_embeddings:
             aliases.append(f"lm_head.{leaf}")
         matching = [pattern for pattern in patterns if matches_trainable(name, (pattern,), aliases)]

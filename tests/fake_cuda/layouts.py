@@ -58,6 +58,20 @@ GEMMA = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
 }  # fmt: skip
+PICTURES = {
+    "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 9,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": 2,
+        "sliding_window": 32, "sliding_window_pattern": 2,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "patch_size": 2, "image_size": 12,
+    },
+}  # fmt: skip
+"""A layer whose window hides something, and one without; tokens of pictures see their whole picture in both."""
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
 TIED = {"tie_word_embeddings": True}
@@ -79,6 +93,10 @@ CASES = {
     "dora": Case(options="--lora.dora true"),
     "embedding and head adapters": Case(options="--lora.targets [q_proj,embed_tokens,lm_head]"),
     "gemma 2": Case(model=GEMMA),
+    "gemma 3 with pictures, tensor 2": Case(
+        model=PICTURES, world=8, rank=1, quick=True, expects=("all_gather",),
+        options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]",
+    ),
     "qwen 3, tensor 2": Case(model=QWEN, options=TP2, world=8, rank=1),
     # tensor, context and pipeline
     "tensor 8": Case(options=TP8, world=8, rank=3, model={"num_attention_heads": 16}),

@@ -64,7 +64,7 @@ def test_a_gradient(place, shape: tuple[int, ...], dropout) -> None:
 
 @places
 @MASKS
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 140, 1, 70)], ids=str)
 @pytest.mark.parametrize("wide", [False, True], ids=["weight", "weight and offset"])
 def test_a_gradient_from_a_norms_input(place, shape: tuple[int, ...], dropout, wide: bool) -> None:
     """As from the norm's output, to the bit; the second of three adapters is frozen. Weight and offset are fp32."""

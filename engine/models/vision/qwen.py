@@ -38,7 +38,7 @@ def segments_of(lengths: Sequence[int]) -> Segments:
 
 
 def block_places(grid: tuple[int, int], merge: int) -> Tensor:
-    """Returns the row and column of each patch, in the order of merged blocks: int64 [rows * columns, 2], on the host."""
+    """Returns the row and column of each patch, in the order of merged blocks: int64 [patches, 2], on the host."""
     rows, columns = grid
     places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
     return rearrange(places, "(r a) (c b) xy -> (r c a b) xy", a=merge, b=merge)

@@ -69,13 +69,14 @@ class Qwen25VisionConfig:
     theta: float
 
     @classmethod
-    def from_hf(cls, vision: Mapping[str, Any], hidden: int) -> Qwen25VisionConfig:
+    def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen25VisionConfig:
         """Reads `vision_config`.
 
         Raises:
             UserError: a size is missing or does not fit.
         """
         sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
+        assert vision is not None
         window = sizes["window_size"] // sizes["spatial_merge_size"] // sizes["patch_size"]
         whole = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
         if window == 0 or not isinstance(whole, list | tuple) or not all(isinstance(one, int) for one in whole):

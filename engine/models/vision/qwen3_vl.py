@@ -1,5 +1,5 @@
-"""Qwen3-VL's tower: a position table that is interpolated, and mergers behind some blocks whose features later layers of
-the language model take (DeepStack, arXiv 2406.04334).
+"""Qwen3-VL's tower: a position table that is interpolated, and mergers behind some blocks whose features later layers
+of the language model take (DeepStack, arXiv 2406.04334).
 
 Blocks and mergers are transformers'.
 
@@ -70,17 +70,18 @@ class Qwen3VisionConfig:
     theta: float
 
     @classmethod
-    def from_hf(cls, vision: Mapping[str, Any], hidden: int) -> Qwen3VisionConfig:
+    def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen3VisionConfig:
         """Reads `vision_config`.
 
         Raises:
             UserError: a size is missing or does not fit.
         """
         sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
+        assert vision is not None
         if isqrt(sizes["num_position_embeddings"]) ** 2 != sizes["num_position_embeddings"]:
             raise UserError(
-                f"config.json has vision_config.num_position_embeddings {sizes['num_position_embeddings']}, but a square "
-                "table is expected: correct it or copy it again."
+                f"config.json has vision_config.num_position_embeddings {sizes['num_position_embeddings']}, but a "
+                "square table is expected: correct it or copy it again."
             )
         behind = vision.get("deepstack_visual_indexes", (8, 16, 24))
         blocks = range(sizes["depth"])

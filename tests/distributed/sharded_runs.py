@@ -179,6 +179,11 @@ CASES = {
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
     ),
+    "frozen encoder": Case(
+        config=small_config(num_layers=2, cross_attention=ENCODED),
+        adapters=r"layers\..*(_proj|query|dense)",
+        trained=r"layers\.0\.cross_attention\.(key|value)",
+    ),
 }
 
 
@@ -347,7 +352,8 @@ class Run:
             if self.case.config.rope_axes:
                 whole = with_grid_positions(whole)
             if self.case.config.cross_attention is not None:
-                # of two data ranks, one has none in the first micro-batch and the other in the second
+                # of two data ranks, one has none in the first micro-batch and the other in the second; a context rank
+                # may have no token of a document with pictures
                 cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
                 assert cross is not None
                 whole = replace(whole, cross_images=replace(cross, places_K=cross.places_K[:0]))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from engine.layers.vision import VisionConfig
+from engine.ops.routing import RoutingRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,23 @@ class CrossAttentionSizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedSizes:
+    """The mixture of experts that stands in the place of the MLP.
+
+    Args:
+        rule: how the router chooses.
+        intermediate: inner features of an expert.
+        shared: inner features of the expert that all tokens share; 0 without one.
+        dense_layers: the layers that have an MLP after all.
+    """
+
+    rule: RoutingRule
+    intermediate: int
+    shared: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
     """The ways in which layers differ.
 
@@ -108,6 +126,7 @@ class DecoderConfig:
         token_experts: tokens of pictures have linears of their own in attention and MLP.
         vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
         cross_attention: of all tokens to encoded pictures, between attention and MLP; None for none.
+        routed: the mixture of experts of most layers; None for MLPs alone.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
         bidirectional_pictures: in attention the tokens of a picture see the whole picture.
     """
@@ -146,6 +165,7 @@ class DecoderConfig:
     token_experts: bool = False
     vision_qkv_bias: bool = False
     cross_attention: CrossAttentionSizes | None = None
+    routed: RoutedSizes | None = None
     vision: VisionConfig | None = None
     bidirectional_pictures: bool = False
 
@@ -167,6 +187,10 @@ class DecoderConfig:
     def layer_kind(self, index: int) -> LayerKind:
         """Returns the kind of a layer, by its index in the whole model."""
         return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
+
+    def routed_at(self, index: int) -> RoutedSizes | None:
+        """Returns the mixture of experts of a layer, by its index in the whole model; None where it has an MLP."""
+        return None if self.routed is None or index in self.routed.dense_layers else self.routed
 
     @property
     def unread_modules(self) -> tuple[str, ...]:

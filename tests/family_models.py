@@ -75,14 +75,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe": (
         "Qwen2Moe",
         {
-            "head_dim": None, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "num_experts": 5,
-            "num_experts_per_tok": 3, "mlp_only_layers": [1],
+            "head_dim": None,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
         },
     ),
     "qwen3 moe": (
         "Qwen3Moe",
         {
-            "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True,
+            "moe_intermediate_size": 20,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
             "decoder_sparse_step": 2,
         },
     ),

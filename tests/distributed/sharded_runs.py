@@ -22,7 +22,7 @@ from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
 from engine.layers.vision import VisionConfig
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import CrossAttentionSizes, LayerKind
+from engine.models.decoder_config import CrossAttentionSizes, LayerKind, RoutedSizes
 from engine.models.vision.clip import ClipConfig
 from engine.models.vision.gemma3 import Gemma3VisionConfig
 from engine.models.vision.internvl import InternVLVisionConfig
@@ -31,6 +31,7 @@ from engine.models.vision.siglip import SiglipConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.routing import RoutingRule
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
@@ -63,6 +64,12 @@ WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
+ROUTED = small_config(
+    num_layers=2,
+    routed=RoutedSizes(
+        rule=RoutingRule(num_experts=5, per_token=2, renormalises=True, rounds=True), intermediate=20, shared=12
+    ),
+)
 _PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
 LLAVA = LlavaVisionConfig(
     tower=ClipConfig(
@@ -122,6 +129,9 @@ CASES = {
     "vision experts' fused adapters": Case(
         config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
     ),
+    "routed, adapters": Case(config=ROUTED, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
+    "routed, in full": Case(config=ROUTED, trained=".*"),
+    "routed, attention's adapters": Case(config=ROUTED, adapters=r".*attention\..*_proj"),
     **{
         f"{name} {kind}": Case(
             config=small_config(num_layers=2, embedding_multiplier=3.0, vision=tower, **BIDIRECTIONAL.get(name, {})),

@@ -36,18 +36,18 @@ NAMES = NameMap(
 )
 
 _MIXTRAL = {
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
     "rope_theta": 1e6,
 }  # fmt: skip
 _QWEN2 = {
-    "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True, "num_experts": 60,
+    "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True,
     "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
 }  # fmt: skip
 _QWEN3 = {
-    "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_key_value_heads": 4, "sliding_window": 4096, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }  # fmt: skip
-_OLMOE = {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+_OLMOE = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}
 
 
 def _read(hf: Mapping[str, Any], defaults: Mapping[str, Any], unsupported: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -69,14 +69,20 @@ def _read(hf: Mapping[str, Any], defaults: Mapping[str, Any], unsupported: tuple
 
 
 def _sizes(
-    hf: Mapping[str, Any], *, num_experts: int, intermediate: int, renormalises: bool, rounds: bool, **more: Any
+    hf: Mapping[str, Any], *, usual: int, intermediate: int, renormalises: bool, rounds: bool, **more: Any
 ) -> RoutedSizes:
     """Returns the mixture's sizes.
+
+    Args:
+        hf: the config, which has the number of experts under one of two names.
+        usual: that number, where the config has neither.
+        intermediate, renormalises, rounds, more: as of `RoutedSizes` and its rule.
 
     Raises:
         UserError: a token is to have more experts than there are.
     """
     per_token = int(hf["num_experts_per_tok"])
+    num_experts = int(hf.get("num_experts") or hf.get("num_local_experts") or usual)
     if per_token > num_experts:
         raise UserError(
             f"config.json has num_experts_per_tok {per_token}, but there are {num_experts} experts: correct it or copy "
@@ -86,13 +92,13 @@ def _sizes(
     return RoutedSizes(rule=rule, intermediate=intermediate, **more)
 
 
-def _qwen_sizes(hf: Mapping[str, Any], **more: Any) -> RoutedSizes:
+def _qwen_sizes(hf: Mapping[str, Any], *, usual: int, **more: Any) -> RoutedSizes:
     """Returns the sizes of a Qwen mixture, in which some layers may have an MLP."""
     step, alone = int(hf.get("decoder_sparse_step") or 1), set(hf.get("mlp_only_layers") or ())
     layers = range(int(hf.get("num_hidden_layers") or 0))
     return _sizes(
         hf,
-        num_experts=int(hf["num_experts"]),
+        usual=usual,
         intermediate=int(hf["moe_intermediate_size"]),
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,
@@ -116,7 +122,7 @@ def mixtral(hf: dict[str, Any]) -> DecoderConfig:
     hf = _read(hf, _MIXTRAL, ("router_jitter_noise",))
     sizes = _sizes(
         hf,
-        num_experts=int(hf["num_local_experts"]),
+        usual=8,
         intermediate=int(hf.get("intermediate_size") or 0),
         renormalises=True,
         rounds=False,
@@ -139,7 +145,7 @@ def qwen2_moe(hf: dict[str, Any]) -> DecoderConfig:
             for index in range(int(hf.get("num_hidden_layers") or 0))
         ]
         kinds = windows_from_hf(hf, types)
-    sizes = _qwen_sizes(hf, shared=int(hf["shared_expert_intermediate_size"]))
+    sizes = _qwen_sizes(hf, usual=60, shared=int(hf["shared_expert_intermediate_size"]))
     return decoder_config(
         hf, "qwen2_moe", qkv_bias=bool(hf["qkv_bias"]), out_bias=False, layer_kinds=kinds, routed=sizes
     )
@@ -153,7 +159,7 @@ def qwen3_moe(hf: dict[str, Any]) -> DecoderConfig:
     """
     hf = _read(hf, _QWEN3)
     kinds = _every_window(hf) if hf.get("use_sliding_window", False) else ()
-    return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, routed=_qwen_sizes(hf))
+    return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, routed=_qwen_sizes(hf, usual=128))
 
 
 def olmoe(hf: dict[str, Any]) -> DecoderConfig:
@@ -165,7 +171,7 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
     hf = _read(hf, _OLMOE, ("clip_qkv",))
     sizes = _sizes(
         hf,
-        num_experts=int(hf["num_experts"]),
+        usual=64,
         intermediate=int(hf.get("intermediate_size") or 0),
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,

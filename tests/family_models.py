@@ -97,6 +97,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
+ROUTED = ("mixtral", "qwen2 moe", "qwen3 moe", "olmoe")
+"""Those with experts that a router chooses."""
 
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
@@ -118,6 +120,8 @@ def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    if name in ROUTED:
+        model.set_experts_implementation("eager")  # torch's grouped products, which are the default, have no fp64
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if "Gemma" in prefix or "bias" in key else 1.0, std=0.2)

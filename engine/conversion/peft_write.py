@@ -33,6 +33,7 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
+from engine.conversion.peft_experts import obstacle
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -85,6 +86,7 @@ def export_peft(
             "export with --format hf --merge."
         )
     parts = [part for module in modules for part in fused_parts(module)]
+    _check_experts(trained, modules, described, lora)
     saved = _modules_to_save(fully_trained(names), parts, model)
     alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
     tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
@@ -114,6 +116,15 @@ def export_peft(
         verified=True,
         notes=tuple(notes),
     )
+
+
+def _check_experts(trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]) -> None:
+    """Refuses what PEFT would read otherwise than it was trained."""
+    adapters = {(trained.shape(f"{one}.{LORA_A}")[0], recorded_alpha(lora, one, model.names)) for one in modules}
+    full = [name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())]
+    reason = obstacle(modules, full, model.decoder, alike=len(adapters) == 1, rslora=bool(lora["rslora"]))
+    if reason is not None:
+        raise UserError(f"{reason}: export with --format hf --merge.")
 
 
 _KEYS = {

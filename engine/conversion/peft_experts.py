@@ -18,6 +18,11 @@ from engine.models.decoder_config import DecoderConfig
 _EXPERTS = ".mlp.experts."
 
 
+def is_expert(module: str) -> bool:
+    """Returns whether an engine module belongs to an expert that a router chooses."""
+    return _EXPERTS in module
+
+
 def obstacle(
     adapted: Collection[str],
     in_full: Iterable[str],
@@ -40,7 +45,7 @@ def obstacle(
     for module in in_full:
         if ".mlp." in module:
             return f"{module} was trained in full, and PEFT saves no part of a layer with experts"
-    experts = {module for module in adapted if _EXPERTS in module}
+    experts = set(filter(is_expert, adapted))
     beside = sorted(module for module in adapted if ".mlp." in module and module not in experts)
     if beside:
         return f"{beside[0]} has an adapter, whose name means the experts to PEFT"

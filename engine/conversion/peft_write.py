@@ -33,7 +33,7 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_experts import obstacle
+from engine.conversion.peft_experts import is_expert, obstacle
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -91,11 +91,13 @@ def export_peft(
     alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
     tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
+    if any(is_expert(module) for module in modules):
+        config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
     config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
     if base_name is not None:
         config["base_model_name_or_path"] = base_name
     companions = tokenizer.companions(model.companions(), with_model=False)
-    notes = [*_notes(modules, parts, saved, model, config, base_name), *companions.left_out]
+    notes = [*_notes(modules, parts, saved, model, config, base_name, float(lora["dropout"])), *companions.left_out]
     notes += _refuse_zeros(trained, modules)
     check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -322,6 +324,7 @@ def _notes(
     model: ModelFolder,
     config: Mapping[str, Any],
     base_name: str | None,
+    dropout: float,
 ) -> list[str]:
     notes = []
     if config.keys() & {"rank_pattern", "alpha_pattern"}:
@@ -333,6 +336,11 @@ def _notes(
         notes.append(
             "an adapter over several modules is written as one for each that share A, which is exact; PEFT would "
             "continue to train them separately"
+        )
+    if any(is_expert(module) for module in modules) and config["lora_dropout"] != dropout:
+        notes.append(
+            f"lora_dropout is 0 in adapter_config.json and was {dropout:g} in training: PEFT has none for experts, and "
+            "would continue to train without it"
         )
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append(

@@ -95,7 +95,10 @@ class GroupedLinear(ShardedModule):
         """Returns the settings of the experts' adapters; some experts may have none."""
         plan = self._build.plan
         names = [f"{self._prefix}.{expert}.{leaf}" for expert in self._experts]
-        found = {settings: name for name in names if (settings := plan.adapter(name)) is not None}
+        found: dict[AdapterSettings, str] = {}
+        for name in names:
+            if (settings := plan.adapter(name)) is not None:
+                found.setdefault(settings, name)
         if not found:
             return None
         if len(found) > 1:
@@ -104,14 +107,14 @@ class GroupedLinear(ShardedModule):
                 f"{first} and {second} are to have adapters of different rank or alpha, but the adapters of one "
                 "layer's experts are one product: write lora.rank_pattern and lora.alpha_pattern so that they agree."
             )
-        ((settings, name),) = found.items()
-        for option, asked in (("dora", settings.dora), ("bias", settings.bias)):
+        ((common, name),) = found.items()
+        for option, asked in (("dora", common.dora), ("bias", common.bias)):
             if asked:
                 raise UserError(
                     f"lora.{option} is true and {name} is to have an adapter, but experts that a router chooses have "
                     f"plain adapters alone: set lora.{option} to false, or leave that module out of lora.targets."
                 )
-        return settings
+        return common
 
     def _check_device(self, rows: int) -> None:
         """Checks what torch's grouped product takes on a GPU."""

@@ -18,12 +18,14 @@ from torch.func import functional_call
 from tests.family_models import ROUTED, make_model, stock_losses
 from tests.parity.test_family_training import differences
 from tests.peft_following import DECAY, LR, batches, our_losses, peft_start, their_losses
+from tests.sweeps import sampled
 
 LIMIT = 2e-6
 """Of a loss in fp32 against fp64."""
 STEPS = 20
 RANK, ALPHA = 3, 5
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SOME = "router,shared_expert_gate,experts.1.*"
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -100,7 +102,7 @@ def _losses_of_plain_autograd(stock: nn.Module, adapters: dict[str, tuple[nn.Par
     return losses
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen2 moe" else pytest.mark.slow) for n in ROUTED])
+@pytest.mark.parametrize("name", sampled(ROUTED, ["qwen2 moe"]))
 def test_adapters_of_experts_follow_plain_autograd(name: str, tmp_path: Path) -> None:
     """With B drawn. Sharing one A between gate and up, or weighing H twice, moves the first losses by 1e-3."""
     model = make_model(name, tmp_path / "hf")
@@ -113,7 +115,8 @@ def test_adapters_of_experts_follow_plain_autograd(name: str, tmp_path: Path) ->
     assert max(differences(losses, _losses_of_plain_autograd(model, adapters))) < LIMIT
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mixtral" else pytest.mark.slow) for n in ROUTED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTED)
 def test_adapters_of_attention_follow_peft(name: str, tmp_path: Path) -> None:
     model = peft_start(name, tmp_path, target_modules=ATTENTION)
     given = {
@@ -124,8 +127,10 @@ def test_adapters_of_attention_follow_peft(name: str, tmp_path: Path) -> None:
     assert max(differences(losses, their_losses(model, steps=STEPS))) < LIMIT
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "qwen2 moe" else pytest.mark.slow) for n in ROUTED])
-@pytest.mark.parametrize("trainable", ["*", "router,shared_expert_gate,experts.1.*"])
+@pytest.mark.parametrize(
+    ("name", "trainable"),
+    sampled([(name, trainable) for name in ROUTED for trainable in ("*", SOME)], [("qwen2 moe", SOME)]),
+)
 def test_weights_in_full_follow_transformers(name: str, trainable: str, tmp_path: Path) -> None:
     """Everything; or the routers, with some experts."""
     model = make_model(name, tmp_path / "hf")

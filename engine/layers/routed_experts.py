@@ -67,10 +67,8 @@ class GroupedLinear(ShardedModule):
         settings = {leaf: self._common_settings(leaf) for leaf in leaves}
         adapted = {leaf: found for leaf, found in settings.items() if found is not None}
         rank = sum(found.rank for found in adapted.values())
-        on_gpu = build.device.type == "cuda"
-        multiple = max(build.layout.kernels.fold_multiple, GROUPED_MULTIPLE if on_gpu else 1)
-        padded = -(-rank // multiple) * multiple
-        if on_gpu:
+        padded = -(-rank // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
+        if build.device.type == "cuda":
             self._check_device(rows * len(leaves))
         self.storage = build.empty((num_experts, rows * len(leaves), self._in + padded))
         blocks = tuple(self._own_weights(expert, rows) for expert in self._experts)

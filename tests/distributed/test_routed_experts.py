@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "tp2 sequence, recomputed": (replace(ONE, grid=RankGrid(tp=2), sequence=True, recompute="full"), "none"),
     "tp2, attention recomputed": (replace(ONE, grid=RankGrid(tp=2), recompute="attention"), "optimizer"),
     "pp2": (replace(ONE, grid=RankGrid(pp=2), layers=(1, 1)), "none"),
+    "pp2, split backward": (replace(ONE, grid=RankGrid(pp=2), layers=(1, 1), schedule="zb_h1"), "none"),
     "cp2": (replace(ONE, grid=RankGrid(cp=2)), "none"),
     "cp2, parameters": (replace(ONE, grid=RankGrid(cp=2)), "parameters"),
     "dp2, optimizer": (replace(ONE, grid=RankGrid(dp=2)), "optimizer"),

@@ -34,7 +34,7 @@ class Images:
     Args:
         patches_PF: float32 from the loader, all patches of all tiles, tile after tile, each flattened in the order that
             the family's tower reads.
-        grids: (rows, columns) in patches of each tile, on the host.
+        grids: (rows, columns) in patches of each tile, and behind that what else its tower has to know, on the host.
         documents: the document that each tile belongs to, counted as in `Batch.document_lengths`, on the host.
         places_K: int64 rows of the T tokens that this rank holds, which features replace. Empty where features
             replace nothing (a tower that is attended to).
@@ -42,7 +42,7 @@ class Images:
     """
 
     patches_PF: Tensor
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[tuple[int, ...], ...]
     documents: tuple[int, ...]
     places_K: Tensor
     features_K: Tensor | None = None
@@ -142,7 +142,7 @@ class Batch:
         bidirectional: the tokens that see what comes after them too, for a model that has pictures so; None for others,
             and where there are none.
         grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
-            others.
+            others, and where there are no pictures: the three are equal then.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
     """

@@ -7,6 +7,8 @@
     rankfold benchmark memory
     rankfold benchmark convert --gb 8
     rankfold benchmark generate
+    rankfold benchmark tower
+    rankfold benchmark loader
 
 Each section is a module of `rankfold.benchmarking` with `run(options)`, which gives a Table or a Report; its options
 are a record in `rankfold.benchmarking.options`.

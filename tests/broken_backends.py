@@ -13,7 +13,7 @@ from engine.ops.kernels import Kernels
 
 
 def without_da(kernels: Kernels) -> Kernels:
-    return replace(kernels, a_gradient=lambda *_: None)
+    return replace(kernels, a_gradient=lambda *_: None, norm_a_gradient=kernels.norm_a_gradient and (lambda *_: None))
 
 
 def without_db(kernels: Kernels) -> Kernels:
@@ -26,7 +26,18 @@ def without_db(kernels: Kernels) -> Kernels:
 
 def without_the_mask_in_da(kernels: Kernels) -> Kernels:
     """Its expectation is the same, since the scale is forgotten too."""
-    return replace(kernels, a_gradient=lambda dh, x, mask, scale, to: kernels.a_gradient(dh, x, None, 1.0, to))
+
+    def from_a_norms_input(
+        dh: Tensor, u: Tensor, rstd: Tensor, weight: Tensor, mask: Any, scale: float, to: Any
+    ) -> None:
+        assert kernels.norm_a_gradient is not None
+        kernels.norm_a_gradient(dh, u, rstd, weight, None, 1.0, to)
+
+    return replace(
+        kernels,
+        a_gradient=lambda dh, x, mask, scale, to: kernels.a_gradient(dh, x, None, 1.0, to),
+        norm_a_gradient=kernels.norm_a_gradient and from_a_norms_input,
+    )
 
 
 def without_the_update_in_norms(kernels: Kernels) -> Kernels:
@@ -40,7 +51,15 @@ def without_the_update_in_swiglu(kernels: Kernels) -> Kernels:
     def swiglu_backward(dy: Tensor, gate_up: Tensor, update: InputUpdate | None, y: Tensor | None = None) -> Tensor:
         return kernels.swiglu_backward(dy, gate_up, None, y)
 
-    return replace(kernels, swiglu_backward=swiglu_backward)
+    def adapted(dy: Tensor, gate_up: Tensor, update: Any, dh: Tensor, mask: Any, scale: float, to: Any) -> Tensor:
+        assert kernels.swiglu_backward_adapted is not None
+        return kernels.swiglu_backward_adapted(dy, gate_up, None, dh, mask, scale, to)
+
+    return replace(
+        kernels,
+        swiglu_backward=swiglu_backward,
+        swiglu_backward_adapted=kernels.swiglu_backward_adapted and adapted,
+    )
 
 
 def without_the_update_in_o_proj(kernels: Kernels) -> Kernels:

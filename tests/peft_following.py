@@ -7,6 +7,7 @@ computes in fp64, on the modules that it finds in the stock model. Weight decay 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,22 @@ def decayed_names(model: nn.Module) -> set[str]:
     return set(Trainer.get_decay_parameter_names(None, model))
 
 
-def their_losses(model: nn.Module, *, steps: int = STEPS) -> list[float]:
-    """The loss of each step, in fp64; `model` is trained."""
+def their_losses(
+    model: nn.Module, *, steps: int = STEPS, rate: Callable[[str], float] = lambda name: LR
+) -> list[float]:
+    """The loss of each step, in fp64; `model` is trained.
+
+    Args:
+        rate: name of a parameter -> its learning rate.
+    """
     model = model.double().train()
     decayed = decayed_names(model)
     trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
     groups = [
-        {"params": [value for key, value in trained.items() if (key in decayed) == decays], "weight_decay": amount}
-        for decays, amount in ((True, DECAY), (False, 0.0))
+        {"params": [value], "weight_decay": DECAY if key in decayed else 0.0, "lr": rate(key)}
+        for key, value in trained.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
     losses = []
     for step in range(steps):
         (batch,) = batches(step)

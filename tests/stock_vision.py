@@ -16,6 +16,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from engine.batch import IGNORE_LABEL, Batch, Images
+from engine.data.vision.anyres import anyres_grid
+from engine.layers.vision import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +56,21 @@ def _internvl(text: str, tower: dict[str, Any], vocab: int, image: int, side: in
     return transformers.InternVLForConditionalGeneration(config)
 
 
+def _onevision(text: str, vocab: int, image: int, side: int, **changes: Any) -> PreTrainedModel:
+    import transformers
+
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**{**TOWER, "image_size": side}), text_config=_text(text, vocab),
+        image_token_index=image, image_grid_pinpoints=pinpoints(side), vision_aspect_ratio="anyres_max_2", **changes,
+    )  # fmt: skip
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
+def pinpoints(side: int) -> list[list[int]]:
+    """What pictures are padded to."""
+    return [[side * down, side * across] for down, across in ((1, 1), (1, 2), (2, 2), (3, 1))]
+
+
 def _text(kind: str, vocab: int) -> Any:
     import transformers
 
@@ -76,10 +93,12 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "internvl llama": partial(
         _internvl, "Llama", {"use_absolute_position_embeddings": False, "use_mask_token": True}, vision_feature_layer=-2
     ),
+    "llava_onevision": partial(_onevision, "Qwen2"),
+    "llava_onevision llama": partial(_onevision, "Llama", vision_feature_layer=[-2, 1]),
 }
 """Model -> makes it."""
 
-SIDES = {"internvl": 28}
+SIDES = {"internvl": 28, "llava_onevision": 23}
 """Pixels on a side of a tile, where that is not 21."""
 
 
@@ -117,7 +136,8 @@ def pixels(count: int, side: int = 21, seed: int = 0) -> Tensor:
 
 def patches(pixels_NCHW: Tensor, patch: int = 7) -> Tensor:
     """Patches [P, 3 * patch ** 2] of pictures, as towers read them."""
-    return rearrange(pixels_NCHW, "n c (h p) (w q) -> (n h w) (c p q)", p=patch, q=patch)
+    rows, columns = (length // patch * patch for length in pixels_NCHW.shape[-2:])
+    return rearrange(pixels_NCHW[..., :rows, :columns], "n c (h p) (w q) -> (n h w) (c p q)", p=patch, q=patch)
 
 
 def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None = None) -> Batch:
@@ -140,39 +160,66 @@ def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None 
     )
 
 
-DOCUMENTS = ((38, 26), (30, 34))
-"""Lengths of the documents of each row."""
-PICTURES = (2, 0, 1, 1)
+DOCUMENTS = (44, 84, 70, 58)
+"""Lengths of the documents, two in a row."""
+PICTURES = ((0, 1), (), (2,), (3,))
 """Of each document."""
+SIZES = ((30, 25), (20, 61), (50, 41), (31, 80))
+"""Widths and heights of the pictures, where these matter."""
+Document = tuple[Tensor, dict[str, Tensor]]
+"""Token ids, and what a stock model has to know of the pictures."""
 
 
-def packed(features: int, side: int = 21, *, seed: int = 0) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
-    """Rows with documents of none, one and two pictures, and each document's ids and pixels."""
+def packed(name: str, vision: VisionConfig, *, seed: int = 0) -> tuple[Batch, list[Document]]:
+    """Rows with documents of none, one and two pictures."""
     generator = torch.Generator().manual_seed(5 + seed)
-    shown, documents, places, owners, start = pixels(sum(PICTURES), side, seed), [], [], [], 0
-    for number, (length, count) in enumerate(zip(sum(DOCUMENTS, ()), PICTURES, strict=True)):
+    side = side_of(name)
+    shown, documents, places, owners, grids, start = [], [], [], [], [], 0
+    for number, (length, numbers) in enumerate(zip(DOCUMENTS, PICTURES, strict=True)):
         ids = torch.randint(0, IMAGE, (length,), generator=generator)
-        for picture in range(count):
-            at = 3 + picture * (features + 4)
-            ids[at : at + features] = IMAGE
-            places += range(start + at, start + at + features)
-        documents.append((ids, shown[len(owners) : len(owners) + count]))
-        owners += [number] * count
+        own, at = [], 3
+        for picture in numbers:
+            grid = _grid(name, side, SIZES[picture], alone=len(numbers) == 1)
+            count = vision.num_features(grid)
+            ids[at : at + count] = IMAGE
+            places += range(start + at, start + at + count)
+            at += count + 4
+            own.append(pixels(grid[0] // (side // 7), side, 10 * seed + picture))
+            grids.append(grid)
+        documents.append((ids, _given(name, own, [SIZES[picture] for picture in numbers])))
+        shown += own
+        owners += [number] * len(own)
         start += length
-    grid = (side // 7, side // 7)
     images = Images(
-        patches_PF=patches(shown), grids=(grid,) * len(owners), documents=tuple(owners), places_K=torch.tensor(places)
+        patches_PF=patches(torch.cat(shown)), grids=tuple(grids), documents=tuple(owners), places_K=torch.tensor(places)
     )
-    ids_BS = torch.cat([ids for ids, _ in documents]).view(len(DOCUMENTS), -1)
-    return batch_of(ids_BS, images, lengths=sum(DOCUMENTS, ())), documents
+    return batch_of(torch.cat([ids for ids, _ in documents]).view(2, -1), images, lengths=DOCUMENTS), documents
 
 
-def stock_losses(model: nn.Module, batch: Batch, documents: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _grid(name: str, side: int, size: tuple[int, int], *, alone: bool) -> tuple[int, ...]:
+    if not name.startswith("llava_onevision") or not alone:
+        return side // 7, side // 7
+    return anyres_grid(size, pinpoints(side), tile=side, side=side // 7, most=2)
+
+
+def _given(name: str, tiles: list[Tensor], sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
+    if not tiles:
+        return {}
+    if not name.startswith("llava_onevision"):
+        return {"pixel_values": torch.cat(tiles)}
+    return {
+        "pixel_values": torch.stack(tiles),
+        "image_sizes": torch.tensor([[height, width] for width, height in sizes]),
+        "batch_num_images": torch.tensor([len(tiles)]),
+    }
+
+
+def stock_losses(model: nn.Module, batch: Batch, documents: list[Document]) -> tuple[Tensor, Tensor]:
     """Logits and token losses of stock transformers, every document alone."""
     dtype = next(model.parameters()).dtype
     logits = []
-    for ids, shown in documents:
-        more = {"pixel_values": shown.to(dtype)} if len(shown) else {}
+    for ids, given in documents:
+        more = {key: one.to(dtype) if key == "pixel_values" else one for key, one in given.items()}
         logits.append(model(input_ids=ids[None], use_cache=False, **more).logits[0])
     losses = torch.nn.functional.cross_entropy(
         torch.cat(logits), batch.labels_BS.flatten(), reduction="none", ignore_index=IGNORE_LABEL

@@ -71,6 +71,18 @@ class _ToyVision(nn.Module):
         return self.resampler(torch.cat(rows))
 
 
+def with_grid_positions(batch: Batch) -> Batch:
+    """Gives tokens of pictures positions in height and width that depend on their column alone."""
+    assert batch.images is not None
+    if not batch.images.grids:
+        return batch
+    positions = batch.positions_BS.expand(3, -1, -1).clone()
+    places = batch.images.places_K
+    column = places % batch.row_length
+    positions[1].view(-1)[places], positions[2].view(-1)[places] = column // 2, 2 + column % 3
+    return replace(batch, grid_positions_3BS=positions)
+
+
 def toy_grid(slot: int, number: int) -> tuple[int, ...]:
     return 2 + (slot + number) % 3, 1 + (slot + 2 * number) % 4
 

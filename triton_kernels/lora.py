@@ -1,7 +1,7 @@
 """The skinny products of a low-rank adapter on the side of its input, each reading its wide operand once.
 
     H   = drop(x) A^T            project
-    dA  = dH^T drop(x)           a_gradient
+    dA  = dH^T drop(x)           a_gradient; from a norm's input where that is what there is
     dX += drop'(dH A)            add_input_gradient; norm and SwiGLU do it themselves as a prologue (`update_tile`)
 
 Those on the side of the output, dH and dB, are in triton_kernels.output_gradients.
@@ -40,7 +40,7 @@ from engine.kernels.triton.partial_sums import Sum, sum_all, sum_partials
 
 
 @triton.jit
-def _clear(padding_ptr, padding_stride, num_columns, tokens_T, ok_T, COLUMNS: tl.constexpr):
+def clear_padding(padding_ptr, padding_stride, num_columns, tokens_T, ok_T, COLUMNS: tl.constexpr):
     """Writes zeros into the tokens' padding, in one of the programs that have them."""
     if tl.program_id(1) + tl.program_id(2) == 0:
         columns_P = tl.arange(0, COLUMNS)
@@ -80,7 +80,7 @@ def _project_kernel(
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_T, ok_R = tokens_T < num_tokens, ranks_R < num_ranks
     if PADDING > 0:
-        _clear(padding_ptr, padding_stride, num_padding, tokens_T, ok_T, PADDING)
+        clear_padding(padding_ptr, padding_stride, num_padding, tokens_T, ok_T, PADDING)
     first = tl.program_id(1) * split_length
     h_TR = tl.zeros([TOKENS, RANKS], tl.float32)
     for start in range(first, tl.minimum(first + split_length, num_inputs), INPUTS):
@@ -183,7 +183,10 @@ def _a_gradient_kernel(
     mask_ptr,
     mask_stride,
     keep_scale,
+    rstd_ptr,
+    weight_ptr,
     MASKED: tl.constexpr,
+    NORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -193,6 +196,8 @@ def _a_gradient_kernel(
     inputs_I = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS)
     ranks_R = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
     ok_I, ok_R = inputs_I < num_inputs, ranks_R < num_ranks
+    if NORM:
+        weight_I = tl.load(weight_ptr + inputs_I, mask=ok_I, other=0.0).to(tl.float32)
     da_IR = tl.zeros([INPUTS, RANKS], tl.float32)
     first = tl.program_id(1) * split_length
     for start in range(first, tl.minimum(first + split_length, num_tokens), TOKENS):
@@ -200,7 +205,12 @@ def _a_gradient_kernel(
         ok_T = tokens_T < num_tokens
         x_TI = tl.load(
             x_ptr + tokens_T[:, None] * x_stride + inputs_I[None, :], mask=ok_T[:, None] & ok_I[None, :], other=0.0
-        ).to(DOT)
+        )
+        if NORM:  # rounded where the norm's forward rounds, so that x has the bits that were multiplied there
+            rstd_T = tl.load(rstd_ptr + tokens_T, mask=ok_T, other=0.0)
+            xhat_TI = (x_TI.to(tl.float32) * rstd_T[:, None]).to(x_TI.dtype).to(tl.float32)
+            x_TI = (xhat_TI * weight_I[None, :]).to(x_TI.dtype)
+        x_TI = x_TI.to(DOT)
         if MASKED:
             keep_TI = keep_tile(
                 mask_ptr,
@@ -230,7 +240,7 @@ def a_gradient(
     add: bool = False,
 ) -> None:
     """Computes dA = dH^T drop(x), written into fp32 `da_out` [R, I] or added to it."""
-    sum_partials(_a_partials(dh_TR, x_TI, mask, keep_scale), da_out, add=add)
+    sum_partials(_a_partials(dh_TR, x_TI, mask, keep_scale, None), da_out, add=add)
 
 
 def a_gradients(
@@ -240,14 +250,20 @@ def a_gradients(
     sections: Sequence[AdapterSection],
     *,
     keep_scale: float = 1.0,
+    norm: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Adds dA = dH^T drop(x) to the `da` of each section that has one; x is read once for all of them."""
+    """Adds dA = dH^T drop(x) to the `da` of each section that has one; x is read once for all of them.
+
+    Args:
+        norm: 1 / rms, fp32 [T, 1], and the weight [I] of a norm whose input is given as `x_TI`; x, its output, is made
+            in registers, with the bits that `rmsnorm_forward` writes.
+    """
     trained = [one for one in sections if one.da is not None]
     if len(trained) == 1:
         (one,) = trained
         dh_TR, trained = one.ranks(dh_TR), [replace(one, first_row=0)]
     if trained:
-        add_a_partials(_a_partials(dh_TR, x_TI, mask, keep_scale), trained)
+        add_a_partials(_a_partials(dh_TR, x_TI, mask, keep_scale, norm), trained)
 
 
 def add_a_partials(partial_SRI: Tensor, sections: Sequence[AdapterSection]) -> None:
@@ -260,17 +276,21 @@ def add_a_partials(partial_SRI: Tensor, sections: Sequence[AdapterSection]) -> N
     sum_all(sums, add=True)
 
 
-def _a_partials(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, keep_scale: float) -> Tensor:
+def _a_partials(
+    dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, keep_scale: float, norm: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Returns fp32 [ranges of tokens, R, I], whose sum is dA."""
     dh_TR, x_TI = rows_of(dh_TR), rows_of(x_TI)
     (num_tokens, num_inputs), num_ranks = x_TI.shape, dh_TR.shape[1]
     if num_tokens == 0:
         return torch.empty(0, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
     ranks, inputs, options = dot_blocks(x_TI, num_ranks, num_inputs)
-    tokens = power_of_2(num_tokens, SMALLEST_DOT, 64)
+    # of more ranks two programs would not have registers for a norm's output
+    tokens, inputs = power_of_2(num_tokens, SMALLEST_DOT, 64), min(inputs, 64 if ranks > 64 else inputs)
     blocks = (ceil_div(num_inputs, inputs), ceil_div(num_ranks, ranks))
     splits, split_length = split_count(blocks[0] * blocks[1], num_tokens, tokens, x_TI.device)
     partial = torch.empty(splits, num_ranks, num_inputs, dtype=torch.float32, device=x_TI.device)
+    rstd_T1, weight_I = (None, None) if norm is None else norm
     _a_gradient_kernel[(blocks[0], splits, blocks[1])](
         dh_TR,
         dh_TR.stride(0),
@@ -283,7 +303,10 @@ def _a_partials(dh_TR: Tensor, x_TI: Tensor, mask: Tensor | None, keep_scale: fl
         split_length,
         *mask_arguments(mask),
         keep_scale,
+        rstd_T1,
+        weight_I,
         MASKED=mask is not None,
+        NORM=norm is not None,
         TOKENS=tokens,
         INPUTS=inputs,
         RANKS=ranks,

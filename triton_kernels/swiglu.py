@@ -3,7 +3,8 @@
 Backward recomputes the activation from gate and up instead of reading it:
     s = sigmoid(gate),  dgate = (dy + u) up s (1 + gate (1 - s)),  dup = (dy + u) gate s
 u = drop'(dH A) is what an adapter on y adds to its gradient (triton_kernels.lora); it is made tile by tile and never
-lies in memory. The adapter's dA = dH^T drop(y) comes with it, from y in registers (`swiglu_backward_adapted`).
+lies in memory. The adapter's dA = dH^T drop(y) comes with it, from y in registers (`swiglu_backward_adapted`), and in
+forward its H = drop(y) A^T (`swiglu_project`).
 
 Legend: T tokens, F features.
 """
@@ -27,6 +28,7 @@ from engine.kernels.triton.launch import (
     num_warps,
     power_of_2,
     rows_of,
+    split_count,
     two_programs,
 )
 from engine.kernels.triton.lora import (
@@ -35,12 +37,15 @@ from engine.kernels.triton.lora import (
     a_gradients,
     a_tile,
     add_a_partials,
+    clear_padding,
+    project,
     rank_options,
     rank_tile,
     update_arguments,
     update_options,
     update_tile,
 )
+from engine.kernels.triton.partial_sums import sum_partials
 from engine.kernels.triton.quantize import quantize_rows, row_code_arguments, row_codes, store_row_codes
 
 _LONGEST = 16384
@@ -103,6 +108,64 @@ def _forward_codes_kernel(
         smallest,
         CAST,
     )
+
+
+@triton.jit
+def _project_kernel(
+    gate_up_ptr,
+    gate_up_stride,
+    y_ptr,
+    y_stride,
+    a_ptr,
+    a_stride,
+    h_ptr,
+    h_stride,
+    split_stride,
+    num_tokens,
+    num_features,
+    num_ranks,
+    split_length,
+    mask_ptr,
+    mask_stride,
+    keep_scale,
+    padding_ptr,
+    padding_stride,
+    num_padding,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANKS: tl.constexpr,
+    PADDING: tl.constexpr,
+):
+    """Walks a range of features with a block of tokens, whose part of H stays in registers."""
+    tokens_T = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    ranks_R = tl.arange(0, RANKS)
+    ok_T = tokens_T < num_tokens
+    if PADDING > 0:
+        clear_padding(padding_ptr, padding_stride, num_padding, tokens_T, ok_T, PADDING)
+    h_TR = tl.zeros([TOKENS, RANKS], tl.float32)
+    first = tl.program_id(1) * split_length
+    for start in tl.range(first, tl.minimum(first + split_length, num_features), FEATURES, num_stages=2):
+        features_F = start + tl.arange(0, FEATURES)
+        ok_F = features_F < num_features
+        ok_TF = ok_T[:, None] & ok_F[None, :]
+        gate = gate_up_ptr + tokens_T[:, None] * gate_up_stride + features_F[None, :]
+        gate_TF = tl.load(gate, mask=ok_TF, other=0.0).to(tl.float32)
+        up_TF = tl.load(gate + num_features, mask=ok_TF, other=0.0).to(tl.float32)
+        y_TF = (gate_TF * tl.sigmoid(gate_TF) * up_TF).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + tokens_T[:, None] * y_stride + features_F[None, :], y_TF, mask=ok_TF)
+        y_TF = y_TF.to(DOT)
+        if MASKED:
+            keep_TF = keep_tile(
+                mask_ptr, mask_stride, tokens_T, ok_T, start // 8, (num_features + 7) // 8, FEATURES // 8
+            )
+            y_TF = tl.where(keep_TF, y_TF, 0.0).to(DOT)
+        a_RF = a_tile(a_ptr, a_stride, 0, num_ranks, features_F, ok_F, DOT, RANKS)
+        h_TR = tl.dot(y_TF, tl.trans(a_RF), h_TR, input_precision=PRECISION)
+    h = h_ptr + tl.program_id(1).to(tl.int64) * split_stride + tokens_T[:, None] * h_stride + ranks_R[None, :]
+    tl.store(h, h_TR * keep_scale, mask=ok_T[:, None] & (ranks_R < num_ranks)[None, :])
 
 
 @triton.jit
@@ -311,6 +374,77 @@ def swiglu_forward_codes(gate_up_T2F: Tensor, out: Tensor) -> tuple[Tensor, Tens
             num_warps=num_warps(tokens * features),
         )
     return codes, scale
+
+
+def swiglu_project(
+    gate_up_T2F: Tensor,
+    a_RF: Tensor,
+    mask: Tensor | None,
+    *,
+    keep_scale: float,
+    out: Tensor,
+    h_out: Tensor,
+) -> Tensor:
+    """Computes `swiglu_forward` into `out` [T, F], and H = drop(y) A^T of it from the same pass.
+
+    More ranks than a block takes get H from y in a pass of its own.
+
+    Args:
+        gate_up_T2F: [T, 2F], rows any distance apart.
+        a_RF: [R, F] stacked A.
+        mask: bits of y's mask, or None.
+        keep_scale: 1 / (1 - p), and whatever else the fp32 result is to be multiplied by.
+        out: with the bits of `swiglu_forward`.
+        h_out: [T, R or more], zeros after the first R columns.
+
+    Returns:
+        H, the first R columns of `h_out`.
+    """
+    rows, a_rows = rows_of(gate_up_T2F), rows_of(a_RF)
+    (num_tokens, num_features), num_ranks = out.shape, a_rows.shape[0]
+    options = rank_options(rows, num_ranks)
+    if options.pop("MANY") or out.numel() == 0 or num_ranks == 0:
+        return project(swiglu_forward(rows, out=out), a_rows, mask, keep_scale=keep_scale, out=h_out)
+    h_TR, padding = h_out.tensor_split([num_ranks], dim=1)
+    wide = options["DOT"] == tl.float32
+    tokens = power_of_2(num_tokens, SMALLEST_DOT, 32 if wide else 64)
+    features = power_of_2(num_features, SMALLEST_DOT, 32 if wide else 64)
+    blocks = ceil_div(num_tokens, tokens)
+    splits, split_length = split_count(blocks, num_features, features, rows.device)
+    target, split_stride = h_TR, 0
+    if splits > 1:
+        partial = torch.empty(splits, num_tokens, num_ranks, dtype=torch.float32, device=rows.device)
+        target, split_stride = partial[0], partial.stride(0)
+    num_padding = padding.shape[1]
+    _project_kernel[(blocks, splits)](
+        rows,
+        rows.stride(0),
+        out,
+        out.stride(0),
+        a_rows,
+        a_rows.stride(0),
+        target,
+        target.stride(0),
+        split_stride,
+        num_tokens,
+        num_features,
+        num_ranks,
+        split_length,
+        *mask_arguments(mask),
+        keep_scale,
+        padding if num_padding > 0 else None,
+        padding.stride(0),
+        num_padding,
+        MASKED=mask is not None,
+        **options,
+        TOKENS=tokens,
+        FEATURES=features,
+        PADDING=power_of_2(num_padding) if num_padding > 0 else 0,
+        num_warps=4,
+    )
+    if splits > 1:
+        sum_partials(partial, h_TR)
+    return h_TR
 
 
 def swiglu_backward(

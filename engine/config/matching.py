@@ -5,7 +5,8 @@ in the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj`). A pattern ma
 these.
 
 Short names mean the language model's modules. Those of a vision model (`vision.resampler.kv_proj`) are matched from
-their beginning on, by either name, or from the component behind `vision.`.
+their beginning on, by either name, or from the component behind `vision.`. A pattern that begins with `vision` means
+these alone, also where a layer has an expert of that name (`layers.3.attention.vision.q_proj`).
 """
 
 from __future__ import annotations
@@ -103,10 +104,11 @@ def require_matched(
 
 
 def _beginnings(name: str, *, whole: bool) -> list[int]:
-    """Returns at which components of a name a pattern may begin: all, or for `whole` names the first alone."""
+    """Returns at which components of a name a pattern may begin: of `whole` names at the first alone, of others at each
+    that is not called as a vision model is."""
     if whole:
         return [0, 1] if name.startswith(VISION) else [0]
-    return list(range(name.count(".") + 1))
+    return [start for start, part in enumerate(name.split(".")) if f"{part}." != VISION]
 
 
 def _endings(name: str, *, whole: bool) -> list[str]:

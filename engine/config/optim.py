@@ -36,6 +36,10 @@ class OptimOptions:
         warmup_steps: Steps over which the learning rate rises linearly from 0 to optim.lr.
         warmup_ratio: Warm-up as a share of all steps of the run, rounded up, instead of optim.warmup_steps.
         min_lr: Learning rate at the end of "linear" and "cosine".
+        lr_pattern: Highest learning rates that differ from optim.lr, by names of modules as in trainable, such as
+            {vision: 2e-5, lm_head: 1e-4}; adapters belong to their module, and lora_B means all of these factors. The
+            first that matches counts. Warm-up and schedule are those of optim.lr in proportion, optim.min_lr too. null
+            for none.
     """
 
     backend: Backend = "auto"
@@ -51,6 +55,7 @@ class OptimOptions:
     warmup_steps: int = 0
     warmup_ratio: float | None = None
     min_lr: float = 0.0
+    lr_pattern: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         require_choice("optim.backend", self.backend, get_args(Backend))
@@ -88,6 +93,14 @@ class OptimOptions:
             f"optim.min_lr is {self.min_lr} and optim.lr is {self.lr}, but the schedule falls from optim.lr to "
             "optim.min_lr: set optim.min_lr to optim.lr or less.",
         )
+
+        for pattern, rate in (self.lr_pattern or {}).items():
+            require(
+                isinstance(pattern, str) and bool(pattern),
+                f"optim.lr_pattern contains {pattern!r}, but names of modules are expected: put it in quotes where it "
+                "is one, or remove it.",
+            )
+            require_positive(f"optim.lr_pattern of {pattern}", rate, "use for example 2e-5")
 
     def warmup(self, total_steps: int) -> int:
         """Returns the steps of the warm-up in a run of `total_steps`."""

@@ -20,6 +20,7 @@ PATH_OPTIONS = (
     "data.tokenizer",
     "data.chat_template",
     "data.image_folder",
+    "train.sample_images",
     "checkpoint.dir",
     "checkpoint.resume",
 )

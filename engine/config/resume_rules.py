@@ -30,7 +30,7 @@ SAID: dict[str, tuple[str, ...]] = {
     ),
     "optim": (
         "lr", "betas", "eps", "weight_decay", "clip_grad_norm", "loss_scale_window", "schedule", "warmup_steps",
-        "warmup_ratio", "min_lr",
+        "warmup_ratio", "min_lr", "lr_pattern",
     ),
     "train": (
         "steps", "epochs", "global_batch_size", "last_batch", "seed", "eval_every", "eval_first", "eval_samples",
@@ -55,7 +55,7 @@ SILENT: dict[str, tuple[str, ...]] = {
     # layout; bits within one layout; steps without effect; timeouts; printed samples
     "train": (
         "micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after",
-        "sample_every", "sample_prompts", "sample_tokens", "sample_chat",
+        "sample_every", "sample_prompts", "sample_tokens", "sample_chat", "sample_images",
     ),
     # where things are kept, not what they are
     "memory": (
@@ -71,7 +71,7 @@ SILENT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The options whose change is not reported, and why, by section; * for the whole section."""
 
-_BEFORE: dict[str, Any] = {"train.last_batch": "full"}
+_BEFORE: dict[str, Any] = {"train.last_batch": "full", "optim.lr_pattern": None}
 """The behaviour of runs from before an option existed."""
 
 

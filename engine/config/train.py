@@ -43,7 +43,10 @@ class TrainOptions:
             none.
         sample_prompts: Prompts that are continued greedily as the model trains.
         sample_tokens: Maximum number of new tokens in a sample.
-        sample_chat: Render each prompt as a user's message with the tokenizer's chat template.
+        sample_chat: Render each prompt as a user's message, with the tokenizer's chat template or as the model's family
+            writes conversations.
+        sample_images: Pictures that train.sample_prompts are about, one path for each prompt and "" for none; relative
+            to data.image_folder where that is set. A prompt with a picture is a user's message.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; their changes
             are undone. The data is then read after the model, so its errors are reported later.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; set it above
@@ -71,6 +74,7 @@ class TrainOptions:
     sample_prompts: tuple[str, ...] = ()
     sample_tokens: int = 48
     sample_chat: bool = False
+    sample_images: tuple[str, ...] = ()
     synthetic_steps: int = 0
     collective_timeout: float = 600.0
     hang_report_after: float | None = None
@@ -117,6 +121,12 @@ class TrainOptions:
             bool(self.sample_every) == bool(self.sample_prompts),
             f"train.sample_every is {self.sample_every} and train.sample_prompts has {len(self.sample_prompts)} texts, "
             "but samples need both: give both, or none.",
+        )
+        require(
+            len(self.sample_images) in (0, len(self.sample_prompts)),
+            f"train.sample_images has {len(self.sample_images)} paths and train.sample_prompts has "
+            f'{len(self.sample_prompts)} texts, but each prompt has its own: give as many, with "" for a prompt '
+            "without a picture.",
         )
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
         if self.eval_samples is not None:

@@ -77,7 +77,9 @@ class AdapterSource(TensorReader):
         self.folder = Path(folder)
         self.settings = read_settings(self.folder, with_saved_modules=with_saved_modules)
         self._file = adapter_file(self.folder)
-        keys = [key for key in self._file.names() if not key.endswith(_COPY)]
+        # PEFT's all-linear finds modules, too, that nothing is computed with
+        read = [key for key in self._file.names() if not names.is_unused(key.removeprefix(KEY_PREFIX))]
+        keys = [key for key in read if not key.endswith(_COPY)]
         self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
         present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
         names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys])

@@ -19,6 +19,7 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
+from engine.choices import VISION
 from engine.conversion.import_export import ConversionReport, Proof, stored_names
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import (
@@ -241,6 +242,12 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
         raise UserError(
             "the tied embedding was trained in full beside adapters, and a PEFT folder would untie it: "
             "export with --format hf --merge."
+        )
+    bare = {f"{VISION}{root}" for root in model.names.parameters}
+    if alone := [module for module in modules if module in bare]:
+        raise UserError(
+            f"{alone[0].removeprefix(VISION)} was trained in full beside adapters, and is no module but a parameter, "
+            "which a PEFT folder cannot hold: export with --format hf --merge."
         )
     return [model.names.module_to_hf(module) for module in _outermost(modules, full, model)]
 

@@ -31,7 +31,7 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families import FAMILIES
+from engine.models.families import FAMILIES, WRAPPINGS
 
 SAME = 1e-3
 """Largest allowed difference of logits, over the largest logit, of two fp32 implementations; they differ by some
@@ -157,8 +157,8 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = read_json(folder / CONFIG)
-    family = FAMILIES[model.decoder.family]
-    if config.get("model_type") not in CONFIG_MAPPING or model.names.body != family.names.body:
+    family, is_wrapped = FAMILIES[model.decoder.family], bool(model.names.spellings)
+    if config.get("model_type") not in CONFIG_MAPPING or not (is_wrapped or model.names.body == family.names.body):
         return f"transformers has no class for model_type {config.get('model_type')!r} as a language model"
     if extra := set(model.names.fused) - set(family.fused):
         return f"transformers' {model.decoder.family} has no {sorted(extra)[0].rpartition('.')[2]}"
@@ -171,13 +171,13 @@ def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Pat
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    with_pictures = read_json(folder / CONFIG).get("model_type") in WRAPPINGS  # here only asked about text
+    auto: Any = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
     with _quiet():
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
-        )
+        model, info = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
         _refuse_misfits(folder.name, info)
         if adapter is not None:
             model = _with_adapter(model, adapter)

@@ -128,7 +128,7 @@ def build_batch(
         cross_images=None if found is None else found.cross_images,
         experts=None if found is None else found.experts,
         bidirectional=None if found is None else found.bidirectional,
-        grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid else None,
+        grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid and found.images.grids else None,
     )
 
 

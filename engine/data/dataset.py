@@ -171,6 +171,12 @@ class TokenDataset:
         if self.mismatched is not None:
             self.mismatched.read_with(family)
 
+    def most_features(self) -> int:
+        """Returns how many tokens features of pictures replace in the row where they are most."""
+        if self.vision is None or not len(self):
+            return 0
+        return int(_sum_rows(self.vision.feature_counts[self.rows.documents], self.rows.offsets).max())
+
     def __len__(self) -> int:
         """Returns the number of rows."""
         return len(self.rows)
@@ -212,9 +218,14 @@ class TokenDataset:
 
     @classmethod
     def from_documents(
-        cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], *, seq_length: int, packing: bool = False
+        cls,
+        documents: Sequence[tuple[Sequence[int], Sequence[bool]]],
+        *,
+        seq_length: int,
+        packing: bool = False,
+        vision: VisionColumns | None = None,
     ) -> TokenDataset:
-        """Returns a dataset of given documents: (token ids, targets) each."""
+        """Returns a dataset of given documents: (token ids, targets) each, and what they have beside these."""
         lengths = [len(tokens) for tokens, _ in documents]
         return cls(
             np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
@@ -222,6 +233,7 @@ class TokenDataset:
             np.cumsum([0, *lengths], dtype=np.int64),
             seq_length=seq_length,
             packing=packing,
+            vision=vision,
         )
 
     @classmethod

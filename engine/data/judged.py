@@ -7,9 +7,10 @@
 | prompt, completion, label: lists of turns          | turns                | turns that follow                   |
 | messages or conversations, label: turns            | the turns before     | the last turn, of the assistant     |
 
-`label` is true where the answer was liked and false where it was not; `kto_tag` is read as the same. Each answer comes
-with a mismatched one: its question with the answer of the previous kept record (the first takes the last).
-Mismatched answers are in rows of their own, in the same order as the answers.
+`label` is true where the answer was liked and false where it was not; `kto_tag` is read as the same. Turns may have
+pictures, questions that are texts may not. Each answer comes with a mismatched one: its question with the answer of the
+previous kept record (the first takes the last). Mismatched answers are in rows of their own, in the same order as the
+answers.
 """
 
 from __future__ import annotations
@@ -22,29 +23,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.answers import AnswerCollector, AnswerSample, ends_with_answer
-from engine.data.data_report import DatasetReport
+from engine.data.chat import Message
+from engine.data.data_report import DatasetReport, DroppedPlaces
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import (
     ChatSample,
     CompletionSample,
+    conversation_sample,
     conversation_turns,
     parse_record,
-    refuse_pictures,
     refuse_unusable,
 )
 from engine.data.record_files import Place, Record
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.columns import Extras, VisionColumns, vision_columns
 from engine.data.vision.reader import PictureReader
-from engine.data.vision.records import PictureSample, has_pictures
+from engine.data.vision.records import PictureSample
 from engine.errors import UserError
 from engine.telemetry.format import counted
 
 LABELS = ("label", "kto_tag")
 _FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": "completion"}
-
-
-_PARTS = "a turn is a list of parts, but objective.name kto takes text; give one string for each turn."
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,7 @@ def parse_judged(place: Place, record: Record) -> Judged:
     if not isinstance(record[label], bool):
         raise place.error(f"field '{label}' is {record[label]!r}, expected true or false; correct the record.")
     refuse_unusable(place, record)
-    refuse_pictures(place, record, "objective.name kto")
-    sample = _sample(place, record, found)
-    if isinstance(sample, ChatSample) and has_pictures(record, sample.messages):
-        raise place.error(_PARTS)
-    return Judged(sample, record[label])
+    return Judged(_sample(place, record, found), record[label])
 
 
 def _sample(place: Place, record: Record, found: str) -> AnswerSample:
@@ -97,14 +93,17 @@ def _sample(place: Place, record: Record, found: str) -> AnswerSample:
     if data_format == "completion" and isinstance(record["prompt"], list):
         turns = conversation_turns(place, record, "prompt") + conversation_turns(place, record, "completion")
         ends_with_answer(place, turns, "completion")
-        return ChatSample(place, turns)
+        return conversation_sample(place, record, turns)
     sample = parse_record(place, record, data_format)
-    if isinstance(sample, PictureSample):
-        raise place.error(_PARTS)
-    assert isinstance(sample, CompletionSample | ChatSample), data_format
-    if isinstance(sample, ChatSample):
-        ends_with_answer(place, sample.messages, "messages" if data_format == "messages" else "conversations")
+    assert isinstance(sample, AnswerSample), data_format
+    if not isinstance(sample, CompletionSample):
+        turns = sample.messages if isinstance(sample, ChatSample) else _roles(sample)
+        ends_with_answer(place, turns, "messages" if data_format == "messages" else "conversations")
     return sample
+
+
+def _roles(sample: PictureSample) -> tuple[Message, ...]:
+    return tuple({"role": turn.role, "content": turn.text} for turn in sample.conversation.turns)
 
 
 def build_judged(
@@ -135,6 +134,7 @@ class _Answers(AnswerCollector[Judged]):
     def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None) -> None:
         super().__init__(seq_length, overlong, pictures)
         self._whole: list[Document] = []
+        self._in_picture = DroppedPlaces()
         self._liked: list[bool] = []
         self._longest = self._truncated = self._lost = self._too_long = self._prompt_only = self._without_target = 0
 
@@ -153,6 +153,8 @@ class _Answers(AnswerCollector[Judged]):
             self._without_target += 1
         elif not document.targets[:limit].any():
             self._prompt_only += 1
+        elif document.beginning(limit) is None:
+            self._in_picture.add(document.place)
         else:
             self._truncated += length > limit
             self._lost += max(0, length - limit)
@@ -172,33 +174,47 @@ class _Answers(AnswerCollector[Judged]):
             dropped_prompt_only=self._prompt_only,
             dropped_without_target=self._without_target,
         )
+        report = self._in_picture.told(report)
         if len(self._whole) < 2:
             kept = counted(len(self._whole), "answer")
             raise UserError(report.nothing_left(names, f"{kept} to train on, and at least 2 are expected"))
-        answers = [self._cut(document.tokens, document.targets) for document in self._whole]
         before = [self._whole[-1], *self._whole[:-1]]
-        mismatched = [self._mismatched(own, other) for own, other in zip(self._whole, before, strict=True)]
-        sizes = np.array([max(len(own[0]), len(other[0])) for own, other in zip(answers, mismatched, strict=True)])
+        answers = [self._cut(document) for document in self._whole]
+        mismatched = [self._cut(_mismatched(own, other)) for own, other in zip(self._whole, before, strict=True)]
+        sizes = np.array(
+            [max(len(own.tokens), len(other.tokens)) for own, other in zip(answers, mismatched, strict=True)]
+        )
         signs = np.where(self._liked, 1.0, -1.0).astype(np.float32)
         common = {"seq_length": self._seq_length, "packing": packing, "signs": signs, "sizes": sizes.astype(np.int64)}
-        return TokenDataset(
-            *_arrays(answers), **common, mismatched=TokenDataset(*_arrays(mismatched), **common), report=report
-        )
+        beside = TokenDataset(*_arrays(mismatched), **common, vision=_columns(mismatched))
+        return TokenDataset(*_arrays(answers), **common, mismatched=beside, vision=_columns(answers), report=report)
 
-    def _cut(self, tokens: NDArray[np.int32], targets: NDArray[np.bool_]) -> _Cut:
-        return tokens[: self._seq_length], targets[: self._seq_length]
-
-    def _mismatched(self, own: Document, other: Document) -> _Cut:
-        """Returns the question of one document with the answer of another."""
-        question, answer = int(own.targets.argmax()), int(other.targets.argmax())
-        targets = np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:]))
-        return self._cut(np.concatenate((own.tokens[:question], other.tokens[answer:])), targets)
+    def _cut(self, document: Document) -> Document:
+        kept = document.beginning(self._seq_length)
+        assert kept is not None, "pictures are in questions, which are never cut"
+        return kept
 
 
-_Cut = tuple[NDArray[np.int32], NDArray[np.bool_]]
+def _mismatched(own: Document, other: Document) -> Document:
+    """Returns the question of one document, with all its pictures, as answers have none, and the answer of another."""
+    question, answer = int(own.targets.argmax()), int(other.targets.argmax())
+    mine, theirs = own.extras or Extras(), other.extras or Extras()
+    # the last position of a question predicts the answer's first token
+    odd = {at: label for at, label in (mine.odd_labels or {}).items() if at < question - 1}
+    odd |= {at + question - answer: label for at, label in (theirs.odd_labels or {}).items() if at >= answer - 1}
+    return Document(
+        own.place,
+        np.concatenate((own.tokens[:question], other.tokens[answer:])),
+        np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:])),
+        Extras(mine.pictures, odd) if mine.pictures or odd else None,
+    )
 
 
-def _arrays(documents: Sequence[_Cut]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-    lengths = [len(tokens) for tokens, _ in documents]
-    tokens, targets = zip(*documents, strict=True)
-    return np.concatenate(tokens), np.concatenate(targets), np.cumsum([0, *lengths], dtype=np.int64)
+def _columns(documents: Sequence[Document]) -> VisionColumns | None:
+    return vision_columns([document.extras for document in documents])
+
+
+def _arrays(documents: Sequence[Document]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+    tokens, targets = ([getattr(one, name) for one in documents] for name in ("tokens", "targets"))
+    ends = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+    return np.concatenate(tokens), np.concatenate(targets), ends

@@ -102,10 +102,11 @@ class InferenceStage:
         positions = coordinates.positions_T.to(self.device)
         batch = replace(
             _batch(tokens[None], positions[None], tuple(lengths)),
-            images=None if self.model.embedding is None else coordinates.images,
+            images=coordinates.images,
             cross_images=None if self.model.embedding is None else coordinates.cross_images,
             experts=coordinates.experts,
             bidirectional=coordinates.bidirectional,
+            grid_positions_3BS=coordinates.grid_positions_3BS,
         ).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)
@@ -154,7 +155,7 @@ class InferenceStage:
     def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
         """Returns [N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
         model = self.model
-        x = model.embed(batch) if model.embedding is not None else self._receive(batch.num_tokens)
+        x = model.embed(batch) if model.embedding is not None else self._receive(batch)
         context = replace(model.context(batch, self._step, training=False), cache=cache)
         x = model.run_layers(x, context)
         if model.head is None:
@@ -179,8 +180,10 @@ class InferenceStage:
             self.waits.seconds += self.now() - began
         return chosen
 
-    def _receive(self, num_tokens: int) -> Tensor:
-        x = torch.empty(num_tokens, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
+    def _receive(self, batch: Batch) -> Tensor:
+        model = self.model
+        rows = model.stream_rows(batch, model.part.first)
+        x = torch.empty(rows, model.config.hidden, dtype=model.dtype, device=self.device)
         began = self.now()
         for handle in post_async([(False, x, self.pp.rank - 1)], self.pp):
             handle.wait()

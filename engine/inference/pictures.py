@@ -13,7 +13,6 @@ from engine.batch import BidirectionalSpans, ExpertTokens, Images
 from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.row_pictures import RowPictures
-from engine.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +20,8 @@ class PromptCoordinates:
     """What the tokens of prompts, one after the other, have beside their ids; the pictures as in `engine.batch.Batch`.
 
     Args:
-        positions_T: int64, for rotary embeddings.
-        next_positions: of the token after each prompt.
+        positions_T: int64, for rotary embeddings; those in time where there are others.
+        next_positions: of the token after each prompt, in all kinds.
     """
 
     positions_T: Tensor
@@ -31,6 +30,7 @@ class PromptCoordinates:
     cross_images: Images | None = None
     experts: ExpertTokens | None = None
     bidirectional: BidirectionalSpans | None = None
+    grid_positions_3BS: Tensor | None = None
 
 
 def prompt_coordinates(
@@ -50,11 +50,6 @@ def prompt_coordinates(
         assert not any(pictures), "pictures need a family that reads them"
         positions = torch.cat([torch.arange(length) for length in lengths])
         return PromptCoordinates(positions_T=positions, next_positions=tuple(lengths))
-    if family.rotates_by_grid:
-        raise UserError(
-            "text about pictures is not generated with models whose positions are in time, height and width: use "
-            "another model."
-        )
     columns = vision_columns([Extras(tuple(own)) if own else None for own in pictures])
     rows, parts, start = RowPictures(family, columns), [], 0
     for number, length in enumerate(lengths):
@@ -62,11 +57,14 @@ def prompt_coordinates(
         parts.append(rows.add(number, number=number, start=start, length=length, labels=unlabelled))
         start += length
     found = rows.collected(start)
+    positions = torch.from_numpy(np.concatenate(parts, axis=-1))
+    by_grid = family.rotates_by_grid
     return PromptCoordinates(
-        positions_T=torch.from_numpy(np.concatenate(parts)),
+        positions_T=positions[0] if by_grid else positions,
         next_positions=tuple(int(part.max()) + 1 for part in parts),
         images=found.images,
         cross_images=found.cross_images,
         experts=found.experts,
         bidirectional=found.bidirectional,
+        grid_positions_3BS=positions[:, None] if by_grid and found.images.grids else None,
     )

@@ -6,10 +6,9 @@ Legend: T tokens, I input features, O output features of the linear, R rows of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
-
-from engine.batch import BidirectionalSpans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +93,19 @@ class InputUpdate:
     h_scale: float = 1.0
 
 
+class SeenWhole(Protocol):
+    """Spans of tokens that see all of themselves; `engine.batch.BidirectionalSpans` says what these are."""
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def earlier_N(self) -> Tensor: ...
+
+    @property
+    def offsets(self) -> Tensor: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
     """The documents of a micro-batch along its T tokens.
@@ -110,4 +122,4 @@ class Documents:
     lengths: tuple[int, ...]
     offsets: Tensor | None
     max_length: int
-    bidirectional: BidirectionalSpans | None = None
+    bidirectional: SeenWhole | None = None

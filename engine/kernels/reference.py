@@ -67,9 +67,15 @@ def swiglu_backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
     return out
 
 
-def rope_tables(positions_T: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin [T, D / 2] in fp32 for int64 positions (Su et al., arXiv 2104.09864)."""
-    angles = positions_T.to(torch.float32)[:, None] * inverse_frequencies[None, :]
+def rope_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin [T, D / 2] in fp32 for int64 positions (Su et al., arXiv 2104.09864).
+
+    Args:
+        positions: [T], or [T, D / 2] where frequencies turn by positions of their own.
+        inverse_frequencies: fp32 [D / 2].
+    """
+    positions = positions if positions.dim() == 2 else positions[:, None]
+    angles = positions.to(torch.float32) * inverse_frequencies[None, :]
     return angles.cos(), angles.sin()
 
 

@@ -2,6 +2,10 @@
 
     x[t] <- features[i]    for each token t that stands for feature row i
 
+Where a vision model has features for later layers too (DeepStack, arXiv 2406.04334), they lie below x: rows
+[k T, (k + 1) T) of what comes out are those of number k, and 0 at tokens of text. So they travel with the residual
+stream wherever it goes, and the gradient of each comes back in its place.
+
 The vision model is a `PlainModule`, whole on every tensor and context rank. The tiles of a micro-batch are dealt out to
 these ranks, contiguous and with about as many patches each; each rank encodes its own, and features are gathered once.
 Backward brings the gradient of each feature row to the rank that made it. Ranks whose tiles are none run the same
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from engine.batch import Images
@@ -29,7 +34,8 @@ from engine.layers.module import ShardedModule
 from engine.layers.plain_module import PlainModule
 from engine.ops.gradients import past_unused
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]
+"""(rows, columns) in patches, and behind that what else a vision model has to know of a tile."""
 
 
 class VisionConfig(Protocol):
@@ -44,7 +50,8 @@ class VisionConfig(Protocol):
         """The size of a tile that the family cuts most pictures into."""
 
     def build(self) -> nn.Module:
-        """Returns the model: (patches_PF, grids) -> features [K, hidden], tile after tile."""
+        """Returns the model: (patches_PF, grids) -> features [K, hidden], tile after tile; with features for later
+        layers [K, (1 + deepstack) * hidden], those side by side."""
 
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile of (rows, columns) patches."""
@@ -68,7 +75,7 @@ class _Share:
 
 def deal_out(grids: Sequence[Grid], features: Sequence[int], ranks: int) -> list[_Share]:
     """Splits tiles into contiguous runs with about as many patches each, one for each rank; some may be empty."""
-    patches = [rows * columns for rows, columns in grids]
+    patches = [grid[0] * grid[1] for grid in grids]
     total, shares = sum(patches), []
     tile = patch = feature = 0
     for rank in range(ranks):
@@ -86,13 +93,19 @@ class VisionEncoder(ShardedModule):
     Args:
         config: of the vision model.
         width: of a feature row.
+        deepstack: further features of each row, for later layers.
         build: what trains, and the ranks that tiles are dealt out to.
         recompute: whether blocks keep their inputs alone for backward.
     """
 
-    def __init__(self, config: VisionConfig, width: int, *, build: LayerContext, recompute: bool) -> None:
+    def __init__(
+        self, config: VisionConfig, width: int, *, build: LayerContext, recompute: bool, deepstack: int = 0
+    ) -> None:
         super().__init__()
-        self._config, self._width, self._layout, self._dtype = config, width, build.layout, build.dtype
+        self._config, self._layout, self._dtype = config, build.layout, build.dtype
+        self.num_levels = 1 + deepstack
+        """Of features: those that take the places of embeddings, and those for later layers."""
+        self._width = self.num_levels * width
         self.model = PlainModule(VISION, config.build, build=build, recompute=recompute)
         self._leaves = [entry.parameter for entry in self.model.trained]
 
@@ -102,6 +115,10 @@ class VisionEncoder(ShardedModule):
         Args:
             x_TH: token embeddings, [T, hidden] or this rank's [T / tp, hidden] with sequence parallelism.
             adapters: False leaves the vision model's adapters out.
+
+        Returns:
+            x_TH with the features in their places. Where there are pictures and features for later layers, these lie
+            below: [levels * T, hidden].
         """
         if not self._leaves and (images is None or not images.grids):
             return x_TH
@@ -215,28 +232,31 @@ class _PlaceFeatures(torch.autograd.Function):
         shares = encoder.shares(images)
         with torch.set_grad_enabled(any(ctx.needs_input_grad[4:])):
             own = encoder.encode(images, encoder.own(shares), adapters=adapters)
-        features_KH = encoder.gather(own.detach(), shares)
+        features_KW = encoder.gather(own.detach(), shares)
         index_T = encoder.feature_of_token(images, x_TH.shape[0])
-        is_text_T1 = (index_T == features_KH.shape[0])[:, None]
-        rows_TH = torch.cat([features_KH, features_KH.new_zeros(1, features_KH.shape[1])])[index_T]
+        is_text_T1 = (index_T == features_KW.shape[0])[:, None]
+        padded_KW = torch.cat([features_KW, features_KW.new_zeros(1, features_KW.shape[1])])
+        y_LTH = rearrange(padded_KW, "k (l h) -> l k h", l=encoder.num_levels).index_select(1, index_T)
+        torch.where(is_text_T1, x_TH, y_LTH[0], out=y_LTH[0])
         ctx.save_for_backward(index_T, is_text_T1)
         ctx.features, ctx.shares = own, shares
-        return torch.where(is_text_T1, x_TH, rows_TH)
+        return y_LTH.flatten(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         encoder: VisionEncoder = ctx.encoder
         nothing = (None,) * (3 + ctx.num_leaves)
         if ctx.shares is None:
             encoder.add_gradients(None, None)
-            return dy_TH, *nothing
+            return dy, *nothing
         index_T, is_text_T1 = ctx.saved_tensors
+        dy_LTH = dy.unflatten(0, (encoder.num_levels, -1))
         if ctx.num_leaves:
             total = ctx.shares[-1].features.stop
             # every feature row has one place; what other tokens give goes to a row that nobody reads
-            gradient_KH = dy_TH.new_zeros(total + 1, dy_TH.shape[1])
-            gradient_KH[index_T] = dy_TH
-            gradient_KH = encoder.complete(gradient_KH[:total])
-            encoder.add_gradients(ctx.features, gradient_KH[encoder.own(ctx.shares).features])
+            gradient_KLH = dy.new_zeros(total + 1, encoder.num_levels, dy.shape[1])
+            gradient_KLH[index_T] = rearrange(dy_LTH, "l t h -> t l h")
+            gradient_KW = encoder.complete(gradient_KLH[:total].flatten(1))
+            encoder.add_gradients(ctx.features, gradient_KW[encoder.own(ctx.shares).features])
             ctx.features = None
-        return (dy_TH * is_text_T1 if ctx.needs_input_grad[0] else None), *nothing
+        return (dy_LTH[0] * is_text_T1 if ctx.needs_input_grad[0] else None), *nothing

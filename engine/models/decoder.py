@@ -306,6 +306,7 @@ class Decoder(nn.Module):
             _frequencies(rope, config.rotary_dim or config.head_dim).to("cpu" if device.type == "meta" else device)
             for rope in config.ropes
         )
+        self._rope_axes = torch.tensor(config.rope_axes, dtype=torch.int64).to(device) if config.rope_axes else None
 
     def _build(
         self, build: LayerContext, memory: MemoryPlan, embedding_weight: ShardEntry | None
@@ -323,7 +324,9 @@ class Decoder(nn.Module):
             yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
         if self.part.embedding and config.vision is not None:
             recompute = memory.level(0) in ("attention", "full")
-            self.vision = VisionEncoder(config.vision, config.hidden, build=build, recompute=recompute)
+            self.vision = VisionEncoder(
+                config.vision, config.hidden, build=build, recompute=recompute, deepstack=config.deepstack
+            )
             yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
         if config.cross_attention is not None:
             self.cross_vision = self._build_cross_vision(config.cross_attention, build, memory)
@@ -393,7 +396,7 @@ class Decoder(nn.Module):
                 f"{tp.size}, or parallel.sequence false."
             )
         self._check_row_length(batch.row_length * self.layout.cp.size)
-        cos, sin = self._rope_tables(batch.positions_BS.flatten())
+        cos, sin = self._rope_tables(batch)
         token_index = batch.token_index_BS.flatten()
         return TokenContext(
             num_rows=batch.num_rows,
@@ -421,11 +424,16 @@ class Decoder(nn.Module):
                 f"sequences of more than {limit}, which is not supported: use a data.seq_length of {limit} or less."
             )
 
-    def _rope_tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
         tables = []
         for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
-            pair = rope_tables(positions_T, frequencies)
+            positions = batch.positions_BS.flatten()
+            if rope.axes and batch.grid_positions_3BS is not None:
+                assert self._rope_axes is not None
+                # in this order the tables are dense, as kernels take them
+                positions = batch.grid_positions_3BS.flatten(1).T.index_select(1, self._rope_axes)
+            pair = rope_tables(positions, frequencies)
             if rope.scaling is not None and rope.scaling.table_scale != 1.0:
                 pair = (pair[0].mul_(rope.scaling.table_scale), pair[1].mul_(rope.scaling.table_scale))
             tables.append(pair)
@@ -435,7 +443,8 @@ class Decoder(nn.Module):
         return torch.cat(cos), torch.cat(sin)
 
     def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
-        """Returns the residual stream that enters the first layer. Embeddings that are handed in are it already."""
+        """Returns the residual stream that enters the first layer, and below it features for later layers, see
+        engine.layers.vision. Embeddings that are handed in are the stream already."""
         if batch.embeddings_TH is not None:
             x = batch.embeddings_TH
             return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
@@ -464,15 +473,33 @@ class Decoder(nn.Module):
     def _num_units_before_layers(self) -> int:
         return int(self.part.embedding) + int(self.vision is not None) + int(self.cross_vision is not None)
 
+    def stream_rows(self, batch: Batch, layer: int) -> int:
+        """Returns the rows of what enters a layer on this rank, or leaves the one before it: the residual stream, and
+        features for that layer and later ones."""
+        tokens = batch.num_tokens // (self.layout.tp.size if self.layout.splits_tokens else 1)
+        if batch.images is None or not batch.images.grids:
+            return tokens
+        return tokens * (1 + max(0, self.config.deepstack - layer))
+
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
-        """Runs this part's layers."""
+        """Runs this part's layers.
+
+        Args:
+            x: the residual stream, [T, hidden] (or [T / tp, hidden]), and below it features for these layers and later
+                ones, one for each; see engine.layers.vision. Those for later ones leave with the stream.
+        """
+        tokens, features = context.local_token_index.shape[0], list[Tensor]()
+        if x.shape[0] > tokens:
+            x, *features = x.split(tokens)
         saved = self.saved.layers(len(self.layers), context, self._resident)
         first = self._num_units_before_layers
         units = self._units[first : first + len(self.layers)]
         for layer, unit, kept in zip(self.layers, units, saved, strict=True):
             with kept:
                 x = unit.run(partial(layer, context=context), x)
-        return x
+            if features:
+                x = x + features.pop(0)
+        return torch.cat([x, *features]) if features else x
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns [T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""

@@ -41,10 +41,13 @@ class Rope:
     Args:
         theta: base of the wavelengths; None turns nothing.
         scaling: of its frequencies.
+        axes: the kind of position that each pair of features is turned by: 0 in time, 1 in height, 2 in width; empty
+            where positions are of one kind.
     """
 
     theta: float | None
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +108,7 @@ class DecoderConfig:
         num_layers, num_heads, num_kv_heads, head_dim, vocab_size: counts; head_dim need not be hidden / num_heads.
         norm_eps: epsilon of every RMSNorm.
         rope_theta, rope_scaling: rotary embedding base and optional scaling.
+        rope_axes: of that embedding, for a model that rotates tokens of pictures by time, height and width; see `Rope`.
         tied_embeddings: lm_head shares the embedding's matrix.
         qkv_bias, out_bias, mlp_bias: whether q/k/v, o, and the MLP's linears have biases.
         qk_norm: RMSNorm on queries and keys before rotation.
@@ -129,6 +133,8 @@ class DecoderConfig:
         routed: the mixture of experts of most layers; None for MLPs alone.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
         bidirectional_pictures: in attention the tokens of a picture see the whole picture.
+        deepstack: further features of each such token, which are added to the residual stream, those of index i behind
+            layer i (DeepStack, arXiv 2406.04334).
     """
 
     family: str
@@ -142,6 +148,7 @@ class DecoderConfig:
     norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None = None
+    rope_axes: tuple[int, ...] = ()
     tied_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -168,6 +175,7 @@ class DecoderConfig:
     routed: RoutedSizes | None = None
     vision: VisionConfig | None = None
     bidirectional_pictures: bool = False
+    deepstack: int = 0
 
     @property
     def context_length(self) -> int:
@@ -181,7 +189,7 @@ class DecoderConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings, the main one first."""
-        main = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+        main = Rope(theta=self.rope_theta, scaling=self.rope_scaling, axes=self.rope_axes)
         return (main,) if self.second_rope is None else (main, self.second_rope)
 
     def layer_kind(self, index: int) -> LayerKind:

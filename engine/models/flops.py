@@ -1,7 +1,7 @@
 """The floating-point operations of a step: those of the model, not of how it is computed.
 
 Recomputation and padding do not count. A product of [n, k] and [k, m] takes 2 n k m. Causal attention takes half of the
-scores; a row counts as one document. Norms, rotation and the loss are left out.
+scores; a row counts as one document. Norms, rotation, the loss and a vision model are left out.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from engine.choices import VISION
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.kernels.philox import uniform_rows
 from engine.layers.context import LORA_LEAVES
@@ -27,20 +29,24 @@ def site_of(name: str) -> int:
 
 
 def _fill(tensor: Tensor, spec: ShardSpec, draw: Callable[[Tensor, int], Tensor]) -> None:
-    """Fills a rank's part of a matrix from `draw(global rows, global columns) -> [rows, columns]`."""
-    num_columns = spec.global_shape[1]
-    row_runs, column_runs = spec.runs(0), spec.runs(1)
+    """Fills a rank's part of a matrix from `draw(global rows, global columns) -> [rows, columns]`.
+
+    What a tensor has behind its first dimension, as kernels of convolutions have, counts as columns.
+    """
+    rest = spec.global_shape[1:]
+    num_columns = math.prod(rest)
+    row_runs, boxes = spec.runs(0), list(product(*(spec.runs(dim) for dim in range(1, len(rest) + 1))))
     height = max(1, _CHUNK // num_columns)
     for run in row_runs:
         for start in range(0, run.length, height):
             count = min(height, run.length - start)
             first = run.global_offset + start
             rows = torch.arange(first, first + count, dtype=torch.int64, device=tensor.device)
-            values = draw(rows, num_columns)
+            values = draw(rows, num_columns).unflatten(1, rest)
             local = tensor[run.local_offset + start : run.local_offset + start + count]
-            for columns in column_runs:
-                source = values[:, columns.global_offset : columns.global_offset + columns.length]
-                local[:, columns.local_offset : columns.local_offset + columns.length] = source
+            for box in boxes:
+                source = values[:, *(slice(one.global_offset, one.global_offset + one.length) for one in box)]
+                local[:, *(slice(one.local_offset, one.local_offset + one.length) for one in box)] = source
 
 
 def fill_uniform(shard: NamedShard, bound: float, seed: int) -> None:
@@ -86,7 +92,10 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
 
 
 def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0) -> None:
-    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases zero."""
+    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases zero.
+
+    The norms of a vision model multiply by their weights alone, whatever its language model's do: theirs are 1.
+    """
     for shard in shards:
         leaf = shard.name.rpartition(".")[2]
         if leaf in LORA_LEAVES:
@@ -94,7 +103,7 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
         if leaf == "bias":
             shard.tensor.zero_()
         elif len(shard.spec.global_shape) == 1:
-            shard.tensor.fill_(norm)
+            shard.tensor.fill_(1.0 if shard.name.startswith(VISION) else norm)
         else:
             fill_normal(shard, std, seed)
 

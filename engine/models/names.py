@@ -139,6 +139,7 @@ class NameMap:
             parts'.
         vision: first component below `vision.` of a vision model's names -> its full name in the checkpoint.
         unused: names, with the wildcards of a shell, of tensors that a checkpoint has and nothing is computed with.
+        parameters: of `vision`, those that are no modules in the checkpoint but parameters; here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
     """
 
@@ -150,6 +151,7 @@ class NameMap:
     vision: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     spellings: tuple[Spelling, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -220,6 +222,8 @@ class NameMap:
         """Returns the place of the logical tensor `name`."""
         module, _, leaf = name.rpartition(".")
         hf_name = f"{self.module_to_hf(module)}.{leaf}"
+        if module.startswith(VISION) and module.removeprefix(VISION) in self.parameters:
+            hf_name = self.module_to_hf(module)
         match = _LAYER.match(module)
         part = self._place(match[2]) if match else None
         return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, FusedPart) else HfLocation(hf_name)

@@ -76,13 +76,21 @@ def fused_adam() -> type[Optimizer]:
 def with_apex_norms(kernels: Kernels) -> Kernels:
     """Returns `kernels` with RMSNorm by apex, for tensors on a GPU; named "apex".
 
-    Norms of query and key heads stay what they are where they are one kernel with the rotation.
+    Norms of query and key heads stay what they are where they are one kernel with the rotation. What makes a norm's
+    output on its way to something else is left out: it would round otherwise than apex does.
 
     Raises:
         UserError: apex's norms cannot be used here.
     """
     norm = FusedRMSNorm(extension=_require("FusedRMSNorm"), apply_update=kernels.apply_update)
-    return replace(kernels, name="apex", norm_forward=norm.forward, norm_backward=norm.backward, row_codes=None)
+    return replace(
+        kernels,
+        name="apex",
+        norm_forward=norm.forward,
+        norm_backward=norm.backward,
+        row_codes=None,
+        norm_a_gradient=None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,14 @@ class LinearInput(Protocol):
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         """Makes x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
 
+    def fuses_h(self, kernels: Kernels) -> bool:
+        """Returns whether `make_and_project` takes less than `make` and H after it."""
+
+    def make_and_project(
+        self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
+    ) -> Tensor:
+        """Makes x as in forward, and writes H and padding into `h_out`; only where it `fuses_h`."""
+
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         """Makes x as in forward, and quantises it by row where the backend does that in the same pass."""
 
@@ -69,9 +77,17 @@ class LinearInput(Protocol):
 
 
 class _MadeFirst:
-    """An input that is recomputed before dA."""
+    """An input that is made before H, and recomputed before dA."""
 
     __slots__ = ()
+
+    def fuses_h(self, kernels: Kernels) -> bool:
+        return False
+
+    def make_and_project(
+        self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
+    ) -> Tensor:
+        raise AssertionError("H is made from x")
 
     def computes_da_from_u(self, kernels: Kernels) -> bool:
         return False
@@ -199,6 +215,17 @@ class SwiGLUInput(_MadeFirst):
         kernels.swiglu_forward(u, x)
         return x, None
 
+    def fuses_h(self, kernels: Kernels) -> bool:
+        return kernels.swiglu_project is not None
+
+    def make_and_project(
+        self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
+    ) -> Tensor:
+        assert kernels.swiglu_project is not None
+        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        kernels.swiglu_project(u, x, low_rank.a_RI, mask, low_rank.scale_of(mask), low_rank.adapters, h_out)
+        return x
+
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         if kernels.row_codes is None:
             return *self.make(u, None, kernels), None
@@ -310,6 +337,15 @@ class KeptInput(_MadeFirst):
         if self._making:
             self._x = x
         return x, statistics
+
+    def fuses_h(self, kernels: Kernels) -> bool:
+        return self._source.fuses_h(kernels)
+
+    def make_and_project(
+        self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
+    ) -> Tensor:
+        self._x = self._source.make_and_project(u, out, mask, low_rank, kernels, h_out)
+        return self._x
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         x, statistics, codes = self._source.make_rows(u, kernels)

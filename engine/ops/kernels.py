@@ -131,6 +131,21 @@ class NormAGradient(Protocol):
     ) -> None: ...
 
 
+class SwiGLUProject(Protocol):
+    """SwiGLU's forward into `out` [T, F], and `Project` of that into `h_out`, from one read of [gate | up]."""
+
+    def __call__(
+        self,
+        gate_up: Tensor,
+        out: Tensor,
+        a_RI: Tensor,
+        mask: Tensor | None,
+        keep_scale: float,
+        adapters: Sequence[AdapterPlace],
+        h_out: Tensor,
+    ) -> None: ...
+
+
 class SwiGLUBackward(Protocol):
     """[dgate | dup], for a gradient dy that still lacks `update`. Writes forward's output again to `y` if given."""
 
@@ -273,6 +288,7 @@ class Kernels:
         adapted: a linear and its adapters as one product each way; None where there is nothing better than `project`,
             `product` and so on, one after the other.
         norm_a_gradient: dA from a norm's own input; None where the norm has to be recomputed for it.
+        swiglu_project: SwiGLU's forward and H of the adapters on its output in one pass; None where they are two.
         swiglu_backward_adapted: SwiGLU's backward and dA of the adapters on its output in one pass; None where they are
             two, with the output written between them.
         loss: statistics and gradient of a shard of the vocabulary; see engine.kernels.linear_cross_entropy.
@@ -304,6 +320,7 @@ class Kernels:
     fold_multiple: int = FOLD_MULTIPLE
     adapted: AdaptedProducts | None = None
     norm_a_gradient: NormAGradient | None = None
+    swiglu_project: SwiGLUProject | None = None
     swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None
 
 

@@ -107,13 +107,16 @@ class Separate:
     def inputs(
         self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
     ) -> Inputs:
-        kernels, codes = operands.kernels, None
+        kernels, low_rank = operands.kernels, operands.low_rank
         if operands.encoded is not None and operands.encoded.by_row:
             x, statistics, codes = source.make_rows(u, kernels)
             codes = codes if codes is not None else operands.encoded.rows(x)
-        else:
-            x, statistics = source.make(u, None, kernels)
-        return Inputs(x if codes is None else codes, self._projection(operands, x, mask), statistics)
+            return Inputs(codes, self._projection(operands, x, mask), statistics)
+        if low_rank is not None and source.fuses_h(kernels):
+            h = u.new_empty(u.shape[0], low_rank.rank)
+            return Inputs(source.make_and_project(u, None, mask, low_rank, kernels, h), h, None)
+        x, statistics = source.make(u, None, kernels)
+        return Inputs(x, self._projection(operands, x, mask), statistics)
 
     def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         y = operands.base_product(made.x, folded=False)
@@ -158,9 +161,12 @@ class Folded:
         low_rank, features = operands.low_rank, operands.in_features
         assert low_rank is not None
         buffer = u.new_empty(u.shape[0], operands.extended_OE.shape[1])
-        x, statistics = source.make(u, buffer[:, :features], operands.kernels)
-        h = project(x, mask, low_rank, operands.kernels, buffer[:, features:])
-        return Inputs(buffer, h, statistics)
+        x, beside = buffer.tensor_split([features], dim=1)
+        if source.fuses_h(operands.kernels):
+            source.make_and_project(u, x, mask, low_rank, operands.kernels, beside)
+            return Inputs(buffer, beside[:, : low_rank.rank], None)
+        _, statistics = source.make(u, x, operands.kernels)
+        return Inputs(buffer, project(x, mask, low_rank, operands.kernels, beside), statistics)
 
     def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert made.h is not None

@@ -61,20 +61,50 @@ def _swiglu_backward_adapted(
     return swiglu.swiglu_backward_adapted(dy, gate_up, dh_TR, mask, sections, keep_scale=scale, update=update)
 
 
+def _split_scale(adapters: Sequence[AdapterPlace]) -> tuple[float, Sequence[AdapterPlace]]:
+    """Returns the factor that a kernel multiplies H by, and the adapters whose scale is still missing then."""
+    scales = {adapter.scale for adapter in adapters}
+    return (scales.pop(), ()) if len(scales) == 1 else (1.0, adapters)
+
+
 def _project(
     x: Tensor, a_RI: Tensor, mask: Tensor | None, keep_scale: float, adapters: Sequence[AdapterPlace], out: Tensor
 ) -> None:
-    scales = {adapter.scale for adapter in adapters}
-    if len(scales) == 1:
-        lora.project(x, a_RI, mask, keep_scale=keep_scale * scales.pop(), out=out)
-    else:
-        scale_projection(lora.project(x, a_RI, mask, keep_scale=keep_scale, out=out), adapters)
+    common, own = _split_scale(adapters)
+    h_TR = lora.project(x, a_RI, mask, keep_scale=keep_scale * common, out=out)
+    scale_projection(h_TR, own)
+
+
+def _swiglu_project(
+    gate_up: Tensor,
+    out: Tensor,
+    a_RI: Tensor,
+    mask: Tensor | None,
+    keep_scale: float,
+    adapters: Sequence[AdapterPlace],
+    h_out: Tensor,
+) -> None:
+    common, own = _split_scale(adapters)
+    h_TR = swiglu.swiglu_project(gate_up, a_RI, mask, keep_scale=keep_scale * common, out=out, h_out=h_out)
+    scale_projection(h_TR, own)
 
 
 def _a_gradient(
     dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]
 ) -> None:
     lora.a_gradients(dh_TR, x, mask, sections, keep_scale=scale)
+
+
+def _norm_a_gradient(
+    dh_TR: Tensor,
+    u: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sections: Sequence[AdapterSection],
+) -> None:
+    lora.a_gradients(dh_TR, u, mask, sections, keep_scale=scale, norm=(rstd, weight))
 
 
 def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
@@ -151,6 +181,8 @@ TRITON = Kernels(
     split_rotate_backward=_split_rotate_backward,
     head_norms=HeadNormKernels(forward=_norm_rope_split, backward=_norm_rope_merge),
     row_codes=RowCodeKernels(norm=rmsnorm.rmsnorm_forward_codes, swiglu=swiglu.swiglu_forward_codes),
+    norm_a_gradient=_norm_a_gradient,
+    swiglu_project=_swiglu_project,
     swiglu_backward_adapted=_swiglu_backward_adapted,
     # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
     # engine.ops.attention.varlen in its place

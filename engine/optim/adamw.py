@@ -53,6 +53,10 @@ class FlatAdamW:
         self.step_count = torch.zeros((), dtype=torch.float32, device=device)
         """Updates applied so far: AdamW's t."""
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self._scaled = {
+            factor: torch.zeros_like(self.lr)
+            for factor in sorted({region.lr_factor for region in flat.regions} - {1.0})
+        }
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
         """1 where the last step was skipped: its gradient or loss was not finite, or above its limit."""
         self.norm_limit = torch.full_like(self.lr, torch.finfo(torch.float32).max)
@@ -67,7 +71,7 @@ class FlatAdamW:
             flat=flat,
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
-            lr=self.lr,
+            rates={1.0: self.lr, **self._scaled},
             step_count=self.step_count,
             clip=self._clip_factor,
             skip=self.skip,
@@ -85,13 +89,16 @@ class FlatAdamW:
         """Updates once from the summed gradient, and zeroes it for the next step.
 
         Args:
-            lr: learning rate of this step; a number, or a 0-dim tensor on the device.
+            lr: learning rate of this step, of parameters with a factor of their own times that; a number, or a 0-dim
+                tensor on the device.
             loss: 0-dim fp32, equal on all ranks; None where it does not decide whether the step is skipped.
 
         Returns:
             0-dim fp32 gradient norm before clipping, without the loss scale.
         """
         self.lr.fill_(lr)
+        for factor, rate in self._scaled.items():
+            torch.mul(self.lr, factor, out=rate)
         if self.flat.sharding.weights is not None:
             self.flat.sharding.weights.reshard()
         norm = gradient_norm(self.flat, self._mesh, self._backend.square_sum)

@@ -9,7 +9,7 @@ tensors; no backend waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +49,7 @@ class AdamWState:
         flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` is what is
             updated: all of it, this rank's own part, or a piece of that.
         exp_avg, exp_avg_sq: fp32 moments, flat like the masters.
-        lr: fp32 0-dim learning rate.
+        rates: fp32 0-dim learning rate of each factor that spans have.
         step_count: fp32 0-dim count of updates before this one; not changed by the update.
         clip: fp32 0-dim factor of the gradient; None where nothing is clipped.
         skip: fp32 0-dim; where it is 1, weights and moments stay as they are.
@@ -59,7 +59,7 @@ class AdamWState:
     flat: Buffers
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    lr: Tensor
+    rates: Mapping[float, Tensor]
     step_count: Tensor
     clip: Tensor | None
     skip: Tensor
@@ -69,6 +69,14 @@ class AdamWState:
 
     def decay(self, decays: bool) -> float:
         return self.weight_decay if decays else 0.0
+
+    def groups(self) -> Iterator[tuple[float, Tensor, list[Span]]]:
+        """Yields weight decay and learning rate of spans that have both in common, and these spans."""
+        groups: dict[tuple[bool, float], list[Span]] = {}
+        for span in self.flat.spans:
+            groups.setdefault((not span.decays, span.lr_factor), []).append(span)
+        for (no_decay, factor), spans in sorted(groups.items(), key=lambda item: item[0]):
+            yield self.decay(not no_decay), self.rates[factor], spans
 
 
 class Update(Protocol):
@@ -97,20 +105,18 @@ class TorchUpdate:
 
     def __init__(self, state: AdamWState) -> None:
         self._state = state
-        self._groups: list[tuple[float, list[list[Tensor]]]] = []
-        for decays in (True, False):
-            spans = [span for span in state.flat.spans if span.decays == decays]
-            if spans:
-                masters, exp_avgs, exp_avg_sqs = (
-                    [buffer[span.start : span.stop] for span in spans]
-                    for buffer in (state.flat.master, state.exp_avg, state.exp_avg_sq)
-                )
-                gradients = [span.gradient for span in spans]
-                self._groups.append((state.decay(decays), [masters, gradients, exp_avgs, exp_avg_sqs]))
+        self._groups: list[tuple[float, Tensor, list[list[Tensor]]]] = []
+        for decay, rate, spans in state.groups():
+            masters, exp_avgs, exp_avg_sqs = (
+                [buffer[span.start : span.stop] for span in spans]
+                for buffer in (state.flat.master, state.exp_avg, state.exp_avg_sq)
+            )
+            gradients = [span.gradient for span in spans]
+            self._groups.append((decay, rate, [masters, gradients, exp_avgs, exp_avg_sqs]))
 
     def __call__(self) -> None:
         state = self._state
-        for decay, (parameters, gradients, exp_avgs, exp_avg_sqs) in self._groups:
+        for decay, rate, (parameters, gradients, exp_avgs, exp_avg_sqs) in self._groups:
             if state.clip is not None:
                 torch._foreach_mul_(gradients, state.clip)
             adamw(
@@ -126,7 +132,7 @@ class TorchUpdate:
                 amsgrad=False,
                 beta1=state.betas[0],
                 beta2=state.betas[1],
-                lr=state.lr,
+                lr=rate,
                 weight_decay=decay,
                 eps=state.eps,
                 maximize=False,
@@ -144,6 +150,7 @@ class _Span:
     stop: int
     gradient: Tensor
     decay: float
+    rate: Tensor
     published: Tensor | None = None
 
 
@@ -162,8 +169,15 @@ class NativeUpdate:
         self._publish: Callable[[], None] = state.flat.publish_async
         if state.flat.is_sharded:
             for span in state.flat.spans:
-                decay = state.decay(span.decays)
-                self._spans.append(_Span(start=span.start, stop=span.stop, gradient=span.gradient, decay=decay))
+                self._spans.append(
+                    _Span(
+                        start=span.start,
+                        stop=span.stop,
+                        gradient=span.gradient,
+                        decay=state.decay(span.decays),
+                        rate=state.rates[span.lr_factor],
+                    )
+                )
             return
         flat = state.flat
         assert isinstance(flat, FlatParameters)
@@ -178,8 +192,16 @@ class NativeUpdate:
 
         def add(stop: int, published: Tensor | None = None) -> None:
             if start < stop:
-                decay, gradient = self._state.decay(region.decays), flat.gradient[start:stop]
-                self._spans.append(_Span(start=start, stop=stop, gradient=gradient, decay=decay, published=published))
+                self._spans.append(
+                    _Span(
+                        start=start,
+                        stop=stop,
+                        gradient=flat.gradient[start:stop],
+                        decay=self._state.decay(region.decays),
+                        rate=self._state.rates[region.lr_factor],
+                        published=published,
+                    )
+                )
 
         for slot in region.slots:
             parameter = flat.target(slot)
@@ -204,7 +226,7 @@ class NativeUpdate:
                 span.gradient,
                 state.exp_avg[here],
                 state.exp_avg_sq[here],
-                lr=state.lr,
+                lr=span.rate,
                 step_count=state.step_count,
                 betas=state.betas,
                 eps=state.eps,
@@ -234,7 +256,7 @@ class _ClipAndSkip:
 
     def _get_scale_async(self) -> Tensor:
         # the gradient is divided by it; in fp64 the factor comes back without a second rounding
-        clip = torch.ones_like(self._state.lr) if self._state.clip is None else self._state.clip
+        clip = torch.ones_like(self._state.step_count) if self._state.clip is None else self._state.clip
         return clip.double().reciprocal()
 
 
@@ -244,21 +266,19 @@ class ApexUpdate:
     def __init__(self, state: AdamWState) -> None:
         self._state = state
         self._scaler = _ClipAndSkip(state)
-        groups = []
+        groups, rates = [], []
         moments: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for decays in (True, False):
+        for decay, rate, spans in state.groups():
             parameters = []
-            for span in state.flat.spans:
-                if span.decays != decays:
-                    continue
+            for span in spans:
                 for start in range(span.start, span.stop, _LARGEST_PIECE):
                     here = slice(start, min(start + _LARGEST_PIECE, span.stop))
                     parameter = nn.Parameter(state.flat.master[here], requires_grad=False)
                     parameter.grad = span.gradient[here.start - span.start : here.stop - span.start]
                     moments[parameter] = {"exp_avg": state.exp_avg[here], "exp_avg_sq": state.exp_avg_sq[here]}
                     parameters.append(parameter)
-            if parameters:
-                groups.append({"params": parameters, "weight_decay": state.decay(decays)})
+            groups.append({"params": parameters, "weight_decay": decay})
+            rates.append(rate)
         self._optimizer = fused_adam()(
             groups,
             lr=0.0,
@@ -272,8 +292,8 @@ class ApexUpdate:
         )
         for parameter, held in moments.items():
             self._optimizer.state[parameter] = held
-        for group in self._optimizer.param_groups:
-            group["lr"] = state.lr
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
             group["step"] = torch.zeros(1, dtype=torch.int32, device=state.step_count.device)
 
     def __call__(self) -> None:

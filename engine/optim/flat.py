@@ -1,14 +1,14 @@
 """Trainable parameters as flat fp32 buffers: gradients, master weights, and where each parameter lies in them.
 
 What parameters differ in (the ranks that a gradient is still summed over, the rank that counts it in the norm, weight
-decay) is one operation on one slice; `engine.optim.flat_layout` says where everything lies. With a `Sharding` the
-masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the masters are kept
-there; the gradient never is.
+decay, learning rate) is one operation on one slice; `engine.optim.flat_layout` says where everything lies. With a
+`Sharding` the masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the masters
+are kept there; the gradient never is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,16 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.host_copies import HostMemory
 from engine.layers.module import ShardEntry
-from engine.optim.flat_layout import ALIGNMENT, OwnedRange, Region, Slot, owned_ranges, plan_buckets, plan_regions
+from engine.optim.flat_layout import (
+    ALIGNMENT,
+    OwnedRange,
+    Region,
+    Slot,
+    owned_ranges,
+    plan_buckets,
+    plan_regions,
+    same_rate,
+)
 from engine.optim.publish import AllGatherPublish, AllToAllPublish, CopyPublish, Publish, target
 from engine.optim.state_sharding import Sharding
 
@@ -34,6 +43,7 @@ class Span:
         gradient: the summed gradient of the range; a view that stays valid.
         owner: whether this rank counts it in the gradient norm.
         decays: whether weight decay applies.
+        lr_factor: the range's learning rate as a multiple of the optimizer's.
     """
 
     start: int
@@ -41,6 +51,7 @@ class Span:
     gradient: Tensor
     owner: bool
     decays: bool
+    lr_factor: float = 1.0
 
 
 class FlatParameters:
@@ -53,6 +64,7 @@ class FlatParameters:
         device: of the buffers.
         sharding: which of them are sharded, and over which ranks; None for nothing.
         host: the host memory that keeps masters and optimizer states between updates; None keeps them on the device.
+        lr_factor: name of a parameter -> its learning rate as a multiple of the optimizer's.
     """
 
     def __init__(
@@ -62,11 +74,14 @@ class FlatParameters:
         *,
         sharding: Sharding | None = None,
         host: HostMemory | None = None,
+        lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
         self.sharding, self.host = sharding or Sharding(), host
         size = self.sharding.size
         trainable = [entry for entry in entries if entry.sink is not None]
-        self.regions = plan_regions(trainable, size=size, bucket_elements=self.sharding.bucket_elements)
+        self.regions = plan_regions(
+            trainable, size=size, bucket_elements=self.sharding.bucket_elements, lr_factor=lr_factor
+        )
         buckets = plan_buckets(self.regions, self.sharding.bucket_elements) if size > 1 else []
         self._runs: list[OwnedRange] = owned_ranges(buckets, rank=self.sharding.rank, size=size)
         total = self.regions[-1].stop if self.regions else 0
@@ -128,16 +143,25 @@ class FlatParameters:
         size, rank = self.sharding.size, self.sharding.rank
         for region in self.regions:
             own = slice(region.start // size, region.stop // size)
-            kind = {"owner": region.owner, "decays": region.decays}
+
+            def span(own: slice, gradient: Tensor, region: Region = region) -> Span:
+                return Span(
+                    start=own.start,
+                    stop=own.stop,
+                    gradient=gradient,
+                    owner=region.owner,
+                    decays=region.decays,
+                    lr_factor=region.lr_factor,
+                )
+
             if size == 1 or self.sharding.shards_gradients:
-                yield Span(start=own.start, stop=own.stop, gradient=self.gradient[own], **kind)
+                yield span(own, self.gradient[own])
                 continue
             for bucket in self.buckets:  # own parts lie apart in a gradient that is whole
                 if region.start <= bucket.start < region.stop:
                     own = bucket.own(size)
                     begin = bucket.start + rank * (own.stop - own.start)
-                    gradient = self.gradient[begin : begin + own.stop - own.start]
-                    yield Span(start=own.start, stop=own.stop, gradient=gradient, **kind)
+                    yield span(own, self.gradient[begin : begin + own.stop - own.start])
 
     def _start_from_parameters(self) -> None:
         if not self.is_sharded:

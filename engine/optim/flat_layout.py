@@ -8,9 +8,10 @@ because every bucket divides evenly, an offset p where a bucket or a region begi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class Region:
         grad_reduce: groups over which the gradients are still partial sums.
         owner: whether this rank counts them in the gradient norm.
         decays: whether weight decay applies; see `decays`.
+        lr_factor: their learning rate as a multiple of the optimizer's.
     """
 
     start: int
@@ -50,6 +52,7 @@ class Region:
     grad_reduce: tuple[str, ...]
     owner: bool
     decays: bool
+    lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +87,32 @@ def decays(entry: ShardEntry) -> bool:
     return len(entry.spec.global_shape) > 1 or entry.name.endswith(".lora_magnitude")
 
 
-def _region_key(entry: ShardEntry) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """Returns a key that is equal on all ranks for the same parameter; ownership follows from what is replicated."""
-    return entry.spec.grad_reduce, entry.spec.replicated, not decays(entry)
+class _Kind(NamedTuple):
+    """What the parameters of a region have in common, equal on all ranks; ownership follows from what is
+    replicated."""
+
+    grad_reduce: tuple[str, ...]
+    replicated: tuple[str, ...]
+    no_decay: bool
+    lr_factor: float
+
+
+def same_rate(name: str) -> float:
+    """The factor of every learning rate where all parameters have the optimizer's."""
+    return 1.0
 
 
 def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def plan_regions(entries: Sequence[ShardEntry], *, size: int = 1, bucket_elements: int = 0) -> tuple[Region, ...]:
+def plan_regions(
+    entries: Sequence[ShardEntry],
+    *,
+    size: int = 1,
+    bucket_elements: int = 0,
+    lr_factor: Callable[[str], float] = same_rate,
+) -> tuple[Region, ...]:
     """Lays the parameters out; inside a region in backward order, so that buckets fill front to back.
 
     The order is the same on every rank.
@@ -102,28 +121,31 @@ def plan_regions(entries: Sequence[ShardEntry], *, size: int = 1, bucket_element
         entries: trainable ones in forward order.
         size: parts that each bucket must divide into.
         bucket_elements: as for `plan_buckets`; without meaning where `size` is 1.
+        lr_factor: name of a parameter -> its learning rate as a multiple of the optimizer's.
     """
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[ShardEntry]] = {}
+    groups: dict[_Kind, list[ShardEntry]] = {}
     for entry in reversed(entries):
-        groups.setdefault(_region_key(entry), []).append(entry)
+        kind = _Kind(entry.spec.grad_reduce, entry.spec.replicated, not decays(entry), lr_factor(entry.name))
+        groups.setdefault(kind, []).append(entry)
     regions, offset = [], 0
-    for key in sorted(groups):
+    for kind in sorted(groups):
         start, begin, slots = offset, offset, []
-        for place, entry in enumerate(groups[key], 1):
+        for place, entry in enumerate(groups[kind], 1):
             slots.append(Slot(entry=entry, offset=offset, size=prod(entry.spec.local_shape)))
             offset += _padded(slots[-1].size, ALIGNMENT)
-            if size > 1 and (offset - begin >= bucket_elements or place == len(groups[key])):
+            if size > 1 and (offset - begin >= bucket_elements or place == len(groups[kind])):
                 begin = offset = begin + _padded(offset - begin, size * ALIGNMENT)
-        spec = groups[key][0].spec
-        assert all(entry.spec.owner == spec.owner for entry in groups[key]), "ownership differs inside a region"
+        spec = groups[kind][0].spec
+        assert all(entry.spec.owner == spec.owner for entry in groups[kind]), "ownership differs inside a region"
         regions.append(
             Region(
                 start=start,
                 stop=offset,
                 slots=tuple(slots),
-                grad_reduce=key[0],
+                grad_reduce=kind.grad_reduce,
                 owner=spec.owner,
-                decays=not key[2],
+                decays=not kind.no_decay,
+                lr_factor=kind.lr_factor,
             )
         )
     return tuple(regions)

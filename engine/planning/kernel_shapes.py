@@ -91,7 +91,7 @@ def shape_kernels(name: str) -> Kernels:
         head_norms=HeadNormKernels(forward=_head_norms, backward=_head_norms_backward),
         loss=replace(native.loss, tokens_multiple=GPU_TOKENS),
         row_codes=RowCodeKernels(norm=_norm_codes, swiglu=lambda gate_up, out: _row_codes(out)),
-        norm_a_gradient=None,
+        swiglu_project=write_in_place,
         swiglu_backward_adapted=_swiglu_backward_adapted,
         folds=gpu_folds,
         fold_multiple=GPU_FOLD_MULTIPLE,

@@ -232,6 +232,7 @@ def _section_flops(h_TR: Tensor, sections: Sequence[AdapterSection]) -> float:
 
 _FLOPS: dict[str, Callable[..., float]] = {
     "project": lambda x, a_RI, *_, **__: 2.0 * x.shape[0] * a_RI.numel(),
+    "swiglu_project": lambda gate_up, out, a_RI, *_, **__: 2.0 * out.shape[0] * a_RI.numel(),
     "a_gradient": lambda dh_TR, x, *_, **__: 2.0 * dh_TR.numel() * x.shape[1],
     "norm_a_gradient": lambda dh_TR, u, *_, **__: 2.0 * dh_TR.numel() * u.shape[1],
     "b_gradient": lambda dy_TO, h_TR, sections: _section_flops(h_TR, sections),

@@ -78,7 +78,7 @@ class Workload:
     global_batch: int
     seq_length: int
     kernels: str
-    tiles: tuple[tuple[int, int], ...] = ()
+    tiles: tuple[tuple[int, ...], ...] = ()
     longest_document: int = 0
     answers: int = 0
     refers_to_base: bool = False

@@ -2,6 +2,7 @@
 
 Beside a piece's own memory a stage holds what the pieces before it keep for backward, the residual stream between two
 pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next stage sends.
+Features of pictures for later layers lie below the stream that enters a stage, in one memory with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models.decoder import Part
@@ -55,6 +57,13 @@ class _LayerGroup:
     is_last: bool
 
 
+class _Below(NamedTuple):
+    """Bytes of features for later layers, in what enters a stage and in what leaves it."""
+
+    entering: int
+    leaving: int
+
+
 @lru_cache(maxsize=4096)
 def stage_bytes(
     model: RankModel, stage: Part, memory: MemoryPlan, *, trains: bool, gives_gradient: bool, defers: bool = False
@@ -73,11 +82,12 @@ def stage_bytes(
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
     needs = needs or any(shape.layers[index].trains for index in range(stage.first, stage.last))
     last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
-    forward, kept = _forward(tables, first, runs, last, stream, trains)
+    below = _Below(*(max(0, model.deepstack - layer) * stream for layer in (stage.first, stage.last)))
+    forward, kept = _forward(tables, first, runs, last, stream, below, trains)
     away = sum(run.trace.away * run.count for run in runs)
     if not trains:
         return StageBytes(forward=forward, kept={}, backward={})
-    backward, left = _backward(first, runs, last, kept, stream)
+    backward, left = _backward(first, runs, last, kept, stream, below)
     return StageBytes(forward=forward, kept=kept, backward=backward, deferred=left, away=away)
 
 
@@ -101,7 +111,13 @@ def _layer_groups(
 
 
 def _forward(
-    tables: Trace, first: Trace | None, runs: list[_LayerGroup], last: Trace | None, stream: int, trains: bool
+    tables: Trace,
+    first: Trace | None,
+    runs: list[_LayerGroup],
+    last: Trace | None,
+    stream: int,
+    below: _Below,
+    trains: bool,
 ) -> tuple[Parts, Parts]:
     """Returns the peak of forward, and what is kept at its end."""
     moments, base = [tables.forward], tables.kept
@@ -111,6 +127,8 @@ def _forward(
     if first is not None:
         moments.append(added(base, first.forward))
         base = added(base, first.kept)
+    # the first layer keeps its input, and with it what lies below
+    base = added(base, {next(iter(flow)): below.entering})
     for run in runs:
         trace = run.trace
         before = added(base, times(trace.kept, run.count - 1))
@@ -126,14 +144,14 @@ def _forward(
         return most(moments), {}
     kept = [base]
     if last is None:
-        kept.append(flow)
+        kept.append(added(flow, {ACTIVATIONS: below.leaving}))
     if first is None:
         kept.append(held)
     return most(moments), added(*kept)
 
 
 def _backward(
-    first: Trace | None, runs: list[_LayerGroup], last: Trace | None, kept: Parts, stream: int
+    first: Trace | None, runs: list[_LayerGroup], last: Trace | None, kept: Parts, stream: int, below: _Below
 ) -> tuple[Parts, Parts]:
     """Returns the peak of backward, and what is kept for deferred weight gradients."""
     moments, base, left = [], kept, {}
@@ -142,7 +160,7 @@ def _backward(
         moments.append(added(base, *_at_peak(last, False, False)))
         base, left = without(base, last.kept), added(left, last.left)
     else:
-        gradient = {COMMUNICATION: stream}
+        gradient = {COMMUNICATION: stream + below.leaving}
     for run, before in zip(reversed(runs), [*reversed(runs[:-1]), None], strict=True):
         trace = run.trace
         if run.goes_back:
@@ -160,6 +178,7 @@ def _backward(
             base = added(base, gradient)  # which the next stage sent
         gradient = {ACTIVATIONS: stream}
     if first is not None:
+        gradient = added(gradient, {ACTIVATIONS: below.entering})
         moments.append(added(base, left, gradient, *_at_peak(first, False, False)))
     return most(moments), left
 

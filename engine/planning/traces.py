@@ -123,6 +123,7 @@ class RankModel:
         shape: its parameters.
         tokens: of a micro-batch, after context parallelism.
         stream: bytes of the residual stream between two pieces.
+        deepstack: layers for which features of the pictures come in with the stream, each as large as it.
 
     Raises:
         UserError: the model's sizes do not fit the ranks.
@@ -135,6 +136,7 @@ class RankModel:
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
+        self.deepstack = workload.decoder.deepstack if workload.tiles else 0
         self._known: dict[tuple[object, ...], Trace] = {}
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
@@ -340,7 +342,12 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
         images=_images(workload),
         bidirectional=_bidirectional(workload, lengths),
+        grid_positions_3BS=torch.empty(3, *shape, dtype=torch.int64, device=META) if _has_grid(workload) else None,
     )
+
+
+def _has_grid(workload: Workload) -> bool:
+    return bool(workload.decoder.rope_axes and workload.tiles)
 
 
 def _images(workload: Workload) -> Images | None:
@@ -349,7 +356,7 @@ def _images(workload: Workload) -> Images | None:
     if vision is None:
         return None
     features = sum(map(vision.num_features, workload.tiles))
-    patches = sum(rows * columns for rows, columns in workload.tiles)
+    patches = sum(grid[0] * grid[1] for grid in workload.tiles)
     return Images(
         patches_PF=torch.empty(patches, vision.patch_features, device=META),
         grids=workload.tiles,

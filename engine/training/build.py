@@ -88,7 +88,13 @@ def build_training(
     loss_scale = _loss_scale(config, launch.device)
     stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale)
     entries = stages.entries()
-    flat = FlatParameters(entries, launch.device, sharding=_sharding(config, mesh, weights, log), host=places.state)
+    flat = FlatParameters(
+        entries,
+        launch.device,
+        sharding=_sharding(config, mesh, weights, log),
+        host=places.state,
+        lr_factor=plan.lr_factor,
+    )
     if (sentence := host_sentence(places, weights, flat)) is not None:
         log.info(sentence)
     with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=True):

@@ -44,7 +44,7 @@ from engine.training.reports.observation import Observation
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.resuming import RunComplete, StartingPoint
-from engine.training.samples import TextSamples, read_prompts
+from engine.training.samples import SamplePrompt, TextSamples, read_prompts
 from engine.training.saving import StateSaver, tidy
 from engine.training.start_model import ModelPlan, ModelSource, check_model, model_source
 from engine.training.state import check_state, load_state
@@ -130,7 +130,7 @@ class _CourseData:
 
     data: RunData
     fingerprint: str
-    prompts: list[list[int]]
+    prompts: list[SamplePrompt]
     course: Course
 
 
@@ -218,7 +218,7 @@ def _read_data(
     read = _CourseData(
         data=data,
         fingerprint=data.train.dataset.fingerprint(),
-        prompts=read_prompts(config, data.tokenizer, decoder),
+        prompts=read_prompts(config, data.tokenizer, decoder, data.train.dataset.family),
         course=plan_course(config, order, step=start.step, consumed=start.consumed),
     )
     if (point := start.point) is None:
@@ -307,7 +307,7 @@ def _assemble(
         )
     )
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
-    samples = TextSamples(config, training, data.tokenizer, read.prompts)
+    samples = TextSamples(config, training, data.tokenizer, read.prompts, data.train.dataset.family)
     observation = Observation(config, launch, training, folder.path)
     opened.callback(observation.close)
     guards = build_guards(config, training, launch, say=say)

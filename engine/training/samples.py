@@ -1,13 +1,14 @@
 """Text from the model as it is, while it trains: what prompts are continued with, greedily.
 
 The passes are those of an evaluation, so that every layout that trains can do it: without a cache, each token is a
-pass through the whole of its row. A few short samples cost as much as evaluating a few hundred rows.
+pass through the whole of its row, with its pictures. A few short samples cost as much as evaluating a few hundred rows.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +17,12 @@ from engine.batch import Batch
 from engine.config.run import RunConfig
 from engine.data.collate import rank_batch, round_up
 from engine.data.dataset import TokenDataset
+from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
+from engine.data.vision.family import VisionFamily
+from engine.data.vision.reader import PictureReader
+from engine.data.vision.records import PictureSample, plain_conversation, prompt_sample
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.inference.generate import context_limit
@@ -31,42 +37,77 @@ from engine.training.data import loader_options
 from engine.training.generation import end_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class SamplePrompt:
+    """The tokens of a prompt, and its pictures in their order."""
+
+    ids: list[int]
+    pictures: tuple[PlacedPicture, ...] = ()
+
+
 @dataclass(slots=True)
 class _Row:
-    prompt: list[int]
+    prompt: SamplePrompt
     stream: TextStream
     ids: list[int] = field(default_factory=list)
     ended: bool = False
 
 
-def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig) -> list[list[int]]:
+def read_prompts(
+    config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig, family: VisionFamily | None
+) -> list[SamplePrompt]:
     """Tokens of train.sample_prompts.
 
+    Args:
+        family: of a vision-language model, which writes its conversations.
+
     Raises:
-        UserError: one has no tokens, or no room in the model's context for train.sample_tokens more; or a chat template
-            is wanted and missing.
+        UserError: one has no tokens, or no room in the model's context for train.sample_tokens more; a chat template
+            is wanted and missing; or a picture cannot be read, or is given to a model of text alone.
     """
     options = config.train
-    if options.sample_chat and not tokenizer.has_chat_template:
+    reader = None if family is None else PictureReader(family, config.data.image_folder)
+    if reader is None and any(options.sample_images):
+        raise UserError(
+            "train.sample_images names a picture, but the model reads text alone: remove train.sample_images."
+        )
+    if options.sample_chat and reader is None and not tokenizer.has_chat_template:
         raise UserError(
             "train.sample_chat is true, but the tokenizer has no chat template: set data.chat_template, or "
             "train.sample_chat to false."
         )
     prompts = []
-    for text in options.sample_prompts:
-        if options.sample_chat:
-            ids = tokenizer.chat_prompt([{"role": "user", "content": text}])
+    limit = context_limit(decoder)
+    for number, text in enumerate(options.sample_prompts, 1):
+        image = options.sample_images[number - 1] if options.sample_images else ""
+        # a model whose layers attend to a picture has no other prompts
+        needs_picture = reader is not None and reader.family.cross_patch_features is not None
+        if reader is not None and (options.sample_chat or image or needs_picture):
+            prompt = _conversation(reader, text, image, number)
+        elif options.sample_chat:
+            prompt = SamplePrompt(list(tokenizer.chat_prompt([{"role": "user", "content": text}])))
         else:
-            ids = tokenizer.encode(text, bos=tokenizer.adds_bos)
-        limit = context_limit(decoder)
-        if not ids or len(ids) + options.sample_tokens > limit:
+            prompt = SamplePrompt(list(tokenizer.encode(text, bos=tokenizer.adds_bos)))
+        if not prompt.ids or len(prompt.ids) + options.sample_tokens > limit:
             raise UserError(
-                f"train.sample_prompts has {text!r} of {len(ids)} tokens, to which train.sample_tokens "
+                f"train.sample_prompts has {text!r} of {len(prompt.ids)} tokens, to which train.sample_tokens "
                 f"{options.sample_tokens} are added, but a prompt has at least one token and the model's context is "
                 f"{limit}: change one of them."
             )
-        prompts.append(list(ids))
+        prompts.append(prompt)
     return prompts
+
+
+def _conversation(reader: PictureReader, text: str, image: str, number: int) -> SamplePrompt:
+    """A user's message, with its picture if it has one, as the model's family writes it."""
+    place, messages = Place(Path("train.sample_prompts"), "number", number), [{"role": "user", "content": text}]
+    sample = PictureSample(place, plain_conversation(messages), ())
+    if image:
+        sample = prompt_sample(place, {"images": [image]}, messages)
+        named = tuple(replace(picture, option="train.sample_images") for picture in sample.pictures)
+        sample = replace(sample, pictures=named)
+    ids, pictures = reader.prompt(sample)
+    return SamplePrompt(list(ids), pictures)
 
 
 class TextSamples:
@@ -76,10 +117,18 @@ class TextSamples:
         config, training: of the run.
         tokenizer: of the model.
         prompts: their tokens, as `read_prompts` gives them.
+        family: of a vision-language model.
     """
 
-    def __init__(self, config: RunConfig, training: Training, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
-        self._training, self._tokenizer, self._prompts = training, tokenizer, prompts
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Training,
+        tokenizer: Tokenizer,
+        prompts: list[SamplePrompt],
+        family: VisionFamily | None,
+    ) -> None:
+        self._training, self._tokenizer, self._prompts, self._family = training, tokenizer, prompts, family
         self._texts = config.train.sample_prompts
         self._limit = config.train.sample_tokens
         self._ends = end_tokens(training.source.model.path, tokenizer.eos_id)
@@ -93,9 +142,9 @@ class TextSamples:
 
     def run(self) -> list[tuple[str, str]]:
         """Each prompt and what it is continued with; the same on all ranks."""
-        rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt)) for prompt in self._prompts]
+        rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
         while active := [row for row in rows if not row.ended]:
-            for row, token in zip(active, self._next([row.prompt + row.ids for row in active]), strict=True):
+            for row, token in zip(active, self._next(active), strict=True):
                 row.ids.append(token)
                 if token not in self._ends:
                     row.stream.push(token)
@@ -104,11 +153,18 @@ class TextSamples:
             row.stream.finish()
         return list(zip(self._texts, (row.stream.text for row in rows), strict=True))
 
-    def _next(self, texts: list[list[int]]) -> list[int]:
-        """The most likely token after each text, all of which go through the pipeline together."""
+    def _next(self, rows: list[_Row]) -> list[int]:
+        """The most likely token after each row's text, all of which go through the pipeline together."""
         mesh, stages = self._training.mesh, self._training.stages
+        texts = [row.prompt.ids + row.ids for row in rows]
         longest = round_up(max(map(len, texts)), self._length_multiple)
-        dataset = TokenDataset.from_documents([(ids, [False] * len(ids)) for ids in texts], seq_length=longest)
+        pictures = [row.prompt.pictures for row in rows]
+        dataset = TokenDataset.from_documents(
+            [(ids, [False] * len(ids)) for ids in texts],
+            seq_length=longest,
+            vision=vision_columns([Extras(own) if own else None for own in pictures]),
+        )
+        dataset.read_with(self._family)
         batches = [
             rank_batch(
                 dataset,

@@ -222,7 +222,6 @@ class ModelStage:
     def empty_message(self, kind: Kind, microbatch: int) -> Tensor:
         """See engine.pipeline.runner.Stage. Activations and their gradients are of one shape."""
         model = self.model
-        tokens = self._batches[microbatch].num_tokens
-        if model.layout.splits_tokens:
-            tokens //= model.layout.tp.size
-        return torch.empty(tokens, model.config.hidden, dtype=model.dtype, device=self._device)
+        layer = model.part.first if kind == "activation" else model.part.last
+        rows = model.stream_rows(self._batches[microbatch], layer)
+        return torch.empty(rows, model.config.hidden, dtype=model.dtype, device=self._device)

@@ -16,6 +16,7 @@ from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
 from engine.ops.attention.ulysses import check_context_heads
 from engine.training.base_encoding import check_base
+from engine.training.learning_rates import lr_factors
 from engine.training.module_plan import training_plan
 from engine.training.stage_layout import Partition, plan_partition
 
@@ -64,12 +65,18 @@ class ModelPlan:
         partition: which layers each pipeline stage holds.
         shapes: the global shape of every parameter of the whole model, adapters included, in forward order.
         trained: the same of those that train.
+        lr_factors: trained parameter -> its learning rate as a multiple of `optim.lr`, where it is not that.
     """
 
     modules: TrainingPlan
     partition: Partition
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     trained: Mapping[str, tuple[int, ...]] = field(repr=False)
+    lr_factors: Mapping[str, float] = field(default_factory=dict, repr=False)
+
+    def lr_factor(self, name: str) -> float:
+        """Returns the learning rate of a trained parameter as a multiple of `optim.lr`."""
+        return self.lr_factors.get(name, 1.0)
 
     def num_trained(self) -> int:
         """Trained parameters of the whole model, each once."""
@@ -105,4 +112,10 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     if parallel.context > 1 and parallel.context_method == "ulysses":
         heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
         check_context_heads(*heads, parallel.context)
-    return ModelPlan(modules=plan, partition=partition, shapes=shapes, trained=trained)
+    return ModelPlan(
+        modules=plan,
+        partition=partition,
+        shapes=shapes,
+        trained=trained,
+        lr_factors=lr_factors(config.optim, model, trained),
+    )

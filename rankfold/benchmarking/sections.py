@@ -202,6 +202,68 @@ class GenerateOptions(ModelOptions):
             raise UserError(f"--batches is {self.batches!r}: give whole numbers, such as 1,4,16.") from None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerOptions:
+    """A SigLIP tower against transformers' own: time and peak memory, forward alone and with backward to all weights.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    pictures: int = option(2, "pictures at a time")
+    side: int = option(448, "pixels on a side of a picture, in patches of 14")
+    layers: int = option(4, "blocks; the released tower has 27")
+    width: int = option(1152, "width of a block")
+    heads: int = option(16, "attention heads")
+    mlp: int = option(4304, "width of the MLP")
+    dtype: str = option("float32", "of weights and activations", DTYPES)
+    repeats: int = option(9, "timed runs of each")
+    warmup: int = option(2, "untimed runs of each before")
+    device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "pictures", "layers", "width", "heads", "mlp", "repeats")
+        at_least(self, 14, "side")
+        at_least(self, 0, "warmup")
+        if self.width % self.heads:
+            raise UserError(f"--width {self.width} does not divide into --heads {self.heads}: give a multiple of it.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """How long a step waits for pictures that threads read from the disk and decode.
+
+    Raises:
+        UserError: numbers below what is possible.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    pictures: int = option(64, "files, one in a row")
+    side: int = option(448, "pixels on a side of a picture, in patches of 14")
+    rows: int = option(4, "rows in a step")
+    step_ms: int = option(200, "milliseconds of a step, in which the processor is free")
+    steps: int = option(30, "steps with each number of threads")
+    workers: str = option("0,1,2", "threads, one measurement for each number")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "pictures", "rows", "step_ms", "steps")
+        at_least(self, 14, "side")
+        if self.side % 14:
+            raise UserError(f"--side is {self.side}: give a multiple of 14.")
+        if min(self.worker_counts()) < 0:
+            raise UserError(f"--workers is {self.workers!r}: give numbers of at least 0.")
+
+    def worker_counts(self) -> tuple[int, ...]:
+        """The numbers of threads, one for each measurement."""
+        try:
+            return tuple(int(part) for part in self.workers.split(","))
+        except ValueError:
+            raise UserError(f"--workers is {self.workers!r}: give whole numbers, such as 0,1,2.") from None
+
+
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
     "kernels": KernelOptions,
@@ -214,5 +276,7 @@ SECTIONS: dict[str, type] = {
     "guards": GuardsOptions,
     "save": SaveOptions,
     "generate": GenerateOptions,
+    "tower": TowerOptions,
+    "loader": LoaderOptions,
 }
 """Section name, which with _ for - is also its module's name -> its options."""

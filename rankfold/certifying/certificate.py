@@ -104,20 +104,22 @@ def draws_factors(config: RunConfig) -> bool:
 def certificate_config(config: RunConfig, num_trained: int) -> RunConfig:
     """Returns the configuration of the run that is certified.
 
-    Its learning rate is constant from the first step on, at most MAX_LR: a higher one lets rounding grow from step to
-    step. Adam's eps is at least a hundredth of an element's size where the gradient's norm is 1. Adam divides each
-    element by its own size, so without this the rounding of an element that should be zero would decide the sign of a
-    whole step; with it, rounding of 1e-6 of an element's usual size moves none by more than 1e-4 of a step. Validation
-    data is not read, and no CUDA graph is captured: gradients cannot be read in the middle of a replayed step.
+    Its learning rates are constant from the first step on, the highest at most MAX_LR: a higher one lets rounding grow
+    from step to step. Adam's eps is at least a hundredth of an element's size where the gradient's norm is 1. Adam
+    divides each element by its own size, so without this the rounding of an element that should be zero would decide
+    the sign of a whole step; with it, rounding of 1e-6 of an element's usual size moves none by more than 1e-4 of a
+    step. Validation data is not read, and no CUDA graph is captured: gradients cannot be read in the middle of a
+    replayed step.
 
     Args:
         config: of the run.
         num_trained: elements of all trained tensors.
     """
     eps = max(config.optim.eps, 1e-2 * num_trained**-0.5)
+    highest = max(config.optim.lr, *(config.optim.lr_pattern or {}).values(), 0.0)
     optim = replace(
         config.optim,
-        lr=min(config.optim.lr, MAX_LR),
+        lr=config.optim.lr * min(1.0, MAX_LR / highest),
         eps=eps,
         schedule="constant",
         warmup_steps=0,

@@ -125,8 +125,8 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="tiles of pictures in a row, of the size that the model's family cuts most pictures into (default 1; a "
-        "model of text alone has none)",
+        help="tiles of pictures in a row, of the size that the model's family cuts most pictures into (default 1, also "
+        "with --config, whose data is not read; a model of text alone has none)",
     )
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")
     work.add_argument(

@@ -25,7 +25,9 @@ from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time
 from engine.runtime.launch import Launch
+from engine.telemetry.format import counted
 from engine.training.module_plan import training_plan
+from rankfold.planning import time_by_kernel
 from rankfold.planning.memory_measure import measure
 from rankfold.planning.memory_question import GIB, measured_cpu, read_config
 from rankfold.planning.memory_report import part_table, table
@@ -48,15 +50,27 @@ def report(arguments: argparse.Namespace) -> str:
         f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}",
         f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s per GPU with the "
         f"speeds of {machine.name}",
+        *_pictures(candidate.workload, arguments.tiles),
         "",
         part_table(candidate),
     ]
     peak, capacity = candidate.estimate.peak / GIB, arguments.gpu_memory * (1 - arguments.reserve / 100)
     verdict = "fits" if peak <= capacity else "does not fit"
     lines += ["", f"{peak:.2f} GiB at most: {verdict} {arguments.gpu_memory:g} GiB less {arguments.reserve:g}%."]
+    if arguments.by_kernel:
+        workload = candidate.workload
+        lines += ["", time_by_kernel.report(candidate, workload.decoder, workload.plan, machine)]
     if arguments.measure:
         lines += ["", _measured(config, candidate)]
     return "\n".join(lines)
+
+
+def _pictures(workload: Workload, tiles: int) -> list[str]:
+    """Returns the line that says which pictures are counted, for a model with a vision model."""
+    if workload.decoder.vision is None:
+        return []
+    rows, columns = workload.decoder.vision.usual_tile
+    return [f"pictures: {counted(tiles, 'tile')} of {rows} x {columns} patches in a row (--tiles; no data is read)"]
 
 
 def _read(arguments: argparse.Namespace) -> RunConfig:

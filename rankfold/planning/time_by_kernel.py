@@ -51,7 +51,7 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
         *format_columns(_table(rows, kernels), names=2),
         f"{launches:,} launches. The whole step takes {1e3 * time.step:,.1f} ms, with the update, exposed "
         f"communication and the pipeline's bubble: {share:.1%} of the speed of products, counting the model's own "
-        "arithmetic.",
+        f"arithmetic{'' if decoder.vision is None else ' (without that of the vision model)'}.",
     ]
     tax = lora_tax(workload, layout, memory, machine, plan)
     if tax is not None:

@@ -20,13 +20,15 @@ from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
-from engine.layers.vision import VisionConfig
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import CrossAttentionSizes, LayerKind, RoutedSizes
+from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, LayerKind, RoutedSizes
 from engine.models.vision.clip import ClipConfig
 from engine.models.vision.gemma3 import Gemma3VisionConfig
 from engine.models.vision.internvl import InternVLVisionConfig
 from engine.models.vision.llava import LlavaVisionConfig, ProjectorConfig
+from engine.models.vision.llava_onevision import OneVisionConfig
+from engine.models.vision.qwen2_5_vl import Qwen25VisionConfig
+from engine.models.vision.qwen3_vl import Qwen3VisionConfig
 from engine.models.vision.siglip import SiglipConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
@@ -35,6 +37,7 @@ from engine.ops.routing import RoutingRule
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
+from engine.optim.flat_layout import same_rate
 from engine.optim.reduce import GradientReducer
 from engine.optim.state_sharding import Sharding, ShardLevel
 from engine.pipeline.schedules import ScheduleChoice
@@ -44,7 +47,7 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.toy_vision import ToyVisionConfig, toy_grid, with_pictures
+from tests.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_pictures
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -63,6 +66,8 @@ BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
 PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
+DEEPSTACK = small_config(num_layers=4, deepstack=3, rope_axes=(2, 0, 1), vision=ToyVisionConfig(hidden=4 * 32))
+"""Rotated by time, height and width, with pictures' features for three layers."""
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
 ROUTED = small_config(
     num_layers=2,
@@ -78,6 +83,16 @@ LLAVA = LlavaVisionConfig(
     ),
     projector=_PROJECTOR, states=(2,), first=1,
 )  # fmt: skip
+ONEVISION = OneVisionConfig(
+    tiles=replace(
+        LLAVA,
+        tower=SiglipConfig(
+            width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=2,
+            activation="gelu_pytorch_tanh", norm_eps=1e-6, has_last_norm=False,
+        ),
+        first=0,
+    )
+)  # fmt: skip
 INTERNVL = InternVLVisionConfig(
     width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=4, activation="gelu",
     norm="layer_norm", norm_eps=1e-6, qkv_bias=True, qk_norm=True, has_positions=True, last_norm=True, first=1,
@@ -90,19 +105,43 @@ GEMMA3 = Gemma3VisionConfig(
     ),
     side=2, width=32,
 )  # fmt: skip
-TOWERS: dict[str, VisionConfig] = {"llava": LLAVA, "internvl": INTERNVL, "gemma3": GEMMA3}
-"""Of models that transformers has."""
+QWEN2_5_VL = Qwen25VisionConfig(
+    width=24, mlp_width=20, num_heads=2, num_layers=2, patch=2, merge=2, window=1, whole=(1,), hidden=32, theta=100.0
+)
+QWEN3_VL = Qwen3VisionConfig(
+    width=24, mlp_width=20, num_heads=2, num_layers=3, patch=2, merge=2, table_side=3, deepstack=(1, 0), hidden=32,
+    theta=100.0,
+)  # fmt: skip
+_BY_GRID: dict[str, Any] = {"rope_axes": (2, 0, 1)}
+TOWERS: dict[str, DecoderConfig] = {
+    "llava": small_config(num_layers=2, embedding_multiplier=3.0, vision=LLAVA),
+    "internvl": small_config(num_layers=2, embedding_multiplier=3.0, vision=INTERNVL),
+    "llava_onevision": small_config(num_layers=2, embedding_multiplier=3.0, vision=ONEVISION),
+    "gemma3": small_config(
+        num_layers=2,
+        embedding_multiplier=3.0,
+        vision=GEMMA3,
+        bidirectional_pictures=True,
+        layer_kinds=(LayerKind(window=3), LayerKind()),
+    ),
+    "qwen2_5_vl": small_config(num_layers=2, qkv_bias=True, vision=QWEN2_5_VL, **_BY_GRID),
+    "qwen3_vl": small_config(num_layers=2, qk_norm=True, vision=QWEN3_VL, deepstack=2, **_BY_GRID),
+}
+"""Models with towers of transformers."""
 GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "llava": lambda slot, number: (2, 2),
     "internvl": lambda slot, number: (4, 4),
+    # one tile, one of two whose padding is cut, and one that is scaled down
+    "llava_onevision": lambda slot, number: ((2, 2), (6, 2, 1, 2, 2, 2, 2, 2), (6, 2, 2, 1, 4, 2, 3, 1))[
+        (slot + number) % 3
+    ],
     "gemma3": lambda slot, number: (4, 4),
+    "qwen2_5_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
+    "qwen3_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
 }
 """First word of a case -> patches of a picture of a row."""
-BIDIRECTIONAL = {
-    "gemma3": {"bidirectional_pictures": True, "layer_kinds": (LayerKind(window=3), LayerKind())},
-}
-"""What else the language models behind towers have."""
-TOWER_LINEARS = r"vision\.vision_tower\..*(q_proj|v_proj|fc2)"
+TOWER_LINEARS = r"vision\.(vision_tower|visual\.blocks)\..*(q_proj|v_proj|fc2|qkv)"
+PROJECTORS = r"vision\.(multi_modal_projector|visual\.(deepstack_)?merger.*)\..*"
 ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
@@ -132,16 +171,17 @@ CASES = {
     "routed, adapters": Case(config=ROUTED, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
     "routed, in full": Case(config=ROUTED, trained=".*"),
     "routed, attention's adapters": Case(config=ROUTED, adapters=r".*attention\..*_proj"),
+    "deep, deepstack": Case(config=DEEPSTACK, adapters=r"layers\.2\..*_proj", trained=r"vision\..*"),
     **{
         f"{name} {kind}": Case(
-            config=small_config(num_layers=2, embedding_multiplier=3.0, vision=tower, **BIDIRECTIONAL.get(name, {})),
+            config=config,
             adapters=adapters,
             trained=trained,
         )
-        for name, tower in TOWERS.items()
+        for name, config in TOWERS.items()
         for kind, adapters, trained in (
             ("in full", EVERY_LINEAR, r"vision\..*"),
-            ("adapters", rf"{EVERY_LINEAR}|{TOWER_LINEARS}", r"vision\.multi_modal_projector\..*"),
+            ("adapters", rf"{EVERY_LINEAR}|{TOWER_LINEARS}", PROJECTORS),
             ("frozen", EVERY_LINEAR, ""),
         )
     },
@@ -221,6 +261,7 @@ class Run:
         clip: float = CLIP,
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
         case = CASES[layout.case]
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
@@ -245,7 +286,9 @@ class Run:
         self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice)
         sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
         self.entries = self.stages.entries()
-        self.flat = FlatParameters(self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None)
+        self.flat = FlatParameters(
+            self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None, lr_factor=lr_factor
+        )
         self._fill_weights()
         self.flat.publish()
         self.optimizer = FlatAdamW(
@@ -311,6 +354,8 @@ class Run:
                 whole = with_pictures(whole, slots, seed=step, vision=self.case.config.vision, grid_of=grid_of)
                 if self.case.config.bidirectional_pictures:
                     whole = with_spans(whole)
+            if self.case.config.rope_axes:
+                whole = with_grid_positions(whole)
             if self.case.config.cross_attention is not None:
                 # of two data ranks, one has none in the first micro-batch and the other in the second
                 cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images

@@ -20,8 +20,12 @@ KINDS = ("in full", "adapters", "frozen")
 NUM_STEPS = 3
 QUICK = {
     "llava in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed"),
+    "llava_onevision in full": ("tp2 sequence", "dp2, gradients"),
     "internvl adapters": ("tp2", "dp2, parameters, recomputed"),
     "gemma3 in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed", "one, recomputed"),
+    "qwen2_5_vl in full": ("tp2 sequence", "cp2", "dp2, parameters"),
+    "qwen3_vl in full": ("pp2", "cp2", "dp2, parameters, recomputed"),
+    "qwen3_vl adapters": ("tp2 sequence",),
 }
 
 

@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
@@ -74,11 +75,40 @@ def test_layouts_equal_one_process(name: str, kind: str):
     evaluation = sum(one.evaluation for one in found) if apart else found[-1].evaluation
     assert evaluation == pytest.approx(expected.evaluation, rel=1e-5)
     whole, reference = assemble([one.masters for one in found]), assemble([expected.masters])
-    assert whole.keys() == reference.keys() and any(key.startswith("vision") for key in whole) != (
-        kind == "frozen vision"
-    )
+    assert whole.keys() == reference.keys() and any(key.startswith("vision") for key in whole) != ("frozen" in kind)
     errors = {key: relative_error(value, reference[key]) for key, value in whole.items()}
     assert max(errors.values()) < 1e-5, {key: error for key, error in errors.items() if error >= 1e-5}
+
+
+STAGES = {
+    "interleaved": replace(ONE, grid=RankGrid(pp=2), layers=(1, 1, 1, 1), schedule="interleaved"),
+    "zb_v": replace(ONE, grid=RankGrid(pp=2), layers=(1, 1, 1, 1), schedule="zb_v"),
+    "uneven, recomputed": replace(ONE, grid=RankGrid(pp=2), layers=(1, 3), recompute="full"),
+}
+"""Where layers that take features of pictures lie on several stages."""
+
+
+def _run_stages() -> dict[str, Trained]:
+    mesh = build_mesh(RankGrid(pp=2), device_type="cpu", num_kv_heads=2)
+    return {
+        name: Run(replace(layout, case="deep, deepstack"), mesh, "none").trained(NUM_STEPS)
+        for name, layout in STAGES.items()
+    }
+
+
+def test_features_for_later_layers_pass_through_stages():
+    """The bits of one process, in steps where some micro-batches have no pictures."""
+    expected = Run(replace(ONE, case="deep, deepstack", layers=(4,)), single_process_mesh(), "none").trained(NUM_STEPS)
+    ranks = spawn(_run_stages, world=2, timeout=100)
+    for name in STAGES:
+        losses = [rank[name].losses for rank in ranks if any(rank[name].losses)]
+        assert expected.losses in losses, name
+        whole, reference = (
+            assemble([one.masters for one in found]) for found in ([rank[name] for rank in ranks], [expected])
+        )
+        assert whole.keys() == reference.keys() and any(key.startswith("vision") for key in whole)
+        for key, value in whole.items():
+            assert torch.equal(value, reference[key]), (name, key)
 
 
 def test_tiles_are_dealt_out_whole_and_evenly():

@@ -83,18 +83,23 @@ def test_llama3_8b_one_gpu(name: str, small: dict[str, object], tmp_path: Path) 
     [
         ("minicpm_v", 3e-3, ("embed_tokens", "k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
         ("cogvlm", 1e-2, ("vision_expert_query_key_value",)),
+        ("qwen_vl", 1e-2, ("_proj.", "visual.merger")),
+        ("omnilmm", 3e-3, ("k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
     ],
 )
 def test_pictures(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path) -> None:
     """What run.yaml says trains, and nothing else: the merged model has the released names, and differs there alone."""
     from examples.cogvlm import make_small as cogvlm
     from examples.minicpm_v import make_small as minicpm_v
+    from examples.omnilmm import make_small as omnilmm
+    from examples.qwen_vl import make_small as qwen_vl
 
-    {"minicpm_v": minicpm_v, "cogvlm": cogvlm}[name].write(tmp_path / "in")
+    makers = {"minicpm_v": minicpm_v, "cogvlm": cogvlm, "omnilmm": omnilmm, "qwen_vl": qwen_vl}
+    makers[name].write(tmp_path / "in")
     config, run, out = EXAMPLES / name / "run.yaml", tmp_path / "run", tmp_path / "merged"
     own = {
         "model.path": tmp_path / "in" / "model", "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",
-        "data.validation": tmp_path / "in" / "validation.json", "data.seq_length": 96, "optim.lr": lr,
+        "data.validation": tmp_path / "in" / "validation.json", "data.seq_length": 192, "optim.lr": lr,
         "optim.schedule": "constant", "optim.warmup_ratio": "null", "train.epochs": "null", "train.steps": 6,
         "train.micro_batch_size": 8, "train.eval_every": 0, "parallel.tensor": 1, "checkpoint.dir": run,
     }  # fmt: skip

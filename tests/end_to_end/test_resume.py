@@ -28,6 +28,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_d
         "model.path": stories_dir, "data.train": text, "data.seq_length": 64, "train.steps": STEPS,
         "train.micro_batch_size": 2, "train.global_batch_size": 6, "lora.dropout": 0.1, "optim.lr": 3e-3,
         "optim.weight_decay": 0.01, "checkpoint.every": STOP, "checkpoint.keep": 0,
+        "optim.lr_pattern": "{lora_A: 1e-3}",
     }  # fmt: skip
 
 

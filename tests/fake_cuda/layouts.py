@@ -58,6 +58,60 @@ GEMMA = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
 }  # fmt: skip
+PICTURES = {
+    "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 9,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": 2,
+        "sliding_window": 32, "sliding_window_pattern": 2,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "patch_size": 2, "image_size": 12,
+    },
+}  # fmt: skip
+"""A layer whose window hides something, and one without; tokens of pictures see their whole picture in both."""
+_TEXT = {
+    "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_hidden_layers": 2,
+}  # fmt: skip
+_TOWER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 2}
+LLAVA = {
+    "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 6, **_TOWER},
+}  # fmt: skip
+ONEVISION = {
+    "model_type": "llava_onevision", "architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "siglip_vision_model", "image_size": 4, **_TOWER},
+}  # fmt: skip
+INTERNVL = {
+    "model_type": "internvl", "architectures": ["InternVLForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "internvl_vision", "image_size": 8, **_TOWER},
+}  # fmt: skip
+_GRID_TOWER = {
+    "hidden_size": 64, "intermediate_size": 96, "depth": 3, "num_heads": 4, "patch_size": 80, "spatial_merge_size": 2,
+    "out_hidden_size": 256,
+}  # fmt: skip
+_BY_GRID = {
+    "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": 4096,
+}  # fmt: skip
+QWEN2_5_VL = {
+    "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen2_5_vl_text", **_BY_GRID, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    },
+    "vision_config": {**_GRID_TOWER, "window_size": 320, "fullatt_block_indexes": [1]},
+}  # fmt: skip
+QWEN3_VL = {
+    "model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen3_vl_text", **_BY_GRID, "head_dim": 32, "rope_scaling": {"mrope_section": [6, 5, 5]},
+    },
+    "vision_config": {**_GRID_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2]},
+}  # fmt: skip
+"""A picture of 6 x 8 patches is 12 tokens; of Qwen3-VL's features for three layers one crosses to the second stage."""
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
 TIED = {"tie_word_embeddings": True}
@@ -79,6 +133,29 @@ CASES = {
     "dora": Case(options="--lora.dora true"),
     "embedding and head adapters": Case(options="--lora.targets [q_proj,embed_tokens,lm_head]"),
     "gemma 2": Case(model=GEMMA),
+    "gemma 3 with pictures, tensor 2": Case(
+        model=PICTURES, world=8, rank=1, quick=True, expects=("all_gather",),
+        options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]",
+    ),
+    "llava, tensor 2": Case(model=LLAVA, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower]"),
+    "llava onevision, tensor 2": Case(
+        model=ONEVISION, world=8, rank=1, expects=("all_gather",),
+        options=f"{TP2} {PACKED} --trainable [vision_tower,image_newline]",
+    ),
+    "internvl, tensor 2": Case(
+        model=INTERNVL, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]"
+    ),
+    "qwen 2.5 vl, tensor 2": Case(
+        model=QWEN2_5_VL, world=8, rank=1, expects=("all_gather",), options=f"{TP2} {PACKED} --trainable [visual]"
+    ),
+    "qwen 3 vl, first stage": Case(
+        model=QWEN3_VL, world=8, rank=0, quick=True, expects=("transfer",),
+        options=f"{PP2} {PACKED} --trainable [visual]",
+    ),
+    "qwen 3 vl, last stage, recomputed": Case(
+        model=QWEN3_VL, world=8, rank=7, expects=("transfer",),
+        options=f"{PP2} {PACKED} --trainable [visual] --memory.recompute full",
+    ),
     "qwen 3, tensor 2": Case(model=QWEN, options=TP2, world=8, rank=1),
     # tensor, context and pipeline
     "tensor 8": Case(options=TP8, world=8, rank=3, model={"num_attention_heads": 16}),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch._subclasses import fake_tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, BidirectionalSpans, Images
 from engine.checkpoint.run.commit import owned
 from engine.checkpoint.run.snapshot import Snapshot
 from engine.checkpoint.tokenizer_files import BASES_OWN
@@ -26,6 +26,7 @@ from engine.data.collate import pin
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.distributed.transfer_meter import METER
+from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
@@ -43,6 +44,7 @@ from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
 from engine.training.warm_up import warm_up
+from engine.zigzag import Span
 from rankfold.planning.memory_measure import draw_batches
 from tests.fake_cuda import cuda, mistakes, nccl, recorder, triton_launches
 from tests.fake_cuda.layouts import CASES, LLAMA, MAY_WAIT, Case
@@ -205,9 +207,46 @@ def _reporter(
 def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed: int) -> tuple[list[Batch], float]:
     """A step's micro-batches in pinned memory of the host, and the number of its targets."""
     if not config.objective.compares_answers:
-        return loader.batches(consumed), loader.target_count(consumed)
+        batches, decoder = loader.batches(consumed), training.source.model.decoder
+        if decoder.vision is not None:
+            batches = [_with_pictures(batch, decoder) for batch in batches]
+        return batches, loader.target_count(consumed)
     host = Launch(rank=0, world_size=training.mesh.grid.world_size, device=torch.device("cpu"))
     return [pin(batch) for batch in draw_batches(config, training, host)], float(config.train.global_batch_size)
+
+
+def _with_pictures(batch: Batch, decoder: DecoderConfig) -> Batch:
+    """Gives documents that have room a picture, by arrays of the host, as the loader's threads do."""
+    vision = decoder.vision
+    assert vision is not None
+    tile = vision.usual_tile
+    count, start, spans, documents = vision.num_features(tile), 0, list[Span](), list[int]()
+    for number, length in enumerate(batch.document_lengths):
+        if length > count + 2 and number % 2 == 0:
+            spans.append(Span(start + 1, start + 1 + count))
+            documents.append(number)
+        start += length
+    assert spans, "no document has room"
+    patches = np.zeros((len(spans) * tile[0] * tile[1], vision.patch_features), np.float32)
+    images = Images(
+        patches_PF=torch.from_numpy(patches),
+        grids=(tile,) * len(spans),
+        documents=tuple(documents),
+        places_K=torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])),
+    )
+    seen_whole = BidirectionalSpans(
+        spans=tuple(spans),
+        earlier_N=torch.from_numpy(np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])),
+        offsets=torch.from_numpy(np.arange(len(spans) + 1, dtype=np.int32) * (count - 1)),
+    )
+    return pin(
+        replace(
+            batch,
+            images=images,
+            bidirectional=seen_whole if decoder.bidirectional_pictures else None,
+            grid_positions_3BS=batch.positions_BS.repeat(3, 1, 1) if decoder.rope_axes else None,
+        )
+    )
 
 
 def _evaluate(

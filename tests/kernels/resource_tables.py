@@ -48,13 +48,14 @@ class Known(NamedTuple):
 
 KNOWN = (
     Known("", "r=8", r"(h_ptr|\[[35]\]) ", "8 ranks: of a length Triton knows only whether 16 divides it"),
-    Known("lora._project", "r=8", "padding_ptr", "a padding that begins at a multiple of 8 columns, and not of 16"),
+    Known("(lora|swiglu)._project", "r=8", "padding_ptr", "a padding that begins at a multiple of 8 columns only"),
     Known("rmsnorm._backward_tiles", "qkv r=48", "leaves 1 block", "registers: operands with 144 ranks"),
     Known("swiglu._backward_adapted", "r=48", "leaves 1 block", "registers: dA of 64 ranks stays in them"),
     Known("quantize", "codes|70b swiglu", "leaves 1 block", "16 warps keep a row of more than 8192 in registers"),
     Known(
         "rmsnorm._(for|back)ward_k", "norm", "leaves 1 block", "whole rows, and their weight's gradient, in registers"
     ),
+    Known("lora._a_gradient", "", "weight_ptr load", "a norm's weight, one number a thread, before the walk"),
     Known("cross_entropy._local_statistics", "", "logits_ptr load", "the target's logit is one number"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )

@@ -97,6 +97,30 @@ def test_project(place, shape: tuple[int, int, int], mask, scales: tuple[float, 
     _assert_nothing_beside(ours)
 
 
+@long_places
+@SHAPES
+@MASKS
+def test_swiglu_with_the_projection(place, shape: tuple[int, int, int], mask) -> None:
+    """Two adapters with scales of their own, whose H lies beside x."""
+    num_tokens, num_features, rank = shape
+    gate_up, a = random_rows(place, num_tokens, 2 * num_features, gap=5), random_rows(place, rank, num_features, seed=1)
+    ours_mask, plain, scale = _masks(place, num_tokens, num_features, mask)
+    places = [replace(_whole(1), scale=2.0), replace(_whole(rank - 1), first_row=1, scale=0.3)]
+    whole = _widened(gate_up.new_full((num_tokens, num_features + rank + 5), torch.nan))
+    ours = whole.tensor_split([num_features], dim=1)
+    x = gate_up.new_empty(num_tokens, num_features)
+    TRITON.swiglu_forward(gate_up, x)
+    torchs, exact = torch.empty_like(ours[1]), torch.empty_like(ours[1], dtype=torch.float64)
+    assert TRITON.swiglu_project is not None
+    TRITON.swiglu_project(gate_up, ours[0], a, ours_mask, scale, places, ours[1])
+    REFERENCE.project(x, a, plain, scale, places, torchs)
+    REFERENCE.project(x.double(), a.double(), plain, scale, places, exact)
+    assert torch.equal(ours[0], x)
+    assert_as_exact_as_torch(ours[1], torchs, exact, "H")
+    assert (ours[1][:, rank:] == 0).all(), "left something in the padding"
+    _assert_nothing_beside(whole)
+
+
 def _accumulated(place, *shapes: tuple[int, int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """fp32 gradients with something in them already: ours, torch's, and in fp64."""
     before = [random_rows((place[0], torch.float32), *shape, seed=8) for shape in shapes]

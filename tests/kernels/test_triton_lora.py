@@ -5,15 +5,18 @@ Those on the side of the output have a file of their own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.records import AdapterSection, InputUpdate
-from engine.kernels.triton import lora
+from engine.kernels.triton import lora, rmsnorm
 from engine.kernels.triton.output_gradients import output_gradients
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
+from tests.kernels.native_support import a_section
 from tests.kernels.triton_masks import drawn_mask
 
 SCALE = 2.0
@@ -57,6 +60,36 @@ def test_a_gradient(place, shape: tuple[int, ...], dropout) -> None:
     once = da.clone()
     lora.a_gradient(dh, x, mask, da, keep_scale=keep_scale, add=True)
     assert torch.equal(da, once + once), "adding gives other bits than writing"
+
+
+@places
+@MASKS
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 140, 1, 70)], ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["weight", "weight and offset"])
+def test_a_gradient_from_a_norms_input(place, shape: tuple[int, ...], dropout, wide: bool) -> None:
+    """As from the norm's output, to the bit; the second of three adapters is frozen. Weight and offset are fp32."""
+    num_tokens, num_inputs, _, rank = shape
+    u, dh = random_rows(place, num_tokens, num_inputs, gap=5) * 3, random_rows(place, num_tokens, rank, gap=1)
+    weight = random_rows((place[0], torch.float32 if wide else place[1]), 1, num_inputs, seed=1)[0] + 1
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_inputs, dropout, probability=0.25)
+    y, rstd = rmsnorm.rmsnorm_forward(u, weight, 1e-5)
+    begun = random_rows((place[0], torch.float32), rank, num_inputs, seed=2)
+    found = [begun.clone(), begun.clone()]
+    for da, given, norm in zip(found, (u, y), ((rstd, weight), None), strict=True):
+        sections = [a_section(da[:1]), replace(a_section(da[1:2], 1), da=None), a_section(da[2:], 2)]
+        lora.a_gradients(dh, given, mask, sections, keep_scale=keep_scale, norm=norm)
+    ours, theirs = found
+    assert torch.equal(ours, theirs), "other bits than from the norm's output"
+    assert torch.equal(ours[1], begun[1]), "added to a frozen adapter"
+    exact_y = torch.nn.functional.rms_norm(u.double(), (num_inputs,), weight.double(), 1e-5)
+    torch_y = torch.nn.functional.rms_norm(u, (num_inputs,), weight.to(u.dtype), 1e-5)
+    exact = begun.double() + dh.double().t() @ (exact_y * factor.double())
+    torchs = begun + (dh.t() @ (torch_y * factor.to(u.dtype))).float()
+    trained = [0, *range(2, rank)]
+    assert_as_exact_as_torch(ours[trained], torchs[trained], exact[trained], "dA")
+    assert_rounded_once(
+        ours[trained], (begun.double() + dh.double().t() @ (y.double() * factor.double()))[trained], "dA"
+    )
 
 
 @places

@@ -53,6 +53,30 @@ def test_forward(place, shape: tuple[int, int]) -> None:
 
 
 @places
+@pytest.mark.parametrize("rank", [3, 16, 21])
+@pytest.mark.parametrize("shape", [(5, 123), (1, 20), (150, 290)], ids=str)
+@pytest.mark.parametrize("offset", [None, 5], ids=["no dropout", "dropout in a shard"])
+def test_forward_with_the_adapters_projection(place, shape: tuple[int, int], rank: int, offset: int | None) -> None:
+    """Where fp32 is multiplied, 21 ranks are too many for one block, so that y is read again."""
+    num_tokens, num_features = shape
+    gate_up, a = random_rows(place, num_tokens, 2 * num_features, gap=5), random_rows(place, rank, num_features, gap=1)
+    mask, keep_scale, factor = drawn_mask(place, num_tokens, num_features, offset, probability=0.25)
+    expected = swiglu.swiglu_forward(gate_up)
+    torchs = (expected * factor.to(expected.dtype)) @ a.t() * 1.5
+    exact = (expected.double() * factor.double()) @ a.double().t() * 1.5
+    for padding in (0, 6):
+        whole = torch.full((num_tokens, num_features + rank + padding + 2), 7.0, dtype=place[1], device=place[0])
+        y, beside = whole[:, :-2].tensor_split([num_features], dim=1)
+        h = swiglu.swiglu_project(gate_up, a, mask, keep_scale=1.5 * keep_scale, out=y, h_out=beside)
+        assert torch.equal(y, expected), "y has the same bits whichever pass wrote it"
+        assert h.data_ptr() == beside.data_ptr() and h.shape == (num_tokens, rank)
+        assert_as_exact_as_torch(h, torchs, exact, "H")
+        assert_rounded_once(h, exact, "H")
+        assert (beside[:, rank:] == 0).all(), "left something in the padding"
+        assert (whole[:, -2:] == 7).all(), "wrote outside its columns"
+
+
+@places
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(place, shape: tuple[int, int]) -> None:
     num_tokens, num_features = shape
@@ -141,4 +165,6 @@ def _assert_backward_adapted(
 def test_no_tokens(place) -> None:
     gate_up, dy = (torch.empty(0, size, dtype=place[1], device=place[0]) for size in (16, 8))
     assert swiglu.swiglu_forward(gate_up).shape == (0, 8)
+    h = swiglu.swiglu_project(gate_up, dy.new_ones(3, 8), None, keep_scale=1.0, out=dy, h_out=dy)
+    assert h.shape == (0, 3)
     assert swiglu.swiglu_backward(dy, gate_up).shape == (0, 16)

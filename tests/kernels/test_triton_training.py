@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.choices import RECOMPUTE_LEVELS
 from engine.layers.recompute import MemoryPlan
 from engine.ops.triton_backend import TRITON
 from engine.planning.kernel_shapes import shape_kernels
@@ -85,6 +86,26 @@ def test_inputs_quantised_where_they_are_made(place) -> None:
         found.append(built.gradients())
     assert found[0].keys() == found[1].keys() and found[0]
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+@pytest.mark.slow
+@long_places
+def test_every_level_of_recomputation_has_the_same_bits(place) -> None:
+    """Inputs that are kept, made again, or made with H in one pass; folded, and over an FP8 base not."""
+    device = torch.device(place[0])
+    batch = make_batch([(0, (9, 4)), (1, (13,))], row_length=13, seq_length=13, vocab_size=41, seed=0)
+    for base in (None, "fp8"):
+        config = CONFIG if place[0] == "cpu" else FP8_CONFIG
+        case = Case(config=replace(config, num_layers=1), adapters=r"layers\..*_proj", base=base, dropout=0.1)
+        found = []
+        for level in RECOMPUTE_LEVELS:
+            built = build_with(case, MemoryPlan(recompute=level), kernels=TRITON, dtype=place[1], device=device)
+            built.stage.load([batch.to(device)], float(batch.loss_weights_BS.sum()))
+            built.stage.forward(0)
+            built.stage.backward(0)
+            found.append(built.gradients())
+        for level, gradients in zip(RECOMPUTE_LEVELS[1:], found[1:], strict=True):
+            assert all(torch.equal(one, found[0][name]) for name, one in gradients.items()), (base, level)
 
 
 def test_the_planner_knows_how_far_folded_rows_lie_apart() -> None:

@@ -132,6 +132,9 @@ def _adapted(num_tokens: int, linear: _Linear, adapters: Adapters, dtype: torch.
     elif linear.made_by == "swiglu":
         TRITON.swiglu_forward(gate_up, x)
     sections = _sections(linear, adapters, beside(sum(linear.outputs))[1])
+    if linear.made_by == "swiglu":
+        assert TRITON.swiglu_project is not None
+        TRITON.swiglu_project(gate_up, x, a_RI, mask, scale, sections, h)
     TRITON.project(x, a_RI, mask, scale, sections, h)
 
     kept_h, again, (dx, low) = empty(num_tokens, ranks), empty(num_tokens, width), beside(num_tokens)
@@ -142,6 +145,9 @@ def _adapted(num_tokens: int, linear: _Linear, adapters: Adapters, dtype: torch.
     else:
         TRITON.output_gradients(dy, kept_h, sections, dh_out=dh)
         TRITON.output_gradients(dy, kept_h, [replace(one, db=None) for one in sections], dh_out=dh)
+    if linear.made_by == "norm":
+        assert rstd is not None and TRITON.norm_a_gradient is not None
+        TRITON.norm_a_gradient(dh, u, rstd, weight, mask, scale, sections)
     TRITON.a_gradient(dh, again, mask, scale, sections)
     update = InputUpdate(dh_TR=dh, a_RI=a_RI, mask=mask, scale=scale, h_TR=kept_h)
     if linear.made_by == "norm":

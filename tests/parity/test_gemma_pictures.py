@@ -6,16 +6,19 @@ Causal attention within pictures moves logits by 0.1 and more, as do features th
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
 from tests.distributed.cases import relative_error
 from tests.family_models import engine_model, losses_and_gradients
 from tests.gemma_pictures import LENGTH, batch_of, make_folder, stock_losses
@@ -130,3 +133,26 @@ def test_adapters_follow_peft(kind: str, tmp_path: Path) -> None:
     expected = _their_losses(model, batch)
     assert expected[-1] < expected[0] - 0.1, "nothing is learnt, so that agreement says little"
     assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As Gemma 3 was released, and with the tower's pooling head, which is carried along."""
+    changed = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in tensors.items()}
+    head = {f"vision_tower.vision_model.head.{name}": torch.randn(3) for name in ("probe", "mlp.fc1.bias")}
+    return {**changed, **head}
+
+
+def test_released_names_go_out_as_they_came_in(tmp_path: Path) -> None:
+    released = tmp_path / "hf"
+    released.mkdir()
+    shutil.copy(Path(_folder().name) / "config.json", released)
+    tensors = _renamed(load_file(Path(_folder().name) / "model.safetensors"))
+    assert {name.split(".layers")[0] for name in tensors if "layers" in name} == {
+        "language_model.model", "vision_tower.vision_model.encoder"
+    }  # fmt: skip
+    save_file(tensors, released / "model.safetensors", {"format": "pt"})
+    import_checkpoint(open_source(released), tmp_path / "base", tensor=2)
+    export_hf(open_source(tmp_path / "base"), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

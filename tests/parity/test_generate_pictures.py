@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
+from engine.config.load import parse_config
 from engine.data.tokenizer import load_tokenizer
 from engine.data.vision.families import read_vision_family
 from engine.data.vision.family import Tiles, VisionFamily
@@ -23,13 +24,15 @@ from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.inference.pictures import PromptCoordinates
+from engine.inference.text import TextStream
 from engine.models.decoder import Decoder
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation
+from engine.training.trainer import train
 from rankfold.generating.prompts import Prompt, Writer, requests_of
 from tests import cogvlm_cases
-from tests.commands import run_tool
+from tests.commands import options, run_tool
 from tests.generation import Ids
 from tests.parity.test_vision_models import make_batch
 from tests.shared_data import shared
@@ -288,3 +291,34 @@ class TestCommand:
         last = result.stderr.splitlines()[-1]
         assert last.startswith("error: ") and words.format(tmp=tmp_path) in last, last
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["minicpm-v-2_6", "cogvlm-v1"])
+def test_samples_while_training_are_what_is_generated(name: str, tmp_path: Path) -> None:
+    """Before the first step, of prompts with a picture and without, in the family's layout. Read as plain text, prompts
+    would be continued otherwise."""
+    (tmp_path / "model").mkdir()
+    folder = model_folder(name, tmp_path / "model")
+    files = [str(path) for path in pictures(name)]
+    turns = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A day."}]
+    records = [{"id": str(number), "image": files[0], "conversations": turns} for number in range(2)]
+    (tmp_path / "train.json").write_text(json.dumps(records), encoding="utf-8")
+    texts, images = [TEXTS[0], TEXTS[2]], [files[0], ""]
+    train(parse_config(options({
+        "model.path": folder, "model.dtype": "float32", "data.train": tmp_path / "train.json",
+        "data.seq_length": 256, "data.num_workers": 0, "train.steps": 1, "train.global_batch_size": 2,
+        "lora.rank": 2, "lora.targets": "q_proj", "checkpoint.dir": tmp_path / "run", "train.sample_every": 1,
+        "train.sample_prompts": json.dumps(texts), "train.sample_images": json.dumps(images),
+        "train.sample_tokens": NEW, "train.sample_chat": "true",
+    })))  # fmt: skip
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    first = {key: text for record in map(json.loads, lines) if record["step"] == 0 for key, text in record.items()}
+    asked = prompts(name, folder)
+    expected = cached_tokens(name, folder)
+    tokenizer = load_tokenizer(folder)
+    for number, at in ((1, 0), (2, 2)):
+        stream = TextStream(tokenizer, (), asked[at].ids)
+        for token in expected[at]:
+            stream.push(token)
+        stream.finish()
+        assert stream.text and first[f"sample/{number}"] == stream.text

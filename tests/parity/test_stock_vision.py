@@ -10,7 +10,7 @@ import torch
 from engine.checkpoint.model_weights import open_source
 from tests.distributed.cases import relative_error
 from tests.family_models import engine_model, losses_and_gradients
-from tests.stock_vision import MODELS, make_model, packed, side_of, stock_losses
+from tests.stock_vision import MODELS, make_model, packed, stock_losses
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -19,8 +19,7 @@ def test_logits_losses_and_gradients(name: str, tmp_path: Path) -> None:
     built = engine_model(tmp_path)
     vision = built.model.config.vision
     assert vision is not None
-    side = side_of(name)
-    batch, documents = packed(vision.num_features((side // 7, side // 7)), side)
+    batch, documents = packed(name, vision)
     logits, expected = stock_losses(model, batch, documents)
     expected[batch.labels_BS.flatten() >= 0].sum().backward()
     with torch.no_grad():

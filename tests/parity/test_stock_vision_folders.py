@@ -16,29 +16,42 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.peft_read import AdapterSource
 from tests.commands import run_tool
 from tests.distributed.cases import relative_error
+from tests.gemma_pictures import make_folder as make_gemma
+from tests.qwen_vl import KINDS as QWEN
+from tests.qwen_vl import make_model as make_qwen
 from tests.stock_vision import make_model
-from tests.unit.test_vision_data_processors import KINDS, pictures, processor_of, written
+from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, pictures, processor_of, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
-NAMES = ("llava", "internvl")
+NAMES = ("llava", "internvl", "llava_onevision", "gemma3", *QWEN)
+PROJECTORS = {"gemma3": "mm_input_projection_weight", "qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
 
 
 def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     """A model with tokenizer and image processor, as released folders have them; returns stock model and processor."""
+    if kind in QWEN:
+        model = make_qwen(kind, folder)
+        return model, processor_of(kind, *written(kind, folder / "beside"))
+    if kind == "gemma3":
+        model = make_gemma(folder)
+        return model, processor_of(kind, *written(kind, folder / "beside"))
     tokenizer, images = written(kind, folder)
     tokens = KINDS[kind]["tokens"]
     image = tokenizer.convert_tokens_to_ids(tokens.get("context_image_token") or tokens["image_token"])
-    model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=28)
+    side = PINPOINTS[0][0] if kind == "llava_onevision" else 28
+    model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=side)
     return model, processor_of(kind, tokenizer, images)
 
 
-def inputs(processor: Any, text: str, shown: list[Any]) -> dict[str, Tensor]:
+def inputs(kind: str, processor: Any, text: str, shown: list[Any]) -> dict[str, Tensor]:
     content = [*({"type": "image"} for _ in shown), {"type": "text", "text": text}]
     asked = [{"role": "user", "content": content}]
     prompt = processor.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    more = {"images": shown} if shown else {}
-    return dict(processor(text=[prompt], return_tensors="pt", **more))
+    more = {"images": [shown] if kind in NESTED else shown} if shown else {}
+    found = dict(processor(text=[prompt], return_tensors="pt", **more))
+    assert "token_type_ids" in found or kind != "gemma3"
+    return found
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -54,7 +67,7 @@ def test_greedy_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         named = {"images": [f"{number}.png" for number in numbers]} if numbers else {}
         content = [*({"type": "image"} for _ in numbers), {"type": "text", "text": text}]
         records.append({"messages": [{"role": "user", "content": content}], **named})
-        given = inputs(processor, text, [shown[number] for number in numbers])
+        given = inputs(kind, processor, text, [shown[number] for number in numbers])
         out = model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         expected.append(out[0, given["input_ids"].shape[1] :].tolist())
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -70,7 +83,7 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
     """Adapters on language model and tower, the projector in full; from LLaVA's records."""
     from peft import PeftModel
 
-    folder = tmp_path / "model"
+    folder, projector = tmp_path / "model", "visual.merger" if kind in QWEN else "multi_modal_projector"
     model, processor = model_folder(kind, folder)
     shown = pictures(tmp_path)
     turns = [{"from": "human", "value": f"<image>\n{TEXTS[0]}"}, {"from": "gpt", "value": "He goes there."}]
@@ -79,13 +92,14 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
     run_tool(
         "pretrain_lora", "--model.path", folder, "--model.dtype", "float32", "--data.train", tmp_path / "train.json",
         "--data.seq_length", 192, "--train.steps", 3, "--train.global_batch_size", 2, "--optim.lr", 0.01,
-        "--lora.rank", 2, "--lora.targets", r"q_proj,up_proj,.*vision_tower.*(v_proj|fc1)",
-        "--trainable", "multi_modal_projector", "--checkpoint.dir", tmp_path / "run",
+        "--lora.rank", 2, "--lora.targets", r"q_proj,up_proj,.*(vision_tower|visual\.blocks).*(v_proj|fc1|qkv)",
+        "--trainable", projector, "--checkpoint.dir", tmp_path / "run",
     )  # fmt: skip
-    for form in (["--format", "peft"], ["--format", "hf", "--merge"]):
-        run_tool("convert", "export", "--source", tmp_path / "run", "--out", tmp_path / form[1], *form)
+    for form, reader in ((["--format", "peft"], "PEFT"), (["--format", "hf", "--merge"], "transformers")):
+        said = run_tool("convert", "export", "--source", tmp_path / "run", "--out", tmp_path / form[1], *form)
+        assert f"checked with {reader}: logits of 32 tokens agree" in said.stdout + said.stderr
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    given = inputs(processor, TEXTS[1], shown[:1])
+    given = inputs(kind, processor, TEXTS[1], shown[:1])
     with torch.no_grad():
         before = model(**given).logits
         merged = type(model).from_pretrained(tmp_path / "hf", dtype=torch.float32)(**given).logits
@@ -97,8 +111,11 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
     read = AdapterSource(
         tmp_path / "peft", names=source.model.names, decoder=source.model.decoder, with_saved_modules=True
     )
-    assert "vision.multi_modal_projector.linear_1.weight" in read
-    assert any(name.startswith("vision.vision_tower") and name.endswith("lora_B") for name in read.tensor_names())
+    assert f"vision.{projector}.{PROJECTORS.get(kind, 'linear_1.weight')}" in read
+    assert any(
+        name.startswith(("vision.vision_tower", "vision.visual.blocks")) and name.endswith("lora_B")
+        for name in read.tensor_names()
+    )
     adapted.save_pretrained(tmp_path / "theirs")
     again = AdapterSource(
         tmp_path / "theirs", names=source.model.names, decoder=source.model.decoder, with_saved_modules=True

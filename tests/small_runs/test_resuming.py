@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 
-from tests.commands import losses
+from engine.config.load import parse_config, to_yaml
+from engine.config.resume_rules import changes
+from tests.commands import losses, options
 from tests.small_runs.conftest import SmallRuns
 from tests.wrong_inputs.workplace import run_here
 
@@ -40,6 +42,32 @@ def test_each_changed_option_is_a_line(run: SmallRuns) -> None:
         "(step 3 had 0.0075; 6 steps before, 6 now)\n"
     ) in said
     assert said.count("warning:") == 5
+
+
+def test_rates_by_pattern_are_said_and_resumed(run: SmallRuns) -> None:
+    """The second half of a run has the losses of the whole one; a changed rate, or one added to an older run, is a
+    line."""
+    said = run(
+        train__steps=6, checkpoint__every=3, checkpoint__keep=0, trainable="lm_head", lora__exclude="lm_head",
+        optim__lr_pattern="{lm_head: 2e-3, lora_B: 0.1}",
+    )  # fmt: skip
+    line = "learning rates: 0.002 for lm_head (768 parameters), 0.1 for lora_B ("
+    assert line in said, said[said.find("learning rates") :][:200]
+    assert "), 0.01 for all else (" in said
+    whole = losses(run.folder)
+    shutil.rmtree(run.folder / "checkpoints" / "step_00000006")
+    assert "warning:" not in run()
+    assert losses(run.folder) == whole
+    shutil.rmtree(run.folder / "checkpoints" / "step_00000006")
+    said = run(optim__lr_pattern="{lm_head: 1e-3}")
+    assert "optim.lr_pattern {'lm_head': 0.002, 'lora_B': 0.1} -> {'lm_head': 0.001}" in said
+    assert losses(run.folder) != whole
+    before = to_yaml(parse_config(options({"model.path": "m"})))
+    older = "".join(line for line in before.splitlines(keepends=True) if "lr_pattern" not in line)
+    now = to_yaml(parse_config(options({"model.path": "m", "optim.lr_pattern": "{lm_head: 1e-3}"})))
+    assert older != before and [str(change) for change in changes(older, now)] == [
+        "optim.lr_pattern null -> {'lm_head': 0.001}"
+    ]
 
 
 def test_a_longer_run_has_another_learning_rate(run: SmallRuns) -> None:

@@ -65,6 +65,11 @@ PROMPT = {"train__sample_every": 2, "train__sample_prompts": '["ab"]'}
         ({"train__sample_every": 2}, "train.sample_every is 2 and train.sample_prompts has 0 texts, but samples need"),
         ({**PROMPT, "train__sample_tokens": 90}, "the model's context is 64"),
         ({**PROMPT, "train__sample_chat": "true"}, "no chat template"),
+        (
+            {**PROMPT, "train__sample_images": '["a.png"]'},
+            "train.sample_images names a picture, but the model reads text",
+        ),
+        ({**PROMPT, "train__sample_images": '["a.png", "b.png"]'}, "has 2 paths and train.sample_prompts has 1 texts"),
     ],
 )
 def test_one_sentence(options: dict[str, object], words: str, run: SmallRuns) -> None:

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="the kernels section counts bytes with the 
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import REFERENCE
+from rankfold.benchmarking import loader, tower
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
@@ -42,6 +43,7 @@ from rankfold.benchmarking.options import (
     read_shapes,
 )
 from rankfold.benchmarking.saved import saved_bytes
+from rankfold.benchmarking.sections import LoaderOptions, TowerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -254,9 +256,41 @@ def test_a_linear_without_its_mask_is_refused() -> None:
             check_case("dropout", replace(case, contestants={"it": undropped}), CPU, 1e-4)
 
 
+TINY_TOWER = {"pictures": 2, "side": 56, "layers": 2, "width": 32, "heads": 4, "mlp": 48, "repeats": 2, "warmup": 0}
+
+
+def test_tower_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every work of both sides is timed; a tower that computes something else is not."""
+    monkeypatch.setattr(tower, "in_new_process", lambda function, *arguments: function(*arguments))
+    table = tower.run(TowerOptions(**TINY_TOWER, device="cpu"))
+    assert [row[0] for row in table.rows] == [tower.FORWARD, tower.TRAINING]
+    assert all(len(times) == 2 and min(times) > 0 for times in table.data["seconds"].values())
+    assert len(table.data["seconds"]) == len(table.data["peaks"]) == 4
+    monkeypatch.setattr(tower, "_names", _mixed_up(tower._names))
+    with pytest.raises(AssertionError, match="the towers compute different features"):
+        tower.build_pair(TowerOptions(**TINY_TOWER, device="cpu"), CPU)
+
+
+def _mixed_up(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+    """Queries, keys and values in another order."""
+    return lambda name: names(name)[::-1]
+
+
+def test_loader_section() -> None:
+    """Without threads a step waits for its pictures, with one it does where the step is long enough for them."""
+    options = LoaderOptions(pictures=4, side=448, rows=2, step_ms=60, steps=4, workers="0,1")
+    table = loader.run(options)
+    alone, ahead = table.data["seconds stalled"].values()
+    assert alone > 0.2 * options.steps * options.rows * table.data["seconds for a picture"] > 0
+    assert ahead < alone
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong", "words"),
     [
+        (LoaderOptions, {"workers": "1,x"}, ["1,x", "whole numbers"]),
+        (LoaderOptions, {"side": 450}, ["450", "multiple of 14"]),
+        (TowerOptions, {"width": 100}, ["--width 100", "--heads 16"]),
         (KernelOptions, {"tokens": 10, "length": 4}, ["10", "4", "multiple"]),
         (KernelOptions, {"only": "norm,nrom"}, ["nrom", "--only"]),
         (KernelOptions, {"peers": "ligre"}, ["ligre", "liger"]),

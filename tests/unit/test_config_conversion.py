@@ -164,8 +164,9 @@ def test_script_of_minicpm(tmp_path: Path) -> None:
     config = from_yaml(to_text(conversion.options, title="test"))
     assert (ranks, config.train.global_batch_size, config.optim.warmup(10000)) == (8, 16, 100)
     assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (64, 64.0, 0.05)
-    assert config.lora.targets_module("layers.3.attention.q_proj", ("model.layers.3.self_attn.q_proj",))
-    assert not config.lora.targets_module("layers.3.mlp.up_proj", ("model.layers.3.mlp.up_proj",))
+    assert config.lora.targets_module("layers.3.attention.q_proj", ("llm.model.layers.3.self_attn.q_proj",))
+    assert not config.lora.targets_module("layers.3.mlp.up_proj", ("llm.model.layers.3.mlp.up_proj",))
+    assert config.trainable == ("embed_tokens", "resampler", "vpm")
     assert (config.optim.betas, config.log.tensorboard, config.data.seq_length) == ((0.9, 0.95), True, 2048)
 
 

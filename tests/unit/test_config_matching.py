@@ -111,3 +111,32 @@ def test_all_linear_is_every_linear_but_the_head() -> None:
     assert all(matches_target(name, ("all-linear",)) for name in names)
     assert not any(matches_target(name, ("all-linear",)) for name in ("lm_head", "embed_tokens", "layers.3.norm"))
     require_matched("lora.targets", ["all-linear"], dict.fromkeys(names, ()), matches_target)
+
+
+EXPERTS = {
+    "vision.model.vision.linear_proj.gate_proj": ["model.vision.linear_proj.gate_proj"],
+    "layers.0.attention.q_proj": ["model.layers.0.self_attn.language_expert_query_key_value"],
+    "layers.0.attention.vision.q_proj": ["model.layers.0.self_attn.vision_expert_query_key_value"],
+    "layers.0.mlp.vision.up_proj": ["model.layers.0.mlp.vision_mlp.up_proj"],
+}
+TOWER, LANGUAGE, EXPERT, EXPERT_MLP = EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("matcher", "pattern", "expected"),
+    [
+        (matches_trainable, "vision", {TOWER}),
+        (matches_trainable, "model.vision", {TOWER}),
+        (matches_trainable, "vision.*", {TOWER}),
+        (matches_trainable, "attention.vision", {EXPERT}),
+        (matches_trainable, "mlp.vision", {EXPERT_MLP}),
+        (matches_trainable, "vision_mlp", {EXPERT_MLP}),
+        (matches_trainable, "attention", {LANGUAGE, EXPERT}),
+        (matches_target, r"vision\..*", {TOWER}),
+        (matches_target, "vision.q_proj", set()),
+        (matches_target, "attention.vision.q_proj", {EXPERT}),
+        (matches_target, "q_proj", {LANGUAGE, EXPERT}),
+    ],
+)
+def test_vision_is_the_vision_model_and_no_expert(matcher, pattern: str, expected: set[str]) -> None:
+    assert {name for name, aliases in EXPERTS.items() if matcher(name, (pattern,), aliases)} == expected

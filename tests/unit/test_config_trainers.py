@@ -34,6 +34,7 @@ LEAST: dict[str, str] = {
     "MiniMind": "train_lora.py --data_path a.jsonl",
     "SwissArmyTransformer": "finetune.py --from_pretrained m --train-iters 10 --lora_rank 10 --use_lora --mode a",
     "MLPerf's reference": "train.py --target_eval_loss 0.9 --use_peft_lora --lora_r 16 --lora_alpha 32",
+    "LLaVA's script": "train_mem.py --model_name_or_path m --mm_projector_type mlp2x_gelu --lora_enable True",
     "MiniCPM-V's script": "finetune.py --llm_type llama3 --use_lora true",
     "Hugging Face's Trainer": "train.py --model_name_or_path m --lora_r 8 --output_dir out",
     "the launcher": "accelerate launch --num_processes 2",
@@ -170,18 +171,26 @@ FULL = {
 }
 
 
+LANGUAGE_MODEL = ("embed_tokens", "layers", "norm", "lm_head")
+
+
 @pytest.mark.parametrize("source", FULL)
 def test_no_adapters_in_none_out(source: str) -> None:
+    """Of models that have a tower, LLaMA-Factory trains the language model alone where nothing else is said."""
     conversion, config = _converted(FULL[source])
-    assert (config.lora.rank, config.trainable) == (0, ("*",))
+    assert (config.lora.rank, config.trainable) == (0, LANGUAGE_MODEL if source == "llama-factory" else ("*",))
     assert not [name for name in conversion.options if name.startswith("lora.") and name != "lora.rank"]
     assert "lora.rank: 0" in report(conversion, 120)
 
 
 @pytest.mark.parametrize("name", [name for name in LEAST if name not in ("Megatron", "the launcher")])
 def test_adapters_in_adapters_out(name: str) -> None:
+    """Scripts of vision-language models train parts of these in full beside adapters."""
     _, config = _converted(LEAST[name])
-    assert config.lora.rank > 0 and config.trainable == ()
+    beside = {
+        "MiniCPM-V's script": ("embed_tokens", "resampler", "vpm"), "LLaVA's script": ("multi_modal_projector",)
+    }  # fmt: skip
+    assert config.lora.rank > 0 and config.trainable == beside.get(name, ())
 
 
 @pytest.mark.parametrize(
@@ -494,3 +503,86 @@ def test_no_value_is_a_traceback() -> None:
                 except UserError as error:
                     assert str(error).endswith((".", "?")), (key, value, error)
     assert len(seen) > 200
+
+
+MINICPM_V = "finetune.py --model_name_or_path m --llm_type qwen --data_path t.json "
+LLAVA = "train_mem.py --model_name_or_path m --data_path t.json --mm_projector_type mlp2x_gelu "
+
+
+@pytest.mark.parametrize(
+    ("command", "rank", "trainable"),
+    [
+        (MINICPM_V + "--use_lora true --tune_vision false --tune_llm false", 64, ("embed_tokens", "resampler")),
+        (MINICPM_V + "--use_lora true --tune_llm false", 64, ("embed_tokens", "resampler", "vpm")),
+        (MINICPM_V + "--tune_vision true --tune_llm false", 0, ("vpm", "resampler")),
+        (MINICPM_V + "--tune_vision false --tune_llm true", 0, (*LANGUAGE_MODEL, "resampler")),
+        (MINICPM_V + "--tune_vision true", 0, ("*",)),
+        (LLAVA + "--tune_mm_mlp_adapter True", 0, ("multi_modal_projector",)),
+        (LLAVA + "--lora_enable True --lora_r 128", 128, ("multi_modal_projector",)),
+        (LLAVA + "--lora_enable True --freeze_mm_mlp_adapter True", 64, ()),
+        (LLAVA + "--mm_use_im_patch_token False", 0, (*LANGUAGE_MODEL, "multi_modal_projector")),
+        (LLAVA + "--unfreeze_mm_vision_tower True", 0, (*LANGUAGE_MODEL, "multi_modal_projector", "vision_tower")),
+        (LLAMA_FACTORY + "--finetuning_type full --freeze_vision_tower true", 0, LANGUAGE_MODEL),
+        ("axolotl train --base_model m --learning_rate 1e-5 --freeze_mm_modules true", 0, LANGUAGE_MODEL),
+        ("axolotl train --base_model m --learning_rate 1e-5", 0, ("*",)),
+    ],
+)
+def test_what_trains_of_a_vision_language_model(command: str, rank: int, trainable: tuple[str, ...]) -> None:
+    _, config = _converted(command)
+    assert (config.lora.rank, config.trainable) == (rank, trainable)
+
+
+def test_targets_of_minicpm_v_are_not_the_towers() -> None:
+    """Its expression begins with llm; 2.6's tower has modules of the same names."""
+    _, config = _converted(MINICPM_V + "--use_lora true")
+    tower = ("vision.vpm.encoder.layers.0.self_attn.q_proj", ("vpm.encoder.layers.0.self_attn.q_proj",))
+    assert config.lora.targets_module("layers.0.attention.q_proj", ("llm.model.layers.0.self_attn.q_proj",))
+    assert not config.lora.targets_module(*tower)
+
+
+def test_folders_of_pictures_and_sizes() -> None:
+    _, config = _converted(LLAMA_FACTORY + "--finetuning_type lora --media_dir pictures")
+    assert config.data.image_folder == "pictures"
+    _, config = _converted(LLAVA + "--image_folder ./images --lora_enable True")
+    assert config.data.image_folder == "./images"
+    conversion, _ = _converted(LLAMA_FACTORY + "--finetuning_type lora --image_max_pixels 262144")
+    assert any("image_max_pixels 262144 has no counterpart" in note for note in conversion.notes)
+    conversion, _ = _converted(LLAMA_FACTORY + "--finetuning_type lora --freeze_vision_tower false")
+    assert any("puts adapters into the tower" in line for line in conversion.to_fill)
+    conversion, _ = _converted(MINICPM_V + "--max_slice_nums 4 --use_lora true")
+    assert any("max_slice_nums 4: write it into config.json" in line for line in conversion.to_fill)
+    conversion, _ = _converted(MINICPM_V + "--max_slice_nums 9 --use_lora true")
+    assert not any("max_slice_nums" in line for line in conversion.to_fill)
+
+
+RATES: dict[str, tuple[str, dict[str, float]]] = {
+    "llava": (
+        LLAVA + "--mm_projector_lr 2e-5 --lora_enable True --learning_rate 2e-4",
+        {"multi_modal_projector": 2e-5},
+    ),
+    "lora+": (LLAMA_FACTORY + "--finetuning_type lora --loraplus_lr_ratio 16 --learning_rate 1e-4", {"lora_B": 16e-4}),
+    "embeddings": (
+        "axolotl train --base_model m --learning_rate 1e-4 --embedding_lr_scale 0.5",
+        {"embed_tokens": 5e-5, "lm_head": 5e-5},
+    ),
+    "decoupled": (FULL["megatron"] + " --decoupled-lr 3e-4", {"embed_tokens": 3e-4, "lm_head": 3e-4}),
+    "one for all": (LLAVA + "--lora_enable True", {}),
+}
+
+
+@pytest.mark.parametrize("source", RATES)
+def test_learning_rates_by_module(source: str) -> None:
+    command, rates = RATES[source]
+    _, config = _converted(command)
+    assert config.optim.lr_pattern == (pytest.approx(rates) if rates else None)
+
+
+def test_groups_of_axolotl(tmp_path: Path) -> None:
+    """A parameter is in the group whose text is anywhere in its name."""
+    groups = [{"name": "o", "modules": ["self_attn.o_proj.weight", "q_proj"], "lr": 1e-6}]
+    run = {"base_model": "m", "learning_rate": 2e-5, "lr_groups": groups}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    conversion, _ = convert(read_file(tmp_path / "run.yaml"), values=[], ranks=1)
+    assert conversion.options["optim.lr_pattern"] == {"*self_attn.o_proj.weight*": 1e-6, "*q_proj*": 1e-6}
+    config = from_yaml(to_text(conversion.options, title="test"))
+    assert config.optim.lr_pattern == conversion.options["optim.lr_pattern"]

@@ -248,6 +248,8 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
     [
         ({"vision": ToyVisionConfig()}, ("layer",)),
         ({"token_experts": True, "vision": ToyVisionConfig()}, ()),
+        ({"rope_axes": (0, 1, 2), "vision": ToyVisionConfig()}, ()),
+        ({"deepstack": 1, "vision": ToyVisionConfig()}, ()),
         ({"cross_attention": CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig())}, ()),
     ],
 )

@@ -198,7 +198,8 @@ def test_a_language_model_inside_another_config_leaves_out_what_is_usual():
     """As Gemma 3 with vision is published: sizes that are the class's own are not in text_config."""
     text = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7}
     text |= {"sliding_window": 32, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    family, found = family_of({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}})
+    tower = {"hidden_size": 24, "image_size": 896, "patch_size": 14}
+    family, found = family_of({"model_type": "gemma3", "text_config": text, "vision_config": tower})
     config, stock = family.config_from_hf(found), transformers.Gemma3TextConfig(**text)
     assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
     assert config.tied_embeddings and config.head_dim == stock.head_dim == 256

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
-from engine.distributed.sharding import NamedShard
+from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.context import TensorLayout
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models import initialise
@@ -129,3 +129,25 @@ def test_one_number_does_not_depend_on_the_width_asked_for():
     again = NamedShard("x", torch.zeros(spec.local_shape), spec)
     initialise.fill_uniform(again, 2.0, 7)
     torch.testing.assert_close(again.tensor, 2 * one.tensor)
+
+
+def test_kernels_of_convolutions_are_cut_like_matrices():
+    """[6, 3, 2, 2], whole, by rows, and by boxes of further dimensions, as sharded weights are cut."""
+    shape = (6, 3, 2, 2)
+
+    def filled(local: tuple[int, ...], dim: int | None, *pieces: Piece) -> Tensor:
+        shard = NamedShard(
+            "vision.patch.weight",
+            torch.zeros(local),
+            ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces),
+        )
+        initialise.fill_normal(shard, 0.5, 7)
+        return shard.tensor
+
+    whole = filled(shape, None)
+    assert 0.3 < whole.std() < 0.7
+    assert torch.equal(filled((2, 3, 2, 2), 0, Piece(3, 0, 2)), whole[3:5])
+    assert torch.equal(filled((6, 1, 2, 2), 1, Piece(2, 0, 1)), whole[:, 2:3])
+    matrix = NamedShard("vision.patch.weight", torch.zeros(6, 12), ShardSpec(global_shape=(6, 12), local_shape=(6, 12)))
+    initialise.fill_normal(matrix, 0.5, 7)
+    assert torch.equal(whole.flatten(1), matrix.tensor)

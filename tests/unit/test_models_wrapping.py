@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.live_logits import Overlay
+from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
+from engine.models.describe import num_parameters
 from engine.models.families import WRAPPINGS, family_of
 from engine.models.families.wrapping import TEXTS
 from tests.stock_vision import make_model
@@ -115,6 +118,21 @@ def test_what_a_text_config_leaves_out_is_what_transformers_has(text: str) -> No
         )  # fmt: skip
 
 
+# transformers 4 and 5 read an InternVL config that says so at neither place differently, so that it is left out
+@pytest.mark.parametrize(
+    ("kind", "own", "inner"),
+    [(kind, own, inner) for kind in ("Llava", "InternVL") for own in (False, True) for inner in (False, True)]
+    + [("Llava", None, False), ("Llava", None, True), ("InternVL", None, True)],
+)
+def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inner: bool) -> None:
+    given = {} if own is None else {"tie_word_embeddings": own}
+    made = getattr(transformers, f"{kind}Config")
+    stock = made(text_config={"model_type": "qwen2", "tie_word_embeddings": inner}, **given)
+    hf = {"model_type": stock.model_type, "vision_config": {}, **given}
+    family, text = family_of({**hf, "text_config": {"model_type": "qwen2", "tie_word_embeddings": inner}})
+    assert family.config_from_hf(text).tied_embeddings == stock.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -125,7 +143,7 @@ def test_what_a_text_config_leaves_out_is_what_transformers_has(text: str) -> No
         ({"vision_config": {"hidden_size": 25, "num_attention_heads": 3}}, "25, which does not divide into 3 heads"),
         ({"vision_config": {"hidden_act": "snake"}}, "vision_config.hidden_act 'snake', but one of gelu"),
         ({"vision_config": {"layer_norm_eps": 0}}, "vision_config.layer_norm_eps 0, but a number above 0"),
-        ({"vision_config": {"image_size": 225}}, "225 pixels in vision_config, which do not divide into patches of 32"),
+        ({"vision_config": {"image_size": 31}}, "31 pixels in vision_config, which are less than a patch of 32"),
         ({"vision_feature_layer": -14}, "vision_feature_layer -14, but a tower of 12 layers is expected to give"),
         ({"vision_feature_layer": []}, r"vision_feature_layer \[\]"),
         ({"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy 'cls', but default or full"),
@@ -137,3 +155,57 @@ def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         family, text = family_of({**hf, **changes})
         family.config_from_hf(text)
+
+
+RELEASED_LLAVA = {
+    "model_type": "llava",
+    "text_config": {
+        "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05, "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}  # fmt: skip
+"""What counts of LLaVA 1.5's config, as it is published."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "unused"),
+    [
+        ("Llava", ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")),
+        ("InternVL", ()),
+        ("LlavaOnevision", ("vision_tower.post_layernorm.",)),
+    ],
+)
+def test_real_sizes_have_transformers_parameters(kind: str, unused: tuple[str, ...]) -> None:
+    """LLaVA 1.5 as it was released, the others as their classes are."""
+    made = getattr(transformers, f"{kind}Config")
+    config = made.from_dict(RELEASED_LLAVA) if kind == "Llava" else made()
+    with torch.device("meta"):
+        stock = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        stock.tie_weights()
+    counted = [one.numel() for name, one in stock.named_parameters() if not any(part in name for part in unused)]
+    family, text = family_of(RELEASED_LLAVA if kind == "Llava" else json.loads(config.to_json_string()))
+    assert num_parameters(family.config_from_hf(text)) == sum(counted)
+
+
+class _Trained(Overlay):
+    """An adapter, and a parameter that is no module."""
+
+    def tensor_names(self) -> list[str]:
+        return [*(f"layers.0.attention.q_proj.lora_{leaf}" for leaf in "AB"), "vision.image_newline.weight"]
+
+
+def test_a_parameter_that_is_no_module_is_in_no_adapters_folder(tmp_path: Path) -> None:
+    make_model("llava_onevision", tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    names = source.model.names
+    assert names.to_hf("vision.image_newline.weight").name == "image_newline"
+    assert names.live.to_hf("vision.image_newline.weight").name == "model.image_newline"
+    with pytest.raises(UserError, match="image_newline was trained in full beside adapters, and is no module"):
+        export_peft(_Trained(source, None), {"rslora": False}, source.model, tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -81,10 +82,14 @@ def _entry(name: str, value: Tensor, device: torch.device) -> ShardEntry:
 
 
 def _build(
-    backend: OptimizerBackend, dtype: torch.dtype = torch.float32, clip: float = 0.7, device: torch.device = CPU
+    backend: OptimizerBackend,
+    dtype: torch.dtype = torch.float32,
+    clip: float = 0.7,
+    device: torch.device = CPU,
+    factors: Mapping[str, float] = {},
 ) -> FlatAdamW:
     entries = [_entry(name, value.to(dtype), device) for name, value in _values(0).items()]
-    flat = FlatParameters(entries, device)
+    flat = FlatParameters(entries, device, lr_factor=lambda name: factors.get(name, 1.0))
     for shard in flat.master_shards():
         shard.tensor.copy_(_values(0)[shard.name])
     flat.publish()
@@ -116,12 +121,16 @@ def _lr(step: int) -> float:
 class Peer:
     """torch.optim.AdamW, one tensor at a time, that is not asked to take the steps that are to be skipped."""
 
-    def __init__(self, clip: float, device: torch.device = CPU) -> None:
+    def __init__(self, clip: float, device: torch.device = CPU, factors: Mapping[str, float] = {}) -> None:
         self.leaves = {name: value.to(device).requires_grad_() for name, value in _values(0).items()}
         self._clip = clip
         groups = [
-            {"params": [leaf for leaf in self.leaves.values() if leaf.dim() > 1], "weight_decay": DECAY},
-            {"params": [leaf for leaf in self.leaves.values() if leaf.dim() == 1], "weight_decay": 0.0},
+            {
+                "params": [leaf],
+                "weight_decay": DECAY if leaf.dim() > 1 else 0.0,
+                "factor": factors.get(name, 1.0),
+            }
+            for name, leaf in self.leaves.items()
         ]
         self._optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, foreach=False)
 
@@ -130,7 +139,7 @@ class Peer:
             leaf.grad = _gradients(step)[name].to(leaf.device)
         norm = torch.nn.utils.clip_grad_norm_(self.leaves.values(), self._clip if self._clip > 0 else math.inf)
         for group in self._optimizer.param_groups:
-            group["lr"] = _lr(step)
+            group["lr"] = _lr(step) * group["factor"]
         if step not in SKIPPED:
             self._optimizer.step()
         return norm
@@ -140,9 +149,14 @@ class Peer:
 
 
 def _compare_with_torch(
-    backend: OptimizerBackend, dtype: torch.dtype, clip: float, device: torch.device, rtol: float
+    backend: OptimizerBackend,
+    dtype: torch.dtype,
+    clip: float,
+    device: torch.device,
+    rtol: float,
+    factors: Mapping[str, float] = {},
 ) -> None:
-    optimizer, peer = _build(backend, dtype, clip, device), Peer(clip, device)
+    optimizer, peer = _build(backend, dtype, clip, device, factors), Peer(clip, device, factors)
     for step in range(20):
         _set_gradients(optimizer, _gradients(step))
         before = {name: master.clone() for name, master in _masters(optimizer).items()}
@@ -174,6 +188,18 @@ def _compare_with_torch(
 def test_twenty_steps_equal_torch(backend: OptimizerBackend, dtype: torch.dtype, clip: float) -> None:
     # a step rounds a weight three times at most, 2^-24 of it each, in another order than torch
     _compare_with_torch(backend, dtype, clip, CPU, rtol=20 * 3 * 2**-24)
+
+
+RATES = {"second.weight": 10.0, "second.lora_B": 10.0, "norm.weight": 0.1, "second.bias": 10.0, "first.weight": 0.1}
+"""Factors of learning rates: some for parameters that decay and for others, `large.weight` and the last without."""
+
+
+@stand_in
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rates_of_their_own_are_those_of_torchs_parameter_groups(backend: OptimizerBackend, dtype: torch.dtype) -> None:
+    """Where all had one rate, weights would move by up to 1e-2 a step in place of 1e-1 or 1e-3."""
+    _compare_with_torch(backend, dtype, 0.7, CPU, rtol=20 * 3 * 2**-24, factors=RATES)
 
 
 @pytest.mark.gpu

@@ -70,15 +70,17 @@ def test_bytes_and_operations_of_kernels() -> None:
     (norms,) = found["layers", "forward", "norm_forward"]
     assert norms.count == 2 * layers
     assert norms.launch.nbytes == 2 * tokens * 2 * hidden + 2 * hidden + 4 * tokens  # x, y, weight, 1 / rms
-    (swiglu,) = found["layers", "forward", "swiglu_forward"]
-    assert (swiglu.count, swiglu.launch.nbytes) == (layers, 2 * tokens * 3 * inner)
+    (swiglu,) = found["layers", "forward", "swiglu_project"]
+    assert swiglu.count == layers
+    # [gate | up] and y, their mask's bits, A (and B, which an adapter's record has too), and the columns with H in them
+    rest = tokens * inner // 8 + 2 * 16 * (inner + hidden) + 2 * tokens * 64
+    assert swiglu.launch.nbytes == 2 * tokens * 3 * inner + rest
+    assert swiglu.launch.flops == 2 * tokens * inner * 16
     (attention,) = found["layers", "forward", "attention forward"]
     assert attention.flops == layers * 2 * 4 * 4096 * 4097 / 2 * hidden  # two rows, two products, half of the scores
     assert found["layers", "backward", "attention backward"][0].flops == 2.5 * attention.flops
     projections = {one.launch.flops for one in found["layers", "forward", "project"]}
-    assert projections == {
-        2 * tokens * width * rank for width, rank in ((4096, 48), (4096, 16), (4096, 32), (inner, 16))
-    }
+    assert projections == {2 * tokens * width * rank for width, rank in ((4096, 48), (4096, 16), (4096, 32))}
     # 4 N operations a token, and little more for columns of folded adapters
     products = sum(one.flops for rows in found.values() for one in rows if one.launch.result is not None)
     weights = layers * (hidden * (2 * 4096 + 2 * 1024) + 3 * hidden * inner) + hidden * 128_256

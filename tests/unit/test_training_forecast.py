@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,21 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
+from engine.data.vision.columns import Extras, PlacedPicture, VisionColumns
 from engine.errors import UserError
+from engine.planning.predict import workload_of
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.build import Training
 from engine.training.data import loader_options
 from engine.training.reports import forecast
 from engine.training.reports.forecast import MemoryForecast
+from rankfold.planning import memory, memory_config
 from rankfold.planning.memory_measure import build, measure
+from tests.toy_vision import ToyVisionConfig
 from tests.unit.test_planning_memory import Case
 
 CPU = Launch(rank=0, world_size=1, device=torch.device("cpu"))
@@ -97,3 +103,29 @@ def test_what_cannot_be_predicted_runs_on(run: tuple[RunConfig, Training], monke
     found = _forecast(run, GPU)
     assert found.line() == "memory: not predicted: there is no formula for this."
     assert found.seen(1 << 50, last=True) is None
+
+
+def test_tiles_are_those_of_the_row_that_has_most(run: tuple[RunConfig, Training]) -> None:
+    """Features take 4 tokens a tile here: 10 of them in one row are three tiles, none is no tile."""
+    config, training = run
+    decoder = replace(training.source.model.decoder, vision=ToyVisionConfig())
+    workload = workload_of(config, decoder, training.plan.modules, device_type="cpu")
+    spans = [[(3, 7)], [], [(2, 5), (9, 16)]]
+    pictures = [tuple(PlacedPicture("a.png", "", "", (8, 8), (span,)) for span in document) for document in spans]
+    dataset = _rows(20, 20, 20)
+    dataset.vision = VisionColumns.of([Extras(own) for own in pictures])
+    assert dataset.vision.feature_counts.tolist() == [4, 0, 10]
+    rows = config.train.micro_batch_size
+    assert forecast._with_rows(workload, config, CPU.device, dataset).tiles == ((4, 3),) * 3 * rows
+    assert forecast._with_rows(workload, config, CPU.device, _rows(20)).tiles == ()
+
+
+def test_kernels_of_one_configuration(run: tuple[RunConfig, Training], tmp_path: Path) -> None:
+    """Each kernel's row is printed for --config as for a search."""
+    (tmp_path / "run.yaml").write_text(to_yaml(run[0]), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    given = ["--config", str(tmp_path / "run.yaml"), "--machine", "h100-80"]
+    page = memory_config.report(parser.parse_args([*given, "--by-kernel"]))
+    assert "One rank's step, kernel by kernel" in page and "launches. The whole step takes" in page
+    assert "kernel by kernel" not in memory_config.report(parser.parse_args(given))

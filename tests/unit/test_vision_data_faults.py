@@ -218,10 +218,11 @@ def test_models_of_text_alone_refuse_pictures(tmp_path: Path) -> None:
         build(tmp_path, minicpm_records()[0], reads=False)
 
 
-def test_kto_refuses_pictures(tmp_path: Path) -> None:
+def test_kto_refuses_pictures_of_questions_that_are_texts(tmp_path: Path) -> None:
     tokenizer, pictures = opened("minicpm-v-2", tmp_path)
-    file = write(tmp_path / "judged.jsonl", [{"image": "x.png", "messages": chat("<image>"), "label": True}])
-    with pytest.raises(UserError, match=r"line 1: field 'image' names a picture, for which objective\.name kto"):
+    record = {"image": "x.png", "prompt": "<image>", "completion": "He.", "label": True}
+    file = write(tmp_path / "judged.jsonl", [record])
+    with pytest.raises(UserError, match=r"line 1: field 'image' names a picture, for which the format completion has"):
         build_judged(file, tokenizer=tokenizer, seq_length=64, pictures=pictures)
 
 

@@ -17,9 +17,13 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
@@ -29,6 +33,7 @@ from engine.data.vision.family import Conversation, Turn
 from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from tests.shared_data import shared
+from tests.stock_vision import pinpoints
 
 SIZES = [(61, 43), (90, 200)]
 TEMPLATE = (
@@ -59,6 +64,11 @@ MESSAGES = [
 ]
 
 SMALL = {"height": 28, "width": 28}
+UNEVEN = {"height": 30, "width": 30}
+"""No whole patches."""
+PINPOINTS = pinpoints(30)
+NESTED = ("gemma3", "llava_onevision")
+"""Whose processors take the pictures of each conversation as a list."""
 KINDS: dict[str, dict[str, Any]] = {
     "llava": {
         "config": {"vision_config": {"patch_size": 7, "image_size": 28, "model_type": "clip_vision_model"}},
@@ -67,6 +77,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "images": lambda: CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SMALL),
         "processor": LlavaProcessor,
         "options": {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    },
+    "llava_onevision": {
+        "config": {
+            "vision_config": {"patch_size": 7, "image_size": 30, "model_type": "siglip_vision_model"},
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        "tokens": {"image_token": "<image>", "video_token": "<video>"},
+        "mark": "<image>\n",
+        "images": lambda: LlavaOnevisionImageProcessorPil(size=UNEVEN, image_grid_pinpoints=PINPOINTS),
+        "processor": LlavaOnevisionProcessor,
+        "options": {
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_2",
+        },
     },
     "gemma3": {
         "config": {"vision_config": {"patch_size": 7}, "mm_tokens_per_image": 4},
@@ -97,11 +123,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "config": {"vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}},
         "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         "mark": "<|vision_start|><|image_pad|><|vision_end|>",
-        "images": lambda: Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 9}),
+        "images": lambda: Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 32}),
         "processor": Qwen2_5_VLProcessor,
         "options": {},
     },
+    "qwen3_vl": {
+        "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}},
+        "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        "mark": "<|vision_start|><|image_pad|><|vision_end|>",
+        "images": lambda: Qwen2VLImageProcessorPil(
+            patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 32}
+        ),
+        "processor": Qwen3VLProcessor,
+        "options": {},
+    },
 }
+BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 
 
 def written(kind: str, folder: Path) -> tuple[Any, Any]:
@@ -151,11 +188,11 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     assert family is not None
     made = pictures(tmp_path)
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-    found = processor(text=[text], images=[made] if kind == "gemma3" else made, return_tensors="pt")
+    found = processor(text=[text], images=[made] if kind in NESTED else made, return_tensors="pt")
     (encoded,) = family.encode(CHAT, SIZES, learn="answers")
     assert encoded.ids == found["input_ids"][0].tolist()
     prompt = tokenizer.apply_chat_template(MESSAGES[:-1], tokenize=False, add_generation_prompt=True)
-    shorter = processor(text=[prompt], images=[made] if kind == "gemma3" else made, return_tensors="pt")["input_ids"][0]
+    shorter = processor(text=[prompt], images=[made] if kind in NESTED else made, return_tensors="pt")["input_ids"][0]
     assert family.prompt(Conversation(CHAT.turns[:-1]), SIZES).ids == shorter.tolist()
     # the answers and what ends them
     targets = tokenizer.decode(
@@ -165,15 +202,58 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     feature = KINDS[kind]["tokens"].get("context_image_token", KINDS[kind]["tokens"].get("image_token"))
     places = [at for at, token in enumerate(encoded.ids) if token == tokenizer.convert_tokens_to_ids(feature)]
     assert [at for spans in encoded.spans for span in spans for at in range(*span)] == places
-    tiles = [family.tiles(image) for image in made]
+    tiles = [family.tiles(image, alone=False) for image in made]
     patches = np.concatenate([one.patches_PF for one in tiles])
     pixels = found["pixel_values"]
-    if kind != "qwen2_5_vl":
+    if kind not in BY_GRID:
+        pixels = pixels[..., :28, :28]
         patches = np.concatenate([unfolded(one.patches_PF, one.grids) for one in tiles])
-    np.testing.assert_array_equal(patches, pixels.numpy())
+    np.testing.assert_array_equal(patches, pixels.reshape(patches.shape).numpy())
     assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
-    if kind == "qwen2_5_vl":
+    if kind in BY_GRID:
         assert [list(grid) for one in tiles for grid in one.grids] == found["image_grid_thw"][:, 1:].tolist()
+
+
+@pytest.mark.parametrize("size", [(61, 43), (90, 200), (28, 28), (300, 40), (17, 200), (57, 55), (113, 112), (5, 300)])
+def test_one_picture_in_tiles_is_that_of_transformers_processor(size: tuple[int, int], tmp_path: Path) -> None:
+    """Tokens, pixels and grids of LLaVA-OneVision; padded above and beside, scaled down and not."""
+    tokenizer, images = written("llava_onevision", tmp_path)
+    processor = processor_of("llava_onevision", tokenizer, images)
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    noise = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Who?"}]}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    found = processor(text=[text], images=[[Image.fromarray(noise)]], return_tensors="pt")
+    encoded = family.prompt(Conversation((Turn("user", (0, "Who?")),)), [size])
+    assert encoded.ids == found["input_ids"][0].tolist()
+    tiles = family.tiles(Image.fromarray(noise))
+    ((rows, columns, *_),) = tiles.grids
+    assert tiles.patches_PF.shape == (rows * columns, family.patch_features)
+    pixels = unfolded(tiles.patches_PF, ((4, 4),) * (rows // 4))
+    np.testing.assert_array_equal(pixels, found["pixel_values"][0, ..., :28, :28].numpy())
+
+
+@pytest.mark.parametrize(
+    ("changes", "processor", "words"),
+    [
+        ({"vision_aspect_ratio": "square"}, {}, "vision_aspect_ratio 'square', but anyres_max_ and a number"),
+        ({"image_grid_pinpoints": [[28, 28]]}, {}, "and config.json have other image_grid_pinpoints"),
+        ({}, {"image_grid_pinpoints": [[28, 30]]}, "image_grid_pinpoints that are not whole tiles of 30 pixels"),
+        ({"vision_config": {"patch_size": 7, "image_size": 35}}, {}, "pictures of 30 x 30 pixels, but .* for 35 x 35"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(
+    changes: dict[str, Any], processor: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written("llava_onevision", tmp_path)
+    for name, more in (("config.json", changes), ("preprocessor_config.json", processor)):
+        file = tmp_path / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    with pytest.raises(UserError, match=words):
+        family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+        assert family is not None
+        family.prompt(Conversation((Turn("user", (0, "Who?")),)), [(61, 43)])
 
 
 def unfolded(patches: np.ndarray, grids: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -183,8 +263,11 @@ def unfolded(patches: np.ndarray, grids: tuple[tuple[int, int], ...]) -> np.ndar
     return tiles.transpose(0, 3, 1, 4, 2, 5).reshape(len(grids), 3, rows * 7, columns * 7)
 
 
-def test_positions_are_those_of_transformers_in_rows_of_several_documents(tmp_path: Path) -> None:
-    tokenizer, _ = written("qwen2_5_vl", tmp_path)
+@pytest.mark.parametrize(("kind", "stock"), [("qwen2_5_vl", Qwen2_5_VLModel), ("qwen3_vl", Qwen3VLModel)])
+def test_positions_are_those_of_transformers_in_rows_of_several_documents(
+    kind: str, stock: type[torch.nn.Module], tmp_path: Path
+) -> None:
+    tokenizer, _ = written(kind, tmp_path)
     pictures(tmp_path)
     loaded = load_tokenizer(tmp_path)
     family = read_vision_family(tmp_path, loaded)
@@ -199,7 +282,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(tmp_pa
     dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, pictures=PictureReader(family))
     batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
     assert batch.images is not None and batch.grid_positions_3BS is not None
-    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    model: Any = stock.__new__(stock)
     torch.nn.Module.__init__(model)
     model.config = type("C", (), {"vision_config": type("V", (), {"spatial_merge_size": 2, "tokens_per_second": 2})})
     pad, start = tokenizer.convert_tokens_to_ids("<|image_pad|>"), 0

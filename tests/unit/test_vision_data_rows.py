@@ -17,6 +17,7 @@ from engine.data.blend import blend
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
+from engine.data.judged import build_judged
 from engine.data.loader import DataLoader
 from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.data.preference_pairs import build_pairs
@@ -345,6 +346,39 @@ def test_pixels_are_decoded_when_a_row_is_built_and_once(tmp_path: Path, monkeyp
     assert batch.answers.lengths.tolist() == [
         len(tokenizer.encode(text)) + 1 for text in ("Players.", "Nobody at all.")
     ]
+
+
+def test_judged_answers_take_their_questions_pictures_to_the_mismatched_ones(tmp_path: Path) -> None:
+    """Mismatched answers are what the conversations of one record's question and another's answer would be."""
+    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
+    copy_pictures("minicpm-v-2", tmp_path)
+    questions: list[dict[str, Any]] = [
+        {"image": name, "messages": [{"role": "user", "content": f"<image>\n{text}"}]}
+        for name, text in (("a.png", "Who are they?"), ("b.png", "What is this?"))
+    ]
+    questions.append({"messages": [{"role": "user", "content": "Nothing to see."}]})
+    answers = ["Players of a game.", "A cat.", "No."]
+
+    def with_answer(question: dict[str, Any], answer: str) -> dict[str, Any]:
+        return {**question, "messages": [*question["messages"], {"role": "assistant", "content": answer}]}
+
+    records = [with_answer(*pair) for pair in zip(questions, answers, strict=True)]
+    judged = build_judged(
+        write(tmp_path / "judged.jsonl", [{**one, "label": n > 0} for n, one in enumerate(records)]),
+        tokenizer=tokenizer, seq_length=256, pictures=pictures,
+    )  # fmt: skip
+    others = [with_answer(question, answers[number - 1]) for number, question in enumerate(questions)]
+    for found, expected in ((judged, records), (judged.mismatched, others)):
+        assert found is not None
+        data = TokenDataset.build(
+            write(tmp_path / "plain.jsonl", expected), tokenizer=tokenizer, seq_length=256, pictures=pictures
+        )
+        ours, theirs = (batch_of(one, [0, 1, 2]) for one in (found, data))
+        assert torch.equal(ours.tokens_BS, theirs.tokens_BS) and torch.equal(ours.labels_BS, theirs.labels_BS)
+        assert ours.images is not None and theirs.images is not None
+        assert torch.equal(ours.images.places_K, theirs.images.places_K)
+        assert torch.equal(ours.images.patches_PF, theirs.images.patches_PF) and ours.images.documents[-1] == 1
+    assert judged.signs.tolist() == [-1.0, 1.0, 1.0]
 
 
 def test_a_fingerprint_knows_the_pictures_but_not_their_folder(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_released_sizes() -> None:
         ({"vision_config": None}, "lacks vision_config"),
         ({"vision_config": {**VISION, "model_type": "clip_vision_model"}}, "type 'clip_vision_model', but a gemma3"),
         ({"vision_config": {**VISION, "hidden_size": 35}}, "35, which does not divide into 3 heads"),
-        ({"vision_config": {**VISION, "image_size": 19}}, "do not divide into patches of 3"),
+        ({"vision_config": {**VISION, "image_size": 2}}, "which are less than a patch of 3"),
         ({"vision_config": {**VISION, "image_size": [18, 18]}}, r"image_size \[18, 18\], but a whole number"),
         ({"vision_config": {**VISION, "hidden_act": "snake"}}, "hidden_act 'snake', but one of"),
         ({"vision_config": {**VISION, "attention_dropout": 0.1}}, "attention_dropout 0.1, but 0.0"),

@@ -7,6 +7,7 @@ from math import prod
 from engine.config.conversion import launcher_rules
 from engine.config.conversion.conversion import Conversion
 from engine.config.conversion.given import Given
+from engine.config.conversion.rates import set_rates
 from engine.config.conversion.trainer import Default, Trainer, engine_default
 from engine.errors import UserError
 
@@ -55,6 +56,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     _saving(conversion, trainer)
     _defaults(conversion, trainer, adapters=adapters)
     _lowest_rate(conversion)
+    set_rates(conversion)
     _batch(conversion, trainer, int(processes), said=bool(ranks or said))
     _evaluation(conversion, int(processes))
     _betas(conversion, trainer)
@@ -74,8 +76,8 @@ def _train_everything(conversion: Conversion, trainer: Trainer) -> None:
     source = f"{trainer.name} without adapters"
     conversion.imply(source, "full training", "lora.rank", 0)
     if options.get("lora.rank") == 0 and conversion.facts.get("finetuning_type") != "freeze":
-        conversion.imply(source, "full training", "trainable", ["*"])
-    if options.get("model.base_dtype") is not None and "*" in options.get("trainable", []):
+        conversion.imply(source, "full training", "trainable", conversion.facts.get("full training", ["*"]))
+    if options.get("model.base_dtype") is not None and {"*", "layers"} & set(options.get("trainable", [])):
         conversion.withdraw("model.base_dtype", "weights that train are not stored in fewer bits")
 
 

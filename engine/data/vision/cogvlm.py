@@ -131,7 +131,7 @@ class CogVLM:
             )
         return self._prompt(chat, [(old, reply or "") for old, reply in history], query, len(sizes)).done()
 
-    def tiles(self, image: Image) -> Tiles:
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         tile = resized(image, self._size)
         return Tiles(self._norm.patches(tile), (self._norm.grid(self._size),))
 

@@ -116,6 +116,12 @@ class VisionColumns:
         return len(self.picture_offsets) - 1
 
     @property
+    def feature_counts(self) -> IntArray:
+        """int64 [D], tokens of each document that features replace."""
+        before = np.concatenate([[0], np.cumsum(self.spans[:, 1] - self.spans[:, 0], dtype=np.int64)])
+        return np.diff(before[self.span_offsets[self.picture_offsets]])
+
+    @property
     def label_counts(self) -> IntArray:
         """int64 [D], odd labels of each document."""
         return np.diff(self.label_offsets)

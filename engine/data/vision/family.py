@@ -136,8 +136,12 @@ class VisionFamily(Protocol):
         """
         ...
 
-    def tiles(self, image: Image) -> Tiles:
-        """Returns the patches of an RGB picture."""
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+        """Returns the patches of an RGB picture.
+
+        Args:
+            alone: its conversation has no other.
+        """
         ...
 
     def cross_tiles(self, image: Image) -> Tiles | None:

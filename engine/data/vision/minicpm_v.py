@@ -120,7 +120,7 @@ class MiniCPMV:
         slices = [self.rule.slices(size) for size in sizes]
         return self._layout(with_picture_first(chat, len(sizes)), slices, None)
 
-    def tiles(self, image: Image) -> Tiles:
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         slices = self.rule.slices(image.size)
         patches = [self._norm.patches(tile) for tile in slices.tiles(image)]
         return Tiles(np.concatenate(patches), tuple(self._norm.grid(size) for size in slices.sizes()))

@@ -66,7 +66,7 @@ class OmniLMM:
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         return self._write(chat, len(sizes), None).done()
 
-    def tiles(self, image: Image) -> Tiles:
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
 
     def cross_tiles(self, image: Image) -> None:

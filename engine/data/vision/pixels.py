@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]
 """(width, height) in pixels, as Pillow has it."""
-Grid = tuple[int, int]
-"""(rows, columns) in patches."""
+Grid = tuple[int, ...]
+"""(rows, columns) in patches, and behind that what else a family's tower has to know of a tile."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -23,6 +23,7 @@ from engine.data.chat import Message
 from engine.data.placeholders import Placeholders
 from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.anyres import anyres_grid, most_tiles, num_features
 from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, with_picture_first
 from engine.data.vision.pixels import Grid, Size
 from engine.errors import UserError
@@ -52,6 +53,7 @@ class StandIn:
 
 STAND_INS = {
     "llava": StandIn("<image>", "<image>"),
+    "llava_onevision": StandIn("<image>", "<image>"),
     "qwen2_5_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
     "qwen3_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
     "internvl": StandIn("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
@@ -62,11 +64,13 @@ STAND_INS = {
 _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Families whose processor cuts patches itself, and whose positions are of three kinds."""
 
-_OF_ONE_SIZE = ("llava", "internvl")
-"""Families whose tower takes pictures of one size."""
+_ONEVISION = "llava_onevision"
 
 _BIDIRECTIONAL = ("gemma3",)
 """Families in whose attention the tokens of a picture see the whole picture."""
+
+_OF_ONE_SIZE = ("llava", _ONEVISION, "internvl", "gemma3")
+"""Families whose tower takes pictures of one size."""
 
 
 class ProcessorFamily:
@@ -111,7 +115,7 @@ class ProcessorFamily:
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         chat = with_picture_first(chat, len(sizes))
-        counts = [self._count(size) for size in sizes]
+        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
         ids, targets = self._tokenizer.apply_chat(
             _messages(chat), learn=learn, pictures=self._placeholders(chat, counts)
         )
@@ -119,18 +123,23 @@ class ProcessorFamily:
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         chat = with_picture_first(chat, len(sizes))
-        counts = [self._count(size) for size in sizes]
+        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
         ids = self._tokenizer.chat_prompt(_messages(chat), pictures=self._placeholders(chat, counts))
         return self._placed(chat, ids, [False] * len(ids), counts)
 
-    def tiles(self, image: Image) -> Tiles:
-        found = self._processed(image)
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+        found = self._processed(image, alone=alone)
         pixels = np.asarray(found["pixel_values"], dtype=np.float32)
         if self.rotates_by_grid:
             return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
-        _, _, height, width = pixels.shape
+        if self._kind == _ONEVISION:
+            pixels = pixels[0]
+        rows, columns = (length // self._patch for length in pixels.shape[-2:])
+        pixels = pixels[..., : rows * self._patch, : columns * self._patch]  # the convolution of a tower reads no more
         patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
-        return Tiles(patches, ((height // self._patch, width // self._patch),) * len(pixels))
+        if self._kind == _ONEVISION:
+            return Tiles(patches, (self._anyres(image.size, alone=alone),))
+        return Tiles(patches, ((rows, columns),) * len(pixels))
 
     def cross_tiles(self, image: Image) -> None:
         return None
@@ -175,8 +184,10 @@ class ProcessorFamily:
         targets = [target and at > 0 and at not in stand_ins for at, target in enumerate(targets)]
         return EncodedChat(ids, targets, spans)
 
-    def _count(self, size: Size) -> int:
-        """Returns the features of a picture of this size."""
+    def _count(self, size: Size, *, alone: bool) -> int:
+        """Returns the features of a picture of this size; `alone` in its conversation or not."""
+        if self._kind == _ONEVISION:
+            return num_features(self._anyres(size, alone=alone))
         if self.rotates_by_grid:
             rows, columns = self._grid(size)
             return rows * columns // int(self._processor.merge_size) ** 2
@@ -211,6 +222,22 @@ class ProcessorFamily:
                 f"{folder / 'preprocessor_config.json'} makes pictures of {height} x {width} pixels, but config.json "
                 f"has a tower for {side} x {side}; copy both files of one model."
             )
+        if self._kind == _ONEVISION:
+            self._check_pinpoints(folder)
+
+    def _check_pinpoints(self, folder: Path) -> None:
+        tile, _ = self._picture_size()
+        pinpoints = [list(one) for one in self._processor.image_grid_pinpoints]
+        if any(length % tile or length < tile for one in pinpoints for length in one):
+            raise UserError(
+                f"{folder / 'preprocessor_config.json'} has image_grid_pinpoints that are not whole tiles of {tile} "
+                "pixels; copy the model's own file."
+            )
+        if self._config.get("image_grid_pinpoints") not in (None, pinpoints):
+            raise UserError(
+                f"{folder / 'preprocessor_config.json'} and config.json have other image_grid_pinpoints; copy both "
+                "files of one model."
+            )
 
     def _grid(self, size: Size) -> Grid:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -222,9 +249,18 @@ class ProcessorFamily:
             raise UserError(f"the model's processor refuses a picture of {size[0]} x {size[1]} ({error}).") from error
         return height // self._patch, width // self._patch
 
-    def _processed(self, image: Image) -> Mapping[str, Any]:
+    def _anyres(self, size: Size, *, alone: bool) -> Grid:
+        tile, _ = self._picture_size()
+        side = tile // self._patch
+        if not alone:
+            return side, side
+        most = most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
+        return anyres_grid(size, self._processor.image_grid_pinpoints, tile=tile, side=side, most=most)
+
+    def _processed(self, image: Image, *, alone: bool) -> Mapping[str, Any]:
         options = {"crop_to_patches": True} if self._kind == "internvl" else {}
-        found: Mapping[str, Any] = self._processor(images=[image], return_tensors="np", **options)
+        images = [image] if alone or self._kind != _ONEVISION else [[image, image.resize((1, 1))]]
+        found: Mapping[str, Any] = self._processor(images=images, return_tensors="np", **options)
         return found
 
 

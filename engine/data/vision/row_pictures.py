@@ -5,6 +5,7 @@ Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,15 @@ class RowPictures:
 
     def collected(self, num_tokens: int) -> VisionRows:
         """Decodes the pictures and returns them with their places among `num_tokens` tokens."""
-        pixels: dict[Path, tuple[Tiles, Tiles | None]] = {}
+        pixels: dict[tuple[Path, bool], tuple[Tiles, Tiles | None]] = {}
+        pictures_of = Counter(number for _, number in self._pictures)
         tiles, cross_tiles, documents, cross_documents = [], [], list[int](), list[int]()
         for picture, number in self._pictures:
-            if picture.file not in pixels:  # the answers of a pair share a picture
+            key = picture.file, pictures_of[number] == 1
+            if key not in pixels:  # the answers of a pair share a picture
                 image = read_picture(picture.file, picture.size, picture.where)
-                pixels[picture.file] = self._family.tiles(image), self._family.cross_tiles(image)
-            own, cross = pixels[picture.file]
+                pixels[key] = self._family.tiles(image, alone=key[1]), self._family.cross_tiles(image)
+            own, cross = pixels[key]
             tiles.append(own)
             documents += [number] * len(own.grids)
             if cross is not None:

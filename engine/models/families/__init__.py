@@ -25,6 +25,7 @@ from engine.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen_vl,
     routed,
     smollm3,
 )
@@ -67,9 +68,11 @@ FAMILIES: dict[str, Family] = {
     "omnilmm": Family(omnilmm.config_from_hf, omnilmm.NAMES),
     "phi3": Family(phi3.config_from_hf, fused=phi3.FUSED),
     "qwen2": Family(qwen2.config_from_hf),
+    "qwen2_5_vl_text": Family(qwen_vl.config_2_5),
     "qwen2_moe": Family(routed.qwen2_moe, routed.NAMES),
     "qwen3": Family(qwen3.config_from_hf),
     "qwen3_moe": Family(routed.qwen3_moe, routed.NAMES),
+    "qwen3_vl_text": Family(qwen_vl.config_3),
     "smollm3": Family(smollm3.config_from_hf),
 }
 
@@ -77,6 +80,9 @@ WRAPPINGS: dict[str, Wrapping] = {
     "gemma3": gemma3_vision.GEMMA3,
     "internvl": internvl.INTERNVL,
     "llava": llava.LLAVA,
+    "llava_onevision": llava.ONEVISION,
+    "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+    "qwen3_vl": qwen_vl.QWEN3_VL,
 }
 """Models that are a vision model in front of one of these families."""
 
@@ -136,7 +142,7 @@ def _wrapped(wrapping: Wrapping, hf_config: dict[str, Any]) -> Family:
     def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         return wrapping.complete(family.config_from_hf(wrapping.text_config(hf)), hf)
 
-    names = replace(family.names, spellings=wrapping.spellings)
+    names = replace(family.names, spellings=wrapping.spellings, parameters=wrapping.parameters)
     if wrapping.unused is not None:
         names = replace(names, unused=wrapping.unused(hf_config))
     return family._replace(config_from_hf=config_from_hf, names=names.live)

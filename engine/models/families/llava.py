@@ -1,30 +1,46 @@
-"""LLaVA: a language model with a CLIP tower and two linears in front of it."""
+"""LLaVA and LLaVA-OneVision: a language model with a CLIP or SigLIP tower and two linears in front of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.wrapping import Wrapping, spellings
 
-_SPELLINGS = spellings(("vision_tower", "multi_modal_projector"), inner={"vision_tower": "vision_model"})
+if TYPE_CHECKING:
+    from engine.models.vision.llava import LlavaVisionConfig
+    from engine.models.vision.llava_onevision import OneVisionConfig
+
+_ROOTS, _INNER = ("vision_tower", "multi_modal_projector"), {"vision_tower": "vision_model"}
+_ONEVISION = "llava_onevision"
+
+
+def _vision(hf: dict[str, Any], width: int) -> LlavaVisionConfig | OneVisionConfig:
+    # where no picture is looked at, the packages that vision models need may be missing
+    from engine.models.vision.llava import LlavaVisionConfig
+    from engine.models.vision.llava_onevision import OneVisionConfig
+
+    return (OneVisionConfig if hf["model_type"] == _ONEVISION else LlavaVisionConfig).from_hf(hf, width)
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    # where no picture is looked at, the packages that vision models need may be missing
-    from engine.models.vision.llava import LlavaVisionConfig
-
-    return replace(text, vision=LlavaVisionConfig.from_hf(hf, text.hidden))
+    return replace(text, vision=_vision(hf, text.hidden))
 
 
 def _unused(hf: dict[str, Any]) -> tuple[str, ...]:
     """Returns patterns of the tower's tensors behind the features that are taken."""
-    from engine.models.vision.llava import LlavaVisionConfig
-
-    tower = LlavaVisionConfig.from_hf(hf, 1).tower
+    tower = _vision(hf, 1).tower
     layers = (f"*vision_tower.*layers.{index}.*" for index in range(tower.num_layers, tower.stored_layers))
-    return (*layers, "*vision_tower.*post_layernorm.*", "*vision_tower.*position_ids")
+    return (*layers, *(f"*vision_tower.*{name}" for name in ("post_layernorm.*", "head.*", "position_ids")))
 
 
-LLAVA = Wrapping(complete=_complete, spellings=_SPELLINGS, unused=_unused)
+LLAVA = Wrapping(complete=_complete, spellings=spellings(_ROOTS, inner=_INNER), unused=_unused, either_ties=True)
+ONEVISION = Wrapping(
+    complete=_complete,
+    spellings=spellings((*_ROOTS, "image_newline"), inner=_INNER),
+    text="qwen2",
+    unused=_unused,
+    parameters=("image_newline",),
+    either_ties=True,
+)

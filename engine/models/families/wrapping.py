@@ -50,6 +50,9 @@ class Wrapping(NamedTuple):
             config.json, the model's own.
         text: model_type of a `text_config` that does not say.
         unused: reads from config.json which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
+        parameters: see `NameMap.parameters`.
+        either_ties: whether embeddings are tied where config.json or its `text_config` says so; else config.json
+            decides, where it says anything.
     """
 
     complete: Callable[[DecoderConfig, dict[str, Any]], DecoderConfig]
@@ -57,6 +60,8 @@ class Wrapping(NamedTuple):
     texts: Mapping[str, str] = TEXTS
     text: str = "llama"
     unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
+    parameters: tuple[str, ...] = ()
+    either_ties: bool = False
 
     def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Returns the language model's config, with the `model_type` that the family table knows.
@@ -73,7 +78,8 @@ class Wrapping(NamedTuple):
             )
         family = self.texts[kind]
         text = {**_TEXT_DEFAULTS.get(family, {}), **given, "model_type": family}
-        tied = hf.get("tie_word_embeddings", given.get("tie_word_embeddings"))
+        own, inner = hf.get("tie_word_embeddings"), given.get("tie_word_embeddings")
+        tied = inner if own is None or (self.either_ties and inner) else own
         return text if tied is None else {**text, "tie_word_embeddings": tied}
 
 

@@ -22,7 +22,7 @@ from engine.models.vision.sizes import (
     counts_from_hf,
     heads_fit,
     number_from_hf,
-    square_side,
+    whole_patches,
 )
 from engine.models.vision.tiles import encoder_flops
 
@@ -84,7 +84,7 @@ class ClipConfig:
             num_layers=max(states),
             stored_layers=sizes["num_hidden_layers"],
             patch=sizes["patch_size"],
-            side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
+            side=whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config"),
             activation=activation_from_hf(vision, "hidden_act", "vision_config"),
             norm_eps=number_from_hf(vision, "layer_norm_eps", "vision_config"),
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from engine.models.vision.cogvlm import CHECKPOINT_PREFIX
-from engine.models.vision.sizes import Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, square_side
 
 _RELEASED = {
     "layers_run": 23,
@@ -108,7 +108,7 @@ class CrossVisionConfig:
         """Rows and columns, in patches, of a picture."""
         return self.side, self.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from engine.errors import UserError
-from engine.models.vision.sizes import Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, square_side
 
 CHECKPOINT_PREFIX = "model."
 """What precedes the parameters' names in a checkpoint."""
@@ -125,7 +125,7 @@ class CogVLMVisionConfig:
         """Rows and columns, in patches, of a picture."""
         return self.side, self.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 

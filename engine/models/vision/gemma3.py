@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm
 
 from engine.errors import UserError
 from engine.models.vision.siglip import SiglipConfig, SiglipTower
-from engine.models.vision.sizes import Grids, check_grids, counts_from_hf
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf
 from engine.models.vision.tiles import run_by_length
 
 _TOWER = "siglip_vision_model"
@@ -81,7 +81,7 @@ class Gemma3VisionConfig:
         """Rows and columns, in patches, of every picture."""
         return self.tower.side, self.tower.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
         return self.side**2
 

@@ -20,6 +20,7 @@ from engine.errors import UserError
 from engine.models.vision.clip import outputs_of
 from engine.models.vision.llava import Projector, ProjectorConfig, select_strategy, taken_states, vision_part
 from engine.models.vision.sizes import (
+    Grid,
     Grids,
     activation_from_hf,
     check_dropout,
@@ -27,7 +28,7 @@ from engine.models.vision.sizes import (
     counts_from_hf,
     heads_fit,
     number_from_hf,
-    square_side,
+    whole_patches,
 )
 from engine.models.vision.tiles import encoder_flops, run_by_length
 
@@ -107,7 +108,7 @@ class InternVLVisionConfig:
                 f"config.json has vision_config.norm_type {norm!r}, but layer_norm or rms_norm is expected: correct it "
                 "or copy it again."
             )
-        side = square_side(sizes["image_size"], sizes["patch_size"], "vision_config")
+        side = whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config")
         first = 1 if select_strategy(hf, default="default") == "default" else 0
         together = _together(hf, side, first)
         return cls(
@@ -154,7 +155,7 @@ class InternVLVisionConfig:
         """Rows and columns, in patches, of a tile."""
         return self.side, self.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 

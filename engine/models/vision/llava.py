@@ -14,10 +14,14 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 from engine.models.vision.clip import ClipConfig
-from engine.models.vision.sizes import Grids, activation_from_hf, check_grids
+from engine.models.vision.siglip import SiglipConfig
+from engine.models.vision.sizes import Grid, Grids, activation_from_hf, check_grids
 from engine.models.vision.tiles import run_by_length
 
-_TOWERS = {"clip_vision_model": ClipConfig}
+_TOWERS: dict[str, type[ClipConfig] | type[SiglipConfig]] = {
+    "clip_vision_model": ClipConfig,
+    "siglip_vision_model": SiglipConfig,
+}
 """By model_type of `vision_config`."""
 
 
@@ -67,7 +71,7 @@ class LlavaVisionConfig:
         first: of a layer's outputs, those before it are no features.
     """
 
-    tower: ClipConfig
+    tower: ClipConfig | SiglipConfig
     projector: ProjectorConfig
     states: tuple[int, ...]
     first: int
@@ -118,7 +122,7 @@ class LlavaVisionConfig:
         """Rows and columns, in patches, of a picture."""
         return self.tower.side, self.tower.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
         return self.rows_per_tile
 

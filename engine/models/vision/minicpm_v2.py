@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grid, Grids, counts_from_hf, square_side
 from engine.models.vision.tiles import run_by_length
 from engine.models.vision.timm_vit import SIGLIP_SO400M_384, TimmViT, TimmViTConfig, timm_vit_from_hf
 
@@ -79,7 +79,7 @@ class MiniCPMV2VisionConfig:
         """Rows and columns, in patches, of a slice, which most tiles are."""
         return self.slice_side, self.slice_side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 

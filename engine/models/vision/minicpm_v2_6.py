@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grids, counts_from_hf, heads_fit, square_side
+from engine.models.vision.sizes import Grid, Grids, counts_from_hf, heads_fit, square_side
 from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length
 
 CHECKPOINT_PREFIX = ""
@@ -139,7 +139,7 @@ class MiniCPMV26VisionConfig:
         """Rows and columns, in patches, of a slice, which most tiles are."""
         return self.slice_side, self.slice_side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 
@@ -181,7 +181,7 @@ class _Embeddings(nn.Module):
         x = linear(patches_NLF, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
         return x + positions_of(grids, lambda grid: self.position_embedding(self._places(grid, x.device)))
 
-    def _places(self, grid: tuple[int, int], device: torch.device) -> Tensor:
+    def _places(self, grid: Grid, device: torch.device) -> Tensor:
         rows, columns = grid
         if self.places is PatchPlaces.FLAT:
             return position_buckets(rows * columns, self.side).to(device, non_blocking=True)

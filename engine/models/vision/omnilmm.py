@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, square_side
 from engine.models.vision.tiles import run_by_length
 from engine.models.vision.timm_vit import EVA02_ENORMOUS_PLUS_224, TimmViT, TimmViTConfig, timm_vit_from_hf
 
@@ -64,7 +64,7 @@ class OmniLMMVisionConfig:
         """Rows and columns, in patches, of a picture."""
         return self.side, self.side
 
-    def num_features(self, grid: tuple[int, int]) -> int:
+    def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 

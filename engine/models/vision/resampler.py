@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear, scaled_dot_product_attention
 
 from engine.errors import UserError
-from engine.models.vision.sizes import Grids, counts_from_hf
+from engine.models.vision.sizes import Grid, Grids, counts_from_hf
 from engine.models.vision.tiles import positions_of
 
 NORM_EPS = 1e-6
@@ -166,7 +166,7 @@ def sincos(count: int, width: int, device: torch.device) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-def place_rows(sines: Tensor, grid: tuple[int, int]) -> Tensor:
+def place_rows(sines: Tensor, grid: Grid) -> Tensor:
     """Returns the position of each patch of a tile: its column in the first half of the channels, then its row."""
     rows, columns = grid
     across = repeat(sines[:columns], "w c -> (h w) c", h=rows)
@@ -174,7 +174,7 @@ def place_rows(sines: Tensor, grid: tuple[int, int]) -> Tensor:
     return torch.cat((across, down), dim=1)
 
 
-def resize_table(table_LD: Tensor, grid: tuple[int, int], *, antialias: bool = False) -> Tensor:
+def resize_table(table_LD: Tensor, grid: Grid, *, antialias: bool = False) -> Tensor:
     """Returns a square table of positions for another grid, by bicubic interpolation in fp32: [rows * columns, D].
 
     The table is taken as it is where it has the grid's size. The gradient of a trained table adds up in no fixed order

@@ -18,7 +18,14 @@ from torch.nn.functional import linear
 
 from engine.errors import UserError
 from engine.models.vision.clip import outputs_of
-from engine.models.vision.sizes import Grids, activation_from_hf, counts_from_hf, heads_fit, number_from_hf, square_side
+from engine.models.vision.sizes import (
+    Grids,
+    activation_from_hf,
+    counts_from_hf,
+    heads_fit,
+    number_from_hf,
+    whole_patches,
+)
 from engine.models.vision.tiles import encoder_flops
 
 _SIZES = (
@@ -88,7 +95,7 @@ class SiglipConfig:
             num_layers=sizes["num_hidden_layers"] if states is None else max(states),
             stored_layers=sizes["num_hidden_layers"],
             patch=sizes["patch_size"],
-            side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
+            side=whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config"),
             activation=activation_from_hf(vision, "hidden_act", "vision_config"),
             norm_eps=number_from_hf(vision, "layer_norm_eps", "vision_config"),
             has_last_norm=states is None,
@@ -144,6 +151,6 @@ class SiglipTower(nn.Module):
         the last norm makes of all layers, where `states` is None, as in the config."""
         x = self.embeddings(patches_NLF)
         if states is not None:
-            return outputs_of(self.encoder.layers, x, states)
-        features: Tensor = self.post_layernorm(outputs_of(self.encoder.layers, x, (self.num_layers,)))
+            return outputs_of(self.encoder.layers, x, states, None)
+        features: Tensor = self.post_layernorm(outputs_of(self.encoder.layers, x, (self.num_layers,), None))
         return features

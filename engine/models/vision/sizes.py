@@ -7,8 +7,10 @@ from typing import Any
 
 from engine.errors import UserError
 
-Grids = tuple[tuple[int, int], ...]
-"""Rows and columns, in patches, of each tile."""
+Grid = tuple[int, ...]
+"""Rows and columns of a tile, in patches, and behind that what else its model has to know."""
+Grids = tuple[Grid, ...]
+"""Of each tile."""
 
 
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:
@@ -94,6 +96,20 @@ def square_side(image: int, patch: int, place: str) -> int:
         raise UserError(
             f"config.json has pictures of {image} pixels in {place}, which do not divide into patches of {patch}: "
             "correct it or copy it again."
+        )
+    return image // patch
+
+
+def whole_patches(image: int, patch: int, place: str) -> int:
+    """Returns the patches on a side of a square picture whose tower passes over pixels behind the last whole patch.
+
+    Raises:
+        UserError: there is no whole patch.
+    """
+    if image < patch:
+        raise UserError(
+            f"config.json has pictures of {image} pixels in {place}, which are less than a patch of {patch}: correct "
+            "it or copy it again."
         )
     return image // patch
 

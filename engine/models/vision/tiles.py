@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.models.vision.sizes import Grids
+from engine.models.vision.sizes import Grid, Grids
 
 
 def run_by_length(patches_PF: Tensor, grids: Grids, run: Callable[[Tensor, Grids], Tensor], width: int) -> Tensor:
@@ -38,7 +38,7 @@ def run_by_length(patches_PF: Tensor, grids: Grids, run: Callable[[Tensor, Grids
     return torch.cat(features)
 
 
-def positions_of(grids: Grids, table: Callable[[tuple[int, int]], Tensor]) -> Tensor:
+def positions_of(grids: Grids, table: Callable[[Grid], Tensor]) -> Tensor:
     """Returns what `table` has for the patches of each tile: [N, L, width], or [1, L, width] if all shapes are equal.
 
     Args:

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.batch import BidirectionalSpans
-from engine.kernels.records import Documents
+from engine.kernels.records import Documents, SeenWhole
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, merge_
 from engine.ops.attention.masked import MaskedAttention
 from engine.ops.attention.varlen import VarlenAttention, flash_varlen_backward, flash_varlen_forward, whole_blocks
@@ -112,9 +111,9 @@ class InOneCall:
         return flash_varlen_backward(dout_THD, saved, documents.offsets, longest, scale)
 
 
-def _as_documents(spans: BidirectionalSpans) -> Documents:
+def _as_documents(spans: SeenWhole) -> Documents:
     """Returns the copies of the spans' tokens as documents of their own."""
-    lengths = tuple(span.length - 1 for span in spans.spans)
+    lengths = tuple(stop - start - 1 for start, stop in spans.spans)
     return Documents(lengths=lengths, offsets=spans.offsets, max_length=max(lengths))
 
 

@@ -22,10 +22,12 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import Attention
-from engine.zigzag import Span
 
 BLOCK = 256
 """Queries at a time: bounds the scores alive to H x BLOCK x (window or document + BLOCK)."""
+
+
+_Span = tuple[int, int]
 
 
 class _Block(NamedTuple):
@@ -35,7 +37,7 @@ class _Block(NamedTuple):
     first: int
     last: int
     high: int
-    spans: tuple[Span, ...]
+    spans: tuple[_Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +47,16 @@ class _Rule:
     softcap: float | None
 
 
-def _blocks(lengths: tuple[int, ...], window: int | None, spans: tuple[Span, ...]) -> tuple[_Block, ...]:
+def _blocks(lengths: tuple[int, ...], window: int | None, spans: tuple[_Span, ...]) -> tuple[_Block, ...]:
     blocks, start, done = [], 0, 0
     for length in lengths:
         for first in range(start, start + length, BLOCK):
             low = start if window is None else max(start, first - window + 1)
             last = min(first + BLOCK, start + length)
-            while done < len(spans) and spans[done].stop <= first:
+            while done < len(spans) and spans[done][1] <= first:
                 done += 1
-            own = tuple(takewhile(lambda span, last=last: span.start < last, spans[done:]))
-            blocks.append(_Block(low, first, last, max(last, own[-1].stop) if own else last, own))
+            own = tuple(takewhile(lambda span, last=last: span[0] < last, spans[done:]))
+            blocks.append(_Block(low, first, last, max(last, own[-1][1]) if own else last, own))
         start += length
     return tuple(blocks)
 

@@ -58,6 +58,11 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             f"memory.cuda_graph is {graph}, but experts that a router chooses, as in this {decoder.family} model, have "
             "not been captured in graphs yet: set memory.cuda_graph to none."
         )
+    if decoder.rope_axes or decoder.deepstack:
+        raise UserError(
+            f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "
+            "to them in its first layers, change with the pictures of a micro-batch: set memory.cuda_graph to none."
+        )
     if graph == "step" and decoder.vision is not None:
         raise UserError(
             "memory.cuda_graph is step, but the sizes of a micro-batch's pictures are known on the host only: set "

@@ -1,7 +1,8 @@
 """Compares the memory that the planner predicts with what the run holds: one line at the start, and a warning where
 they differ.
 
-The prediction is for rows as long as the longest one of the data. Only rank 0 predicts and speaks. A run that the
+The prediction is for rows as long as the longest one of the data, with as many tiles of pictures as any of them has;
+tiles are taken to be of the family's usual size. Only rank 0 predicts and speaks. A run that the
 planner cannot describe has no prediction.
 """
 
@@ -17,7 +18,7 @@ from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.planning.ledger import largest_part
 from engine.planning.peak import PeakEstimate, predict_layout
-from engine.planning.predict import memory_plan_of, workload_of
+from engine.planning.predict import memory_plan_of, usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
@@ -107,6 +108,11 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
 
 def _with_rows(workload: Workload, config: RunConfig, device: torch.device, dataset: TokenDataset) -> Workload:
     """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
+    vision = workload.decoder.vision
+    if vision is not None:
+        tiles_of_row = -(-dataset.most_features() // vision.num_features(vision.usual_tile))
+        tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * tiles_of_row)
+        workload = replace(workload, tiles=tiles)
     if dataset.packing or not len(dataset):
         return workload
     options = loader_options(config, device, data_rank=0, data_size=1, context_rank=0)

@@ -12,6 +12,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
 from engine.training.build import Training
+from engine.training.learning_rates import rates_line
 from engine.training.module_plan import fusing_lines
 
 
@@ -72,6 +73,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         )
     if (reason := _peft_obstacle(config, training)) is not None:
         log.info(f"note: {reason}, so that this run can be exported merged (--format hf --merge), not as PEFT's folder")
+    if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
+        log.info(line)
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(

@@ -11,6 +11,8 @@ from engine.config.conversion.trainers.axolotl import AXOLOTL
 from engine.config.conversion.trainers.hugging_face import HUGGING_FACE
 from engine.config.conversion.trainers.launchers import LAUNCHERS
 from engine.config.conversion.trainers.llama_factory import LLAMA_FACTORY
+from engine.config.conversion.trainers.llava import KEYS as LLAVA_KEYS
+from engine.config.conversion.trainers.llava import LLAVA
 from engine.config.conversion.trainers.megatron import MEGATRON
 from engine.config.conversion.trainers.minicpm import MINICPM, MLPERF
 from engine.config.conversion.trainers.minimind import MINIMIND
@@ -18,7 +20,7 @@ from engine.config.conversion.trainers.sat import SAT
 from engine.config.conversion.trainers.trl import TRL
 
 TRAINERS: tuple[Trainer, ...] = (
-    TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, HUGGING_FACE, LAUNCHERS,
+    TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, LLAVA, HUGGING_FACE, LAUNCHERS,
 )  # fmt: skip
 """The trainers, in the order in which a key is looked up for a hint."""
 
@@ -35,6 +37,7 @@ _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (LLAMA_FACTORY, frozenset({"finetuning_type", "cutoff_len", "lora_target", "dataset_dir", "template"})),
     (MLPERF, frozenset({"target_eval_loss"})),
     (MINICPM, frozenset({"llm_type", "max_slice_nums"})),
+    (LLAVA, LLAVA_KEYS),
     (SAT, frozenset({"from_pretrained", "train_data", "experiment_name", "MP_SIZE", "model_parallel_size"})),
     (MEGATRON, frozenset({"train_iters", "train_samples", "tensor_model_parallel_size", "num_attention_heads",
                           "lr_decay_style", "use_mcore_models", "lr_warmup_iters"})),
@@ -54,7 +57,7 @@ def recognise(given: Iterable[Given]) -> Trainer:
     everything = list(given)
     keys = {part for one in everything for part in (one.key, one.key.partition(".")[0]) if not one.idle}
     programs = [str(one.value) for one in everything if one.key == PROGRAM]
-    own = next((trainer for trainer, telling in _KEYS[:5] if keys & telling), None)
+    own = next((trainer for trainer, telling in _KEYS[:6] if keys & telling), None)
     if own is not None:
         return own
     started = next((trainer for name in programs for start, trainer in _PROGRAMS if name.startswith(start)), None)

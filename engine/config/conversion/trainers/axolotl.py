@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.config.conversion import rates
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -20,12 +21,12 @@ from engine.config.conversion.conversion import (
 from engine.config.conversion.given import Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import hugging_face as hf
-from engine.config.conversion.trainers import shared
+from engine.config.conversion.trainers import pictures, shared
 from engine.config.conversion.trainers.trl import reference
+from engine.errors import UserError
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
 _RL = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
-_VISION = "the language model is trained; images are not read"
 
 
 @sets("model.dtype")
@@ -126,6 +127,22 @@ def unfrozen(conversion: Conversion, given: Given) -> None:
     conversion.to_fill.append(f"trainable: {', '.join(found)}; name these modules, with * as a wildcard")
 
 
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+@sets("optim.lr_pattern")
+def lr_groups(conversion: Conversion, given: Given) -> None:
+    """Converts groups of modules; a parameter is in the first whose text stands anywhere in its name."""
+    for group in as_list(given):
+        if not isinstance(group, dict) or not isinstance(group.get("modules"), list):
+            raise UserError(
+                f"{given.source} gives {given.key} {group!r}, but groups of name, modules and lr are expected."
+            )
+        for module in group["modules"]:
+            rate = Given(source=given.source, key=given.key, value=group.get("lr"))
+            rates.know_rate(conversion, given, f"*{module}*", number(rate))
+
+
 def _maybe(rule: Rule) -> Rule:
     """Returns the rule of a key that Axolotl's files often leave empty."""
 
@@ -169,10 +186,14 @@ _OWN: dict[str, Rule] = {
     "peft_init_lora_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "lora_rank_pattern": option("lora.rank_pattern", lambda given: given.value),
     "lora_alpha_pattern": option("lora.alpha_pattern", lambda given: given.value),
-    "loraplus_lr_ratio": shared.off_or_lack("one learning rate for all"),
-    "embedding_lr": shared.off_or_lack("one learning rate for all"),
-    "embedding_lr_scale": shared.off_or_lack("one learning rate for all"),
-    "lr_groups": shared.off_or_lack("one learning rate for all"),
+    "loraplus_lr_ratio": rates.multiple_of_lr("lora_B"),
+    "embedding_lr": rates.rate_of(*_EMBEDDINGS),
+    "embedding_lr_scale": rates.multiple_of_lr(*_EMBEDDINGS),
+    "lr_groups": lr_groups,
+    "freeze_mm_modules": pictures.switch("freeze_mm_modules", "tower and projector stay frozen"),
+    "image_size": Rule(lambda conversion, given: conversion.lack(given, pictures.SIZES)),
+    "image_resize_algorithm": dropped("part of image_size"),
+    "process_images": dropped("pictures that records name are read"),
     "load_in_8bit": shared.quantize("int8"),
     "load_in_4bit": shared.quantize("nf4"),
     "train_on_inputs": option("data.mask_prompt", lambda given: not truth(given)),
@@ -326,7 +347,6 @@ _OWN |= shared.every(
     why="log.profile_steps says which steps are traced",
 )
 _OWN |= shared.every("hf_use_auth_token axolotl_config_path dataset_num_shards", why=shared.LOCAL)
-_OWN |= shared.every("image_size image_resize_algorithm freeze_mm_modules process_images", why=_VISION)
 _OWN |= shared.every("debug group_by_length include_tkps num_labels wandb_*", why=shared.REPORT)
 
 RULES: dict[str, Rule] = {key: _maybe(rule) for key, rule in (hf.RULES | _OWN).items()}
@@ -398,6 +418,17 @@ def _finish(conversion: Conversion) -> None:
     if "wandb_project" in facts:
         facts.setdefault("use_wandb", True)  # WandbConfig: a project switches it on
     facts.setdefault("save_strategy", "steps" if "save_steps" in facts else "epoch")
+    if facts.get("freeze_mm_modules"):
+        facts["full training"] = pictures.LANGUAGE_MODEL
+    elif conversion.given("processor_type") and _adapters(conversion):
+        conversion.to_fill.append(
+            "lora.targets: names mean the language model here; where Axolotl's mean modules of the tower too, add them "
+            r"as 'vision_tower\..*q_proj'"
+        )
+    if conversion.given("lr_groups", "embedding_lr", "embedding_lr_scale"):
+        conversion.notes.append(
+            "Axolotl's learning rates by module take weight decay from embeddings and the head; here they decay"
+        )
     if "eval_steps" in facts:
         facts.setdefault("eval_strategy", "steps")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.config.conversion import rates
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -63,6 +64,9 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_kwargs.num_cycles": shared.off_or_lack("cosine has half a cycle"),
     "lr_scheduler_kwargs": shared.off_or_lack("optim.schedule and optim.min_lr are all there is"),
     "learning_rate": option("optim.lr", number),
+    "image_folder": option("data.image_folder", text),
+    "mm_projector_lr": rates.rate_of("multi_modal_projector"),
+    "mm_vision_tower_lr": rates.rate_of("vision_tower"),
     "weight_decay": option("optim.weight_decay", number),
     "warmup_ratio": option("optim.warmup_ratio", number),
     "warmup_steps": shared.warmup_steps,
@@ -169,6 +173,8 @@ DEFAULTS: dict[str, Default | Ours] = {
     "data.seq_length": Ours("each script has a length of its own, and which one is not in what was given"),
     "data.packing": Default(False, "Trainer: one sample a row"),
     "data.mask_prompt": Ours("each script has labels of its own, and which ones is not in what was given"),
+    "data.image_folder": Default(None, "records name pictures by their paths"),
+    "optim.lr_pattern": Default(None, "Trainer.create_optimizer: one learning rate"),
     "data.num_workers": Ours("changes the speed, not what is computed"),
     "optim.lr": Default(5e-5, "TrainingArguments.learning_rate"),
     "optim.schedule": Default("linear", "TrainingArguments.lr_scheduler_type"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.config.conversion import rates
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -18,7 +19,7 @@ from engine.config.conversion.conversion import (
 from engine.config.conversion.given import Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import hugging_face as hf
-from engine.config.conversion.trainers import shared
+from engine.config.conversion.trainers import pictures, shared
 from engine.config.conversion.trainers.trl import reference
 from engine.errors import UserError
 
@@ -121,7 +122,6 @@ RULES |= {
         ("AdamW is the optimizer", ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")),
         ("the loss is the cross-entropy", ("use_dft_loss", "use_asft_loss", "use_eaft_loss")),
         ("adapters start as PEFT's do", ("pissa_init", "pissa_convert", "use_llama_pro", "mixture_of_depths")),
-        ("one learning rate for all", ("loraplus_lr_ratio",)),
         ("attention sees all of a row", ("shift_attn",)),
         ("model.base_dtype stores the base in 8 bits", ("fp8",)),
     )
@@ -131,14 +131,21 @@ RULES |= {
     f"{start}_*": dropped("part of what has no counterpart")
     for start in ("galore", "apollo", "badam", "asft", "eaft", "pissa", "loraplus", "oft", "fp8")
 }
-RULES |= shared.every(
-    """
-    image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
-    freeze_vision_tower freeze_multi_modal_projector freeze_language_model media_dir image_resolution
-    video_resolution use_audio_in_video
-    """,
-    why="the language model is trained; images are not read",
-)
+RULES |= {
+    "media_dir": option("data.image_folder", text),
+    "freeze_vision_tower": pictures.switch("freeze_vision_tower", "the tower stays frozen"),
+    "freeze_multi_modal_projector": pictures.switch("freeze_projector", "the projector stays frozen"),
+    "freeze_language_model": pictures.switch("freeze_language_model", "the language model stays frozen"),
+    "train_mm_proj_only": pictures.switch("projector_only", "the projector alone trains"),
+    "loraplus_lr_ratio": rates.multiple_of_lr("lora_B"),
+    **{key: Rule(lambda conversion, given: conversion.lack(given, pictures.SIZES))
+       for key in ("image_max_pixels", "image_min_pixels", "image_resolution")},
+    **{key: shared.off_or_lack(pictures.PROCESSOR) for key in ("image_do_pan_and_scan", "crop_to_patches")},
+    **shared.every(
+        "video_max_pixels video_min_pixels video_fps video_maxlen video_resolution use_audio_in_video",
+        why=pictures.VIDEOS,
+    ),
+}  # fmt: skip
 RULES |= shared.every(
     """
     dataset_dir buffer_size streaming data_shared_file_system preprocessing_batch_size ignore_pad_token_for_loss
@@ -180,7 +187,6 @@ RULES |= {
     "calculate_per_token_loss": dropped(shared.ALWAYS),
     "reward_model_type": dropped("there is no PPO"),
     "global_batch_size": option("train.global_batch_size", whole),
-    "train_mm_proj_only": dropped("the language model is trained; images are not read"),
     **shared.every("messages formatting role_tag content_tag user_tag assistant_tag", why="data.format says it"),
 }
 
@@ -246,6 +252,42 @@ def _finish(conversion: Conversion) -> None:
         conversion.imply("derived", "packing", "data.packing", False)
     if facts.get("finetuning_type") == "freeze":
         _freeze(conversion)
+    _pictures(conversion)
+
+
+_PICTURES = (
+    "media_dir", "image_max_pixels", "image_min_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
+    "freeze_language_model", "train_mm_proj_only",
+)  # fmt: skip
+
+
+def _pictures(conversion: Conversion) -> None:
+    """Sets what trains of a vision-language model: the language model alone, where nothing else is said. Full training
+    says so of every model, because nothing given tells which has a vision model."""
+    facts = conversion.facts
+    frozen = {part: facts.get(f"freeze_{part}", part != "language_model") for part in _PARTS}
+    if facts.get("projector_only"):
+        frozen = {part: part != "projector" for part in _PARTS}
+    facts["full training"] = [] if frozen["language_model"] else list(pictures.LANGUAGE_MODEL)
+    trained = [name for part, name in _PARTS.items() if name and not frozen[part]]
+    if facts.get("finetuning_type", "lora") == "full" and trained:
+        conversion.to_fill.append(
+            f"trainable: {' and '.join(trained)} train too; add the names they have in this model, or vision for both"
+        )
+    elif not frozen["vision_tower"]:
+        conversion.to_fill.append(
+            "lora.targets: freeze_vision_tower false puts adapters into the tower too; add names of its linears, as "
+            r"'vision_tower\..*' or 'visual\.blocks\..*'"
+        )
+    if conversion.given(*_PICTURES) and not conversion.given("image_max_pixels"):
+        conversion.notes.append(
+            "LLaMA-Factory makes pictures of more than 589,824 pixels smaller (image_max_pixels); here they keep their "
+            "size until the model's own processor cuts them"
+        )
+
+
+_PARTS = {"vision_tower": "the tower", "projector": "the projector", "language_model": ""}
+"""Parts of a vision-language model that may be frozen -> what they are called where they train in full."""
 
 
 def _freeze(conversion: Conversion) -> None:

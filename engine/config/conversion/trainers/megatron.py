@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.config.conversion import rates
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -228,8 +229,8 @@ RULES: dict[str, Rule] = {
     "num_experts": shared.off_or_lack("options for experts are not converted"),
     "expert_model_parallel_size": shared.only(1, "there is no expert parallelism"),
     "mtp_num_layers": shared.off_or_lack("the model predicts the next token"),
-    "decoupled_lr": shared.off_or_lack("one learning rate for all"),
-    "decoupled_min_lr": shared.off_or_lack("one learning rate for all"),
+    "decoupled_lr": rates.rate_of("embed_tokens", "lm_head"),
+    "decoupled_min_lr": shared.off_or_lack("all learning rates fall by the same factor: optim.min_lr"),
     "mos": shared.off_or_lack("the loss is the cross-entropy"),
     "kd": shared.off_or_lack("the loss is the cross-entropy"),
     "kd_*": dropped("part of what has no counterpart"),
@@ -314,6 +315,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "train.last_batch": Default("full", "GPTDataset: rows continue over the ends of epochs"),
     "log.tensorboard": Default(False, "LoggerConfig.tensorboard_dir = None"),
     "trainable": Ours("without adapters everything trains"),
+    "optim.lr_pattern": Default(None, "arguments.py: --decoupled-lr = None"),
     "lora.rank": Ours("forks of Megatron that have adapters name their size"),
     "lora.alpha": Ours("forks of Megatron that have adapters name their size"),
     "lora.dropout": Ours("forks of Megatron that have adapters name it"),

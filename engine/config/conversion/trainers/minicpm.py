@@ -3,21 +3,17 @@ defaults of their own."""
 
 from __future__ import annotations
 
-from engine.config.conversion.conversion import Conversion, Rule, number, sets, truth
+from engine.config.conversion.conversion import Conversion, Rule, number, sets, whole
 from engine.config.conversion.given import Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import hugging_face as hf
-from engine.config.conversion.trainers import shared
-
-_VISION = "the language model is trained; images are not read"
+from engine.config.conversion.trainers import pictures, shared
 
 
-@sets("trainable")
-def tune_llm(conversion: Conversion, given: Given) -> None:
-    if truth(given):
-        conversion.take(given, "trainable", ["*"])
-    else:
-        conversion.know(given, "tune_llm", False, "the language model stays frozen under its adapters")
+def max_slice_nums(conversion: Conversion, given: Given) -> None:
+    conversion.drop(given, "config.json, or preprocessor_config.json, has it")
+    if whole(given) != 9:  # of the released models
+        conversion.to_fill.append(f"max_slice_nums {whole(given)}: write it into config.json of the model's folder")
 
 
 @sets("train.target_eval_loss")
@@ -25,10 +21,31 @@ def target_loss(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "train.target_eval_loss", number(given))
 
 
-_MINICPM_RULES: dict[str, Rule] = hf.RULES | {"tune_llm": tune_llm}
-_MINICPM_RULES |= shared.every("max_slice_nums tune_vision", why=_VISION)
+_MINICPM_RULES: dict[str, Rule] = hf.RULES | {
+    "tune_llm": pictures.switch("tune_llm", "the language model trains in full"),
+    "tune_vision": pictures.switch("tune_vision", "the tower trains in full"),
+    "max_slice_nums": Rule(max_slice_nums),
+}
 _MINICPM_RULES |= shared.every("llm_type", why="the model's own chat template is used")
-_TARGETS = [r".*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)"]
+_TARGETS = [r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)"]
+
+
+def _what_trains(conversion: Conversion) -> list[str]:
+    """Returns what trains in full: beside adapters the script's modules_to_save, without them what it leaves alone."""
+    facts = conversion.facts
+    tower = ["vpm"] if facts.get("tune_vision", True) else []
+    if facts.get("lora", False):
+        return ["embed_tokens", "resampler", *tower]
+    language = pictures.LANGUAGE_MODEL if facts.get("tune_llm", True) else []
+    return ["*"] if language and tower else [*language, *tower, "resampler"]
+
+
+def _finish(conversion: Conversion) -> None:
+    facts = conversion.facts
+    facts["full training"] = _what_trains(conversion)
+    if facts.get("lora") and facts.get("tune_llm"):
+        conversion.notes.append("tune_llm true beside use_lora true ends the script with an error: adapters train")
+
 
 MINICPM = Trainer(
     name="MiniCPM-V's script",
@@ -41,8 +58,10 @@ MINICPM = Trainer(
         "lora.alpha": Default(64.0, "LoraArguments.lora_alpha"),
         "lora.dropout": Default(0.05, "LoraArguments.lora_dropout"),
         "lora.targets": Default(_TARGETS, "LoraArguments.lora_target_modules"),
+        "trainable": Default(_what_trains, "finetune.py: modules_to_save, TrainingArguments.tune_vision and tune_llm"),
     },
     adapters=lambda conversion: bool(conversion.facts.get("lora", False)),
+    finish=_finish,
 )
 
 

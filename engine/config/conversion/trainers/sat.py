@@ -8,8 +8,6 @@ from engine.config.conversion.trainers import hugging_face as hf
 from engine.config.conversion.trainers import shared
 from engine.config.conversion.trainers.megatron import RULES as MEGATRON_RULES
 
-_VISION = "the language model is trained; images are not read"
-
 RULES: dict[str, Rule] = hf.RULES | MEGATRON_RULES | {
     "from_pretrained": option("model.path", text),
     "local_tokenizer": option("data.tokenizer", text),
@@ -36,11 +34,23 @@ RULES |= shared.every(
     why="a run resumes at its next sample; checkpoint.dir names it",
 )
 RULES |= shared.every("version", why="the model's own chat template is used")
-RULES |= shared.every("vit_checkpoint_activations vit_no_grad image_length eva_args", why=_VISION)
+_TOWER = ("vit_checkpoint_activations", "vit_no_grad", "image_length", "eva_args")
+RULES |= {key: dropped(why) for key, why in zip(_TOWER, (
+    "memory.recompute is of the tower's blocks too", "a tower without anything that trains has no backward",
+    "the size of the pictures says it", "the model's config.json describes the tower",
+), strict=True)}  # fmt: skip
 
 
 def _adapters(conversion: Conversion) -> bool:
     return bool(conversion.facts.get("lora", conversion.given("lora_rank", "use_qlora")))
+
+
+def _finish(conversion: Conversion) -> None:
+    if conversion.given(*_TOWER):
+        conversion.to_fill.append(
+            "trainable, optim.lr_pattern: the script's disable_untrainable_params says what trains beside adapters, "
+            "and at which rate, such as {model.vision: 1e-6} for a tenth of 1e-5"
+        )
 
 
 def _min_lr(conversion: Conversion) -> float:
@@ -79,4 +89,4 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     "lora.targets": Ours("each script has targets of its own"),
 }
 
-SAT = Trainer(name="SwissArmyTransformer", rules=RULES, defaults=DEFAULTS, adapters=_adapters)
+SAT = Trainer(name="SwissArmyTransformer", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)

@@ -62,10 +62,7 @@ def targets(conversion: Conversion, given: Given) -> None:
     if len(found) > 1 and any(mark in str(given.value) for mark in "(|\\"):
         found = [str(given.value)]  # one expression, with its commas
     fused = [name for name in found if name in FUSED]
-    # MiniCPM-V's language model is named llm in the whole; here it is the whole
-    plain = [part for name in found for part in FUSED.get(name, (name.removeprefix("llm\\.").removeprefix("llm."),))]
-    renamed = not fused and plain != found
-    conversion.take(given, "lora.targets", plain, "the language model is the whole here" if renamed else "")
+    conversion.take(given, "lora.targets", [part for name in found for part in FUSED.get(name, (name,))])
     if fused:
         kinds = {"gate_up" if name == "gate_up_proj" else "qkv" for name in fused}
         kind = kinds.pop() if len(kinds) == 1 else "all"

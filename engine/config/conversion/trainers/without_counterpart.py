@@ -4,7 +4,7 @@ they change nothing, or ask for something that is not available, which is report
 from __future__ import annotations
 
 from engine.config.conversion.conversion import Rule, dropped
-from engine.config.conversion.trainers import shared
+from engine.config.conversion.trainers import pictures, shared
 
 RULES: dict[str, Rule] = {}
 RULES |= shared.every("bf16_full_eval fp16_full_eval", why="evaluations have the arithmetic of training")
@@ -117,11 +117,19 @@ RULES |= shared.every(
 )
 RULES |= shared.every(
     """
-    mm_* image_* vision_* tune_mm_* pretrain_mm_* tune_mm_mlp_adapter freeze_mm_mlp_adapter pretrain_mm_mlp_adapter
-    group_by_modality_length unfreeze_mm_vision_tower
+    mm_* image_* vision_*
     """,
-    why="the language model is trained; images are not read",
+    why=pictures.PROCESSOR,
 )
+RULES |= shared.every("group_by_modality_length", why="each epoch has an order of its own")
+RULES |= {
+    key: shared.off_or_lack("trainable says what of a vision model trains")
+    for key in ("tune_mm_*", "tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "unfreeze_mm_vision_tower")
+}
+RULES |= {
+    key: shared.off_or_lack("projectors are read with the model: model.path")
+    for key in ("pretrain_mm_*", "pretrain_mm_mlp_adapter")
+}
 RULES |= shared.every("version prompt_template prompt_template_name", why="the model's own chat template is used")
 RULES |= shared.every("eval_size", why="data.validation is a file of its own")
 RULES |= shared.every("data_cache_dir", why=shared.LOCAL)

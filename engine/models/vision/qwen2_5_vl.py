@@ -1,0 +1,213 @@
+"""Qwen2.5-VL's tower: attention within windows in most blocks, and a merger of 2 x 2 patches.
+
+Blocks and merger are transformers'. Patches are put in the order of their windows once, and features back at the end.
+Windows of one picture are sorted by their length, whole ones first, so that attention runs those of one length as one
+batch; no number depends on the order of windows.
+
+Legend: P patches of all pictures, F = 3 * 2 * patch ** 2, K feature rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import UserError
+from engine.models.vision.qwen import (
+    FRAMES,
+    AxialRotation,
+    PatchEmbed,
+    SegmentAttention,
+    block_places,
+    check_merged,
+    rope_theta,
+    segments_of,
+    sizes_from_hf,
+)
+from engine.models.vision.sizes import Grid, Grids
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "window_size",
+    "out_hidden_size",
+)  # fmt: skip
+_DEFAULTS = {
+    "hidden_act": "silu", "temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3, "patch_size": 14,
+    "spatial_merge_size": 2, "window_size": 112, "intermediate_size": 3420, "num_heads": 16, "depth": 32,
+}  # fmt: skip
+_USUAL_PICTURE = (480, 640)
+"""Pixels; pictures keep their size, within the processor's limits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen25VisionConfig:
+    """Sizes of the tower.
+
+    Args:
+        width, mlp_width, num_heads, num_layers: of its blocks.
+        patch: pixels on a side of a patch.
+        merge: patches on a side of what becomes a feature row.
+        window: merged blocks on a side of a window.
+        whole: blocks whose attention sees the whole picture.
+        hidden: of the language model.
+        theta: base of the rotary embedding.
+    """
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_layers: int
+    patch: int
+    merge: int
+    window: int
+    whole: tuple[int, ...]
+    hidden: int
+    theta: float
+
+    @classmethod
+    def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen25VisionConfig:
+        """Reads `vision_config`.
+
+        Raises:
+            UserError: a size is missing or does not fit.
+        """
+        sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
+        assert vision is not None
+        window = sizes["window_size"] // sizes["spatial_merge_size"] // sizes["patch_size"]
+        whole = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
+        if window == 0 or not isinstance(whole, list | tuple) or not all(isinstance(one, int) for one in whole):
+            raise UserError(
+                f"config.json has vision_config.window_size {sizes['window_size']} and fullatt_block_indexes {whole}, "
+                "but windows of at least one merged block and a list of numbers are expected: correct it or copy it "
+                "again."
+            )
+        return cls(
+            width=sizes["hidden_size"],
+            mlp_width=sizes["intermediate_size"],
+            num_heads=sizes["num_heads"],
+            num_layers=sizes["depth"],
+            patch=sizes["patch_size"],
+            merge=sizes["spatial_merge_size"],
+            window=window,
+            whole=tuple(whole),
+            hidden=hidden,
+            theta=rope_theta(vision),
+        )
+
+    def build(self) -> nn.Module:
+        """Returns the module."""
+        return Qwen25Vision(self)
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * FRAMES * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a picture of 640 x 480 pixels."""
+        rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
+        return rows, columns
+
+    def num_features(self, grid: Grid) -> int:
+        """Returns the feature rows of a picture."""
+        return grid[0] * grid[1] // self.merge**2
+
+    def flops(self, grids: Grids) -> int:
+        """Returns the FLOPs of these pictures in forward."""
+        total = 0
+        for rows, columns in grids:
+            patches = rows * columns
+            seen = sum(length**2 for length in windows(rows // self.merge, columns // self.merge, self)[1])
+            within = sum(patches**2 if block in self.whole else seen for block in range(self.num_layers))
+            linears = self.num_layers * 2 * self.width * (4 * self.width + 3 * self.mlp_width)
+            wide = self.width * self.merge**2
+            merger = 2 * wide * (wide + self.hidden)
+            total += patches * (linears + 2 * self.patch_features * self.width)
+            total += 4 * within * self.width + self.num_features((rows, columns)) * merger
+        return total
+
+
+@lru_cache(maxsize=64)
+def windows(rows: int, columns: int, config: Qwen25VisionConfig) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns the merged blocks of a picture in the order of its windows, and the patches of each window.
+
+    Args:
+        rows, columns: of merged blocks.
+    """
+    side = config.window
+    blocks = torch.arange(rows * columns).view(rows, columns)
+    found = [part.flatten() for strip in blocks.split(side) for part in strip.split(side, dim=1)]
+    found.sort(key=len, reverse=True)
+    return torch.cat(found), tuple(len(window) * config.merge**2 for window in found)
+
+
+class _Tower(nn.Module):
+    def __init__(self, config: Qwen25VisionConfig) -> None:
+        super().__init__()
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger, Qwen2_5_VLVisionBlock
+
+        self._config = config
+        theirs = Qwen2_5_VLVisionConfig(
+            depth=config.num_layers,
+            hidden_size=config.width,
+            intermediate_size=config.mlp_width,
+            num_heads=config.num_heads,
+        )
+        self.patch_embed = PatchEmbed(config.width, config.patch, bias=False)
+        self.rotation = AxialRotation(config.width // config.num_heads, config.theta)
+        self.blocks = nn.ModuleList()
+        for _ in range(config.num_layers):
+            block = Qwen2_5_VLVisionBlock(theirs)
+            block.attn = SegmentAttention(block.attn)
+            self.blocks.append(block)
+        self.merger = Qwen2_5_VLPatchMerger(
+            dim=config.hidden, context_dim=config.width, spatial_merge_size=config.merge
+        )
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        config, merged = self._config, self._config.merge**2
+        orders, lengths, first = [], list[int](), 0
+        for rows, columns in grids:
+            order, own = windows(rows // config.merge, columns // config.merge, config)
+            orders.append(order + first)
+            lengths += own
+            first += len(order)
+        order_K = torch.cat(orders)
+        device = patches_PF.device
+        back_K = order_K.argsort().to(device, non_blocking=True)
+        patches = (order_K[:, None] * merged + torch.arange(merged)).flatten()
+        places_P2 = torch.cat([block_places(grid, config.merge) for grid in grids])[patches]
+        rotation = self.rotation(places_P2.to(device, non_blocking=True))
+        x = self.patch_embed(patches_PF.index_select(0, patches.to(device, non_blocking=True)))
+        whole, window = segments_of([rows * columns for rows, columns in grids]), segments_of(lengths)
+        for index, block in enumerate(self.blocks):
+            segments = whole if index in config.whole else window
+            x = block(x, cu_seqlens=segments, position_embeddings=rotation)
+        return self.merger(x).index_select(0, back_K)  # type: ignore[no-any-return]
+
+
+class Qwen25Vision(nn.Module):
+    """The tower, below the name that it has in the checkpoint."""
+
+    def __init__(self, config: Qwen25VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.visual = _Tower(config)
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        """Returns the feature rows of all pictures: [K, decoder's width].
+
+        Args:
+            patches_PF: picture after picture, in merged blocks, flattened as (channel, frame, y, x), normalised.
+            grids: rows and columns of each, in patches.
+        """
+        if not grids:
+            return patches_PF.new_empty(0, self.config.hidden)
+        check_merged(grids, self.config.merge)
+        return self.visual(patches_PF, grids)  # type: ignore[no-any-return]

@@ -1,0 +1,126 @@
+"""Section `loader`: how long a step waits for pictures that threads read from the disk, decode and cut into patches.
+
+A step is a pause of a given length, as a GPU's is for the processor. With one thread or more the pictures of the next
+steps are decoded meanwhile, and a step waits only where that takes longer than the step; without threads it waits for
+all of it. Files are noise, which is slow to decode, and lie in the page cache from the first epoch on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader
+from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
+from engine.data.vision.family import Span, Tiles
+from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Normalisation, Size, resized
+from engine.telemetry.processors import available_processors
+from rankfold.benchmarking.machine import describe
+from rankfold.benchmarking.sections import LoaderOptions
+from rankfold.benchmarking.table import Table
+
+_PATCH, _FEATURES = 14, 64
+"""Pixels of a patch's side; tokens of a picture."""
+_TEXT = 32
+"""Tokens behind each picture."""
+
+
+class Squares:
+    """A family whose pictures are one square each, as OmniLMM's are.
+
+    Args:
+        side: pixels.
+    """
+
+    cross_patch_features = None
+    has_experts = rotates_by_grid = is_bidirectional = False
+
+    def __init__(self, side: int) -> None:
+        self._size, self._norm = (side, side), Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
+        self.patch_features = self._norm.features
+
+    def tiles(self, image: Image.Image) -> Tiles:
+        """Returns the picture's patches."""
+        return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
+
+    def cross_tiles(self, image: Image.Image) -> None:
+        """There is no second tower."""
+
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        """Returns those of plain text."""
+        return np.arange(length, dtype=np.int64)
+
+    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """There are no experts."""
+        return ()
+
+
+def run(options: LoaderOptions) -> Table:
+    """Takes the steps with each number of threads."""
+    rows, stalls = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        files = _write_pictures(Path(folder), options)
+        begin = time.perf_counter()
+        family = Squares(options.side)
+        for file in files:
+            with Image.open(file) as image:
+                family.tiles(image.convert("RGB"))
+        decoding = (time.perf_counter() - begin) / len(files)
+        dataset = _dataset(files, options, family)
+        for workers in options.worker_counts():
+            stalls[workers] = _stalled(dataset, options, workers)
+            rows.append((str(workers), f"{1e3 * stalls[workers] / options.steps:.1f}"))
+    return Table(
+        title=f"Waiting for {options.rows} pictures of {options.side} pixels in steps of {options.step_ms} ms",
+        columns=("threads", "ms waited in a step"),
+        rows=tuple(rows),
+        findings=(
+            f"One thread reads, decodes and cuts a picture in {1e3 * decoding:.1f} ms. {available_processors()} "
+            "processors. The first step, before which nothing could be decoded, is not counted.",
+        ),
+        machine=describe(torch.device("cpu"), ("pillow",)),
+        data={"seconds stalled": stalls, "seconds for a picture": decoding},
+    )
+
+
+def _write_pictures(folder: Path, options: LoaderOptions) -> list[Path]:
+    generator, files = np.random.default_rng(0), []
+    for number in range(options.pictures):
+        files.append(folder / f"{number}.jpg")
+        noise = generator.integers(0, 256, (options.side, options.side, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(files[-1], quality=90)
+    return files
+
+
+def _dataset(files: Sequence[Path], options: LoaderOptions, family: Squares) -> TokenDataset:
+    length, size = _FEATURES + _TEXT, (options.side, options.side)
+    targets = [False] * _FEATURES + [True] * _TEXT
+    pictures = [PlacedPicture(file.name, str(file.parent), str(file), size, ((0, _FEATURES),)) for file in files]
+    dataset = TokenDataset.from_documents(
+        [([1] * length, targets)] * len(files),
+        seq_length=length,
+        vision=vision_columns([Extras((picture,)) for picture in pictures]),
+    )
+    dataset.read_with(family)
+    return dataset
+
+
+def _stalled(dataset: TokenDataset, options: LoaderOptions, workers: int) -> float:
+    """Returns the seconds that all steps but the first waited."""
+    loader = DataLoader(
+        dataset, seq_length=dataset.seq_length, global_batch_size=options.rows, micro_batch_size=options.rows,
+        data_rank=0, data_size=1, seed=1, num_workers=workers,
+    )  # fmt: skip
+    with closing(loader.stream(0, options.steps + 1)) as stream:
+        for _ in stream:
+            time.sleep(options.step_ms / 1e3)
+    return loader.stalled

@@ -1,0 +1,236 @@
+"""Qwen2.5-VL and Qwen3-VL against transformers: logits, loss, every gradient, and training against PEFT's."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from engine.batch import Batch
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.model_weights import open_source
+from engine.data.tokenizer import load_tokenizer
+from engine.data.vision.families import read_vision_family
+from engine.data.vision.reader import PictureReader
+from engine.distributed.mesh import single_process_mesh
+from engine.inference.generate import Generator
+from engine.inference.model_part import InferenceStage
+from engine.inference.options import Limits, Sampling
+from engine.layers.context import TensorLayout, TrainingPlan
+from engine.layers.module import shard_entries
+from engine.layers.recompute import MemoryPlan
+from engine.models.decoder import Decoder
+from engine.objectives.language_modeling import LanguageModeling
+from engine.optim.adamw import FlatAdamW
+from engine.optim.flat import FlatParameters
+from engine.optim.reduce import GradientReducer
+from engine.training.rank_stages import Stages
+from engine.training.stage import ModelStage
+from engine.training.step import TrainStep
+from rankfold.generating.prompts import Prompt, Writer, requests_of
+from tests.distributed.cases import relative_error
+from tests.generation import Ids
+from tests.parity.test_generate_pictures import opened
+from tests.peft_following import ALONE, DECAY, LR, build
+from tests.qwen_vl import KINDS, batch_of, make_model, stock_loss, stock_outputs
+from tests.spawning import spawn
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="qwen-vl-")
+
+
+@functools.cache
+def saved(kind: str) -> tuple[Path, Any, int]:
+    """The folder, transformers' model, and the token that stands for a feature."""
+    folder = Path(_root().name) / kind
+    folder.mkdir()
+    model = make_model(kind, folder)
+    return folder, model, model.config.image_token_id
+
+
+def our_model(folder: Path, memory: MemoryPlan) -> tuple[Decoder, FlatParameters, TrainStep, Any]:
+    source = open_source(folder)
+    plan = TrainingPlan(trains=lambda _: True)
+    model = Decoder(
+        source.model.decoder, layout=TensorLayout(), plan=plan, device=CPU, dtype=torch.float32, memory=memory
+    )
+    load_parameters([entry.shard for entry in shard_entries(model)], source)
+    mesh, flat = single_process_mesh(), FlatParameters(shard_entries(model), CPU)
+    load_parameters(flat.master_shards(), source)
+    optimizer = FlatAdamW(flat, mesh, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, clip_grad_norm=0.0)
+    reducer = GradientReducer(flat, mesh, bucket_bytes=1 << 20)
+    step = TrainStep(Stages.whole(ModelStage(model, LanguageModeling(), CPU)), reducer, optimizer, mesh)
+    return model, flat, step, source.model.names.live
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_loss_and_every_gradient_are_transformers(kind: str, packing: bool) -> None:
+    folder, stock, pad = saved(kind)
+    batch = batch_of(folder, packing=packing)
+    assert batch.images is not None and len(batch.images.grids) == 3
+    memory = MemoryPlan(recompute="full") if packing else MemoryPlan()
+    model, flat, step, names = our_model(folder, memory)
+    with torch.no_grad():
+        context = model.context(batch, torch.tensor(0), training=False)
+        logits = model.logits(model.run_layers(model.embed(batch), context), context)
+        for span, expected, _ in stock_outputs(stock, batch, pad):
+            torch.testing.assert_close(logits[span, : expected.shape[1]], expected, rtol=0, atol=1e-5)
+    stock.zero_grad()
+    expected_loss = stock_loss(stock, batch, pad)
+    expected_loss.backward()
+    loss = step.gradients([batch], float(batch.loss_weights_BS.sum()))
+    assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-5)
+    expected = {name: value.grad for name, value in stock.named_parameters()}
+    found = {names.to_hf(slot.entry.name).name: slot.view(flat.gradient) for slot in flat.slots}
+    assert found.keys() == expected.keys()
+    errors = {name: relative_error(found[name], value) for name, value in expected.items()}
+    assert max(errors.values()) < 2e-4, {name: error for name, error in errors.items() if error >= 2e-4}
+
+
+STEPS = 20
+TARGETS = "q_proj|v_proj|gate_proj|down_proj"
+SAVED = {
+    "qwen2_5_vl": ("visual.merger",),
+    "qwen3_vl": ("visual.merger", *(f"visual.deepstack_merger_list.{number}" for number in range(3))),
+}
+
+
+def peft_start(kind: str, folder: Path, start: Path) -> nn.Module:
+    """The stock model under PEFT, saved in `start`; B is drawn."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    base = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules=rf"model\.language_model\..*\.({TARGETS})", modules_to_save=list(SAVED[kind])
+    )  # fmt: skip
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(start)
+    return model
+
+
+def their_losses(model: nn.Module, batch: Batch, pad: int) -> list[float]:
+    """The loss before each step, in fp64. Norms and biases are not decayed: Trainer goes by names, and decays the
+    merger's norm of Qwen2.5-VL, which is called ln_q."""
+    model = model.double().train()
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    groups = [
+        {"params": [value for value in trained.values() if (value.dim() > 1) == decays], "weight_decay": amount}
+        for decays, amount in ((True, DECAY), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for _ in range(STEPS):
+        loss = stock_loss(model, batch, pad)
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_and_mergers_train_as_under_peft(kind: str, tmp_path: Path) -> None:
+    folder, _, pad = saved(kind)
+    stock = peft_start(kind, folder, tmp_path / "start")
+    batch = batch_of(folder, packing=True)
+    given = {
+        "model.path": folder, "lora.rank": 3, "lora.alpha": 5, "lora.targets": TARGETS.replace("|", ","),
+        "trainable": ",".join(SAVED[kind]), "lora.init_from": tmp_path / "start",
+    }  # fmt: skip
+    training, _ = build(folder, given, ALONE)
+    targets = float(batch.loss_weights_BS.sum())
+    ours = [training.step([batch], targets, LR).loss.item() for _ in range(STEPS)]
+    theirs = their_losses(stock, batch, pad)
+    assert theirs[-1] < theirs[0] - 0.1, "nothing is learnt, so that agreement says little"
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+NEW = 6
+TEXTS = ("What is this?", "Which of them is larger?", "Look!")
+
+
+def prompts(folder: Path) -> list[Prompt]:
+    """About a picture, about two, and of text alone."""
+    tokenizer = load_tokenizer(folder)
+    family = read_vision_family(folder, tokenizer)
+    assert family is not None
+    files = [str(folder / f"{number}.png") for number in range(2)]
+    return [
+        Writer(tokenizer=tokenizer, chat=True, system=None, reader=PictureReader(family), images=own).text(text, 1)
+        for text, own in zip(TEXTS, (tuple(files[1:]), tuple(files), ()), strict=True)
+    ]
+
+
+def our_tokens(folder: Path, **place: int) -> list[list[int]]:
+    """What the engine continues the prompts with, two at a time, so that rows come and go."""
+    asked, model = prompts(folder), opened(folder, **place)
+    stage = InferenceStage(
+        model.decoder, tp=model.mesh.tp, pp=model.mesh.pp, sampling=Sampling(), slots=2,
+        length=max(len(prompt.ids) for prompt in asked) + NEW, device=CPU,
+    )  # fmt: skip
+    family = read_vision_family(folder, load_tokenizer(folder))
+    answers = Generator(stage, Limits(max_new_tokens=NEW, slots=2), Ids(), family=family).run(requests_of(asked))
+    return [list(answer.ids) for answer in answers]
+
+
+def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
+    family = read_vision_family(folder, load_tokenizer(folder))
+    assert family is not None
+    stock.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts(folder):
+        ids = torch.tensor([prompt.ids])
+        tiles = [family.tiles(Image.open(picture.file).convert("RGB")) for picture in prompt.pictures]
+        more: dict[str, Any] = {}
+        if tiles:
+            more = {
+                "pixel_values": torch.cat([torch.from_numpy(one.patches_PF) for one in tiles]),
+                "image_grid_thw": torch.tensor([(1, *one.grids[0]) for one in tiles]),
+                "mm_token_type_ids": (ids == pad).int(),
+            }
+        out = stock.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+            **more,
+        )  # fmt: skip
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_transformers_generate(kind: str) -> None:
+    folder, stock, pad = saved(kind)
+    expected = their_tokens(folder, stock, pad)
+    assert len({tuple(tokens) for tokens in expected}) == 3 and len(set(expected[0])) > 1
+    assert our_tokens(folder) == expected
+
+
+def _tokens_on_ranks(folder: str, places: list[dict[str, int]]) -> list[list[list[int]]]:
+    return [our_tokens(Path(folder), **place) for place in places]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_generate_the_same_tokens(kind: str) -> None:
+    """Qwen3-VL's features for later layers cross the pipeline once, with the prompt."""
+    folder, stock, pad = saved(kind)
+    places = [{"pipeline": 2}, {"tensor": 2}]
+    for found in spawn(_tokens_on_ranks, world=2, args=(str(folder), places), timeout=110):
+        assert found == [their_tokens(folder, stock, pad)] * 2

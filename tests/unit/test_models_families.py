@@ -160,8 +160,8 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"model_type": "mixtral", "output_router_logits": True}, "the router's auxiliary loss is not computed here"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0"),
-        ({"model_type": "olmoe", "num_experts": 4}, "num_experts_per_tok 8, but there are 4 experts"),
-        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts 0, but a whole number above 0"),
+        ({"model_type": "olmoe", "num_experts": 4}, "num_experts_per_tok 8 and 4 experts, but each token"),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts_per_tok 8 and 0 experts"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "mlp_only_layers 3, but a list of whole numbers"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
         (

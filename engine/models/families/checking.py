@@ -32,8 +32,6 @@ _COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "sliding_window", "no_rope_layer_interval", "sliding_window_pattern",
     "original_max_position_embeddings", "dim_model_base", "num_multi_query_heads",
-    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "decoder_sparse_step",
     "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size",
 )  # fmt: skip
 _FACTORS = (
@@ -50,6 +48,11 @@ _SWITCHES = (
     "norm_topk_prob",
     "output_router_logits",
 )
+_EXPERTS = (
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "decoder_sparse_step",
+)  # fmt: skip
+"""Counts of a mixture of experts; configs of models without one may have them as 0."""
 _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
 
@@ -67,6 +70,7 @@ _KINDS: dict[str, Kind] = {
         f"a whole number from 1 to {MOST_LAYERS}",
         lambda value: _is_whole(value) and 0 < value <= MOST_LAYERS,
     ),
+    **dict.fromkeys(_EXPERTS, ("a whole number, 0 or more", lambda value: _is_whole(value) and 0 <= value <= _MOST)),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
     "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),

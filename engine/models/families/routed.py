@@ -82,12 +82,15 @@ def _sizes(
         UserError: a token is to have more experts than there are.
     """
     per_token = int(hf["num_experts_per_tok"])
-    num_experts = int(hf.get("num_experts") or hf.get("num_local_experts") or usual)
-    if per_token > num_experts:
+    given = [hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None]
+    num_experts = int(given[0]) if given else usual
+    if not 1 <= per_token <= num_experts:
         raise UserError(
-            f"config.json has num_experts_per_tok {per_token}, but there are {num_experts} experts: correct it or copy "
-            "it again."
+            f"config.json has num_experts_per_tok {per_token} and {num_experts} experts, but each token needs one or "
+            "more, and no more than there are: correct it or copy it again."
         )
+    if intermediate < 1:
+        raise UserError("config.json gives experts no inner features: correct their intermediate size.")
     rule = RoutingRule(num_experts=num_experts, per_token=per_token, renormalises=renormalises, rounds=rounds)
     return RoutedSizes(rule=rule, intermediate=intermediate, **more)
 
@@ -123,7 +126,7 @@ def mixtral(hf: dict[str, Any]) -> DecoderConfig:
     sizes = _sizes(
         hf,
         usual=8,
-        intermediate=int(hf.get("intermediate_size") or 0),
+        intermediate=int(hf.get("intermediate_size") or 1),
         renormalises=True,
         rounds=False,
     )
@@ -172,7 +175,7 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
     sizes = _sizes(
         hf,
         usual=64,
-        intermediate=int(hf.get("intermediate_size") or 0),
+        intermediate=int(hf.get("intermediate_size") or 1),
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,
     )

@@ -123,6 +123,8 @@ def export_peft(
 
 def _check_experts(trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]) -> None:
     """Refuses what PEFT would read otherwise than it was trained."""
+    if model.decoder.routed is None:
+        return
     adapters = {(trained.shape(f"{one}.{LORA_A}")[0], recorded_alpha(lora, one, model.names)) for one in modules}
     full = [name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())]
     reason = obstacle(modules, full, model.decoder, alike=len(adapters) == 1, rslora=bool(lora["rslora"]))

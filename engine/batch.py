@@ -39,6 +39,8 @@ class Images:
         places_K: int64 rows of the T tokens that this rank holds, which features replace. Empty where features
             replace nothing (a tower that is attended to).
         features_K: int64, the feature row for each of the places, ascending; None where all rows are placed, in order.
+        tile_index_N: int64, the dropout coordinate of each tile, a function of its place in the global batch; None
+            where nothing is dropped.
     """
 
     patches_PF: Tensor
@@ -46,6 +48,7 @@ class Images:
     documents: tuple[int, ...]
     places_K: Tensor
     features_K: Tensor | None = None
+    tile_index_N: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +182,17 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Returns the same batch on `device`; copies are asynchronous where the source is pinned."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def without_pixels(self) -> Batch:
+        """Returns the same batch without the numbers of its pictures, for a rank that encodes none of them."""
+        if self.images is None and self.cross_images is None:
+            return self
+        images, cross = (
+            None if one is None else replace(one, patches_PF=one.patches_PF[:0])
+            for one in (self.images, self.cross_images)
+        )
+        mismatched = None if self.mismatched is None else self.mismatched.without_pixels()
+        return replace(self, images=images, cross_images=cross, mismatched=mismatched)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Returns the same batch with `change` applied to each of its tensors."""

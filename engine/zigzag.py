@@ -167,6 +167,10 @@ class ContextLayout:
             )
         return found
 
+    def document_spans(self, rank: int) -> tuple[Span, ...]:
+        """Returns the tokens of each document on `rank`, as places in that rank's flat tokens; may be none."""
+        return tuple(_joined(*spans) for spans in self._spans(self._documents, rank))
+
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Returns the blocks of `query_rank` with the keys of `key_rank`: at most one per document, in their order.
 

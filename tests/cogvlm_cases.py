@@ -15,7 +15,7 @@ from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.models.decoder import Decoder
 from engine.models.families import Family, family_of
 from engine.models.names import NameMap
-from engine.ops.attention.cross import pair_spans
+from engine.ops.attention.cross import document_spans, pair_spans
 from engine.ops.attention.token_context import Encoded
 from tests.distributed.cases import cut
 from tests.vision_fixtures import VisionFixture
@@ -117,4 +117,5 @@ def encoded_of(data: VisionFixture, case: str) -> Encoded | None:
     features = data.expected[f"{case}.cross_vision"].flatten(0, 1)
     rows, length = data.inputs[f"{case}.input_ids"].shape
     per_picture = features.shape[0] // rows
-    return Encoded(features, pair_spans((length,) * rows, tuple(range(rows)), (per_picture,) * rows))
+    spans = pair_spans(document_spans((length,) * rows), tuple(range(rows)), (per_picture,) * rows)
+    return Encoded(features, spans)

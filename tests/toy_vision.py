@@ -98,7 +98,7 @@ def with_pictures(
     """Gives rows none, one or two pictures, of several sizes, by their slots in the global batch."""
     vision = vision or ToyVisionConfig()
     width = vision.patch_features
-    patches, grids, places, documents = [], [], [], []
+    patches, grids, places, documents, indices = [], [], [], [], []
     ends = torch.tensor(batch.document_lengths).cumsum(0).tolist()
     for row, slot in enumerate(slots):
         place = row * batch.row_length + 1
@@ -110,11 +110,13 @@ def with_pictures(
             grids.append(grid)
             places.extend(range(place, place + count))
             documents.append(sum(end <= place for end in ends))
+            indices.append(100 * slot + number)
             place += count + 1
     images = Images(
         patches_PF=torch.cat(patches) if patches else torch.empty(0, width),
         grids=tuple(grids),
         documents=tuple(documents),
         places_K=torch.tensor(places, dtype=torch.int64),
+        tile_index_N=torch.tensor(indices, dtype=torch.int64),
     )
     return replace(batch, images=images)

@@ -41,9 +41,9 @@ class LoraOptions:
         init: Initial values of A: "kaiming" is uniform, as PEFT has it by default; "gaussian" is normal with standard
             deviation 1 / rank. B starts at zero (for an embedding, A is zero and B is drawn).
         fused: Which projections share one adapter, with one A: "qkv" query, key and value, "gate_up" gate and up, "all"
-            both, "none" neither. "auto" does what PEFT would: one adapter where the checkpoint stores several
-            projections as one matrix (Phi-3's qkv_proj and gate_up_proj) and all of them are targets; with
-            lora.init_from, wherever that adapter is fused.
+            both, and key and value of attention to encoded pictures, "none" none of them. "auto" does what PEFT would:
+            one adapter where the checkpoint stores several projections as one matrix (Phi-3's qkv_proj and
+            gate_up_proj) and all of them are targets; with lora.init_from, wherever that adapter is fused.
         init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
     """
 

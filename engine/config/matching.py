@@ -21,8 +21,11 @@ from engine.errors import UserError
 
 BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear of a decoder block."""
+_CROSS_LINEARS = tuple(f"cross_attention.{name}" for name in ("query", "key", "value", "dense"))
+"""Those of a block that attends to encoded pictures, beside the others."""
 ALL_LINEARS = "all-linear"
 """PEFT's word for all linears but the head."""
+_EVERY_LINEAR = BLOCK_LINEARS + _CROSS_LINEARS
 Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]
 
 
@@ -38,7 +41,7 @@ def matches_target(module: str, targets: Sequence[str], aliases: Sequence[str] =
         targets: names or regular expressions.
         aliases: further full names of the same module.
     """
-    expressions = [name for target in targets for name in (BLOCK_LINEARS if target == ALL_LINEARS else (target,))]
+    expressions = [name for target in targets for name in (_EVERY_LINEAR if target == ALL_LINEARS else (target,))]
     return any(
         name_pattern(target).matches(end)
         for name in (module, *aliases)

@@ -108,6 +108,7 @@ def build_batch(
                     start=b * length + start,
                     length=end - start,
                     labels=labels_BS[b, start:end],
+                    first_index=int(slots[b]) * dataset.seq_length + start,
                 )
             positions_DBS[:, b, start:end] = positions
             after = int(positions.max()) + 1

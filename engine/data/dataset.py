@@ -165,6 +165,13 @@ class TokenDataset:
             packing_efficiency=int(self.row_lengths.sum()) / max(len(packs) * seq_length, 1) if packing else None,
         )
 
+    @property
+    def num_without_pictures(self) -> int:
+        """Documents of tokens alone."""
+        if self.vision is None:
+            return len(self.lengths)
+        return int((np.diff(self.vision.picture_offsets) == 0).sum())
+
     def read_with(self, family: VisionFamily | None) -> None:
         """Sets the family of a vision-language model, which reads pictures and places features; it is no data."""
         self.family = family

@@ -105,13 +105,19 @@ def check_requests(requests: Sequence[Request], config: DecoderConfig, max_new_t
     """Refuses prompts that the model cannot continue.
 
     Raises:
-        UserError: one is empty, has a token that the model does not know, or does not fit the context.
+        UserError: one is empty, has a token that the model does not know or no picture where its layers attend to one,
+            or does not fit the context.
     """
     limit = context_limit(config)
     for request in requests:
         number, length = request.row + 1, len(request.ids)
         if not length:
             raise UserError(f"prompt {number} has no tokens, and a model continues at least one: write a text.")
+        if config.cross_attention is not None and not request.pictures:
+            raise UserError(
+                f"prompt {number} has no picture, but every layer of this {config.family} model attends to one: ask "
+                "about one with rankfold generate --image."
+            )
         if (largest := max(request.ids)) >= config.vocab_size:
             raise UserError(
                 f"prompt {number} has token {largest}, but the model has {config.vocab_size} tokens, counted from 0: "

@@ -103,11 +103,12 @@ class InferenceStage:
         batch = replace(
             _batch(tokens[None], positions[None], tuple(lengths)),
             images=coordinates.images,
-            cross_images=None if self.model.embedding is None else coordinates.cross_images,
+            cross_images=coordinates.cross_images,
             experts=coordinates.experts,
             bidirectional=coordinates.bidirectional,
             grid_positions_3BS=coordinates.grid_positions_3BS,
-        ).to(self.device)
+        )
+        batch = (batch if self.model.embedding is not None else batch.without_pixels()).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)
         return self._choose(logits, slots, rows, lengths)
@@ -155,11 +156,14 @@ class InferenceStage:
     def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
         """Returns [N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
         model = self.model
-        x = model.embed(batch) if model.embedding is not None else self._receive(batch)
-        context = replace(model.context(batch, self._step, training=False), cache=cache)
+        if model.embedding is not None:
+            x, encoded_KC = model.embed(batch), None
+        else:
+            x, encoded_KC = model.unpack(self._receive(model.message_rows(batch, model.part.first)), batch)
+        context = replace(model.context(batch, self._step, training=False, encoded_KC=encoded_KC), cache=cache)
         x = model.run_layers(x, context)
         if model.head is None:
-            self._send(x)
+            self._send(model.pack(x, context))
             return None
         return model.logits(x if lasts is None else x[lasts], context)
 
@@ -180,10 +184,8 @@ class InferenceStage:
             self.waits.seconds += self.now() - began
         return chosen
 
-    def _receive(self, batch: Batch) -> Tensor:
-        model = self.model
-        rows = model.stream_rows(batch, model.part.first)
-        x = torch.empty(rows, model.config.hidden, dtype=model.dtype, device=self.device)
+    def _receive(self, num_rows: int) -> Tensor:
+        x = torch.empty(num_rows, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
         began = self.now()
         for handle in post_async([(False, x, self.pp.rank - 1)], self.pp):
             handle.wait()

@@ -11,7 +11,7 @@ comes from outputs that are. x is gathered, or just copied, at the first boundar
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,23 @@ from engine.ops.routed_experts import GroupedLowRank, GroupedOperands, routed_ex
 from engine.ops.routing import RoutingRule, route, sink_linear
 
 _ALL = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedSizes:
+    """The mixture of experts that stands in the place of the MLP.
+
+    Args:
+        rule: how the router chooses.
+        intermediate: inner features of an expert.
+        shared: inner features of the expert that all tokens share; 0 without one.
+        dense_layers: the layers that have an MLP after all.
+    """
+
+    rule: RoutingRule
+    intermediate: int
+    shared: int = 0
+    dense_layers: tuple[int, ...] = ()
 
 
 class GroupedLinear(ShardedModule):
@@ -216,10 +233,8 @@ class RoutedMLP(nn.Module):
 
     Args:
         prefix: engine module name, such as `layers.3.mlp`.
-        rule: of the router.
+        sizes: of the mixture; the output of a shared expert is multiplied by a gate of its own.
         hidden: features of the residual stream.
-        intermediate: inner features of an expert.
-        shared: inner features of the shared expert, whose output a gate of its own multiplies; 0 without one.
         first_site: dropout site of the experts' input; that of their inner features is the next one.
         shared_site: the same of the shared expert.
 
@@ -230,18 +245,16 @@ class RoutedMLP(nn.Module):
     def __init__(
         self,
         prefix: str,
-        rule: RoutingRule,
+        sizes: RoutedSizes,
         *,
         hidden: int,
-        intermediate: int,
-        shared: int,
         first_site: int,
         shared_site: int,
         build: LayerContext,
     ) -> None:
         super().__init__()
         layout = build.layout
-        tp = layout.tp
+        tp, rule, intermediate = layout.tp, sizes.rule, sizes.intermediate
         if layout.base is not None:
             raise UserError(
                 "model.base_dtype asks for an encoded base, but the model has experts that a router chooses, and their "
@@ -271,11 +284,11 @@ class RoutedMLP(nn.Module):
         )
         self.shared: MLP | None = None
         self.shared_gate: _TokenWeight | None = None
-        if shared:
+        if sizes.shared:
             self.shared = MLP(
                 f"{prefix}.shared_expert",
                 hidden=hidden,
-                intermediate=shared,
+                intermediate=sizes.shared,
                 bias=False,
                 first_site=shared_site,
                 build=inner,

@@ -133,7 +133,7 @@ class _LayerTensors(AbstractContextManager[None]):
         owner: SavedTensors,
         *,
         num_tokens: int,
-        fixed: frozenset[int],
+        fixed: frozenset[int | tuple[int, int]],
         transfer: Transfer | None,
         report: RoundingReport | None,
         before: _LayerTensors | None,
@@ -164,7 +164,7 @@ class _LayerTensors(AbstractContextManager[None]):
     @torch.no_grad()
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._fixed:
+        if storage._cdata in self._fixed or _place(tensor) in self._fixed:
             return tensor
         fills = tensor.numel() * tensor.element_size() == storage.nbytes()
         shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -267,9 +267,10 @@ class SavedTensors:
         if self._parameters is None:
             self._parameters = frozenset(map(_identity, parameters))
         shared = [getattr(context, field.name) for field in fields(context)]
-        if context.encoded is not None:
-            shared.append(context.encoded.features_KC)
         fixed = self._parameters | {_identity(value) for value in shared if isinstance(value, Tensor)}
+        if context.encoded is not None:
+            # a stage may have it and its input from one message
+            fixed |= {_place(context.encoded.features_KC)}
         layer = None
         for index in range(count):
             layer = _LayerTensors(
@@ -299,3 +300,8 @@ def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
 def _identity(tensor: Tensor) -> int:
     """Returns the identity of a tensor's storage, which meta tensors have too, although they have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Returns the identity of a tensor's storage, and where the tensor begins in it."""
+    return _identity(tensor), tensor.storage_offset()

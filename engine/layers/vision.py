@@ -8,7 +8,7 @@ stream wherever it goes, and the gradient of each comes back in its place.
 
 The vision model is a `PlainModule`, whole on every tensor and context rank. The tiles of a micro-batch are dealt out to
 these ranks, contiguous and with about as many patches each; each rank encodes its own, and features are gathered once.
-Backward brings the gradient of each feature row to the rank that made it. Ranks whose tiles are none run the same
+Backward brings the gradient of each feature row to the rank that made it. Ranks without tiles run the same
 collectives, and report to the same gradient sinks.
 
 It follows the embedding and not the first layer, because token embeddings may be scaled and features are not, and it
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from einops import rearrange
@@ -31,7 +31,7 @@ from engine.distributed.collectives import all_gather, all_reduce, local_part
 from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
-from engine.layers.plain_module import PlainModule
+from engine.layers.plain_module import PlainModule, TileDropout
 from engine.ops.gradients import past_unused
 
 Grid = tuple[int, ...]
@@ -73,6 +73,13 @@ class _Share:
     features: slice
 
 
+class _How(NamedTuple):
+    """How adapters take part: whether at all, and the step that their dropout is a function of; None drops nothing."""
+
+    adapters: bool
+    step: Tensor | None
+
+
 def deal_out(grids: Sequence[Grid], features: Sequence[int], ranks: int) -> list[_Share]:
     """Splits tiles into contiguous runs with about as many patches each, one for each rank; some may be empty."""
     patches = [grid[0] * grid[1] for grid in grids]
@@ -94,27 +101,38 @@ class VisionEncoder(ShardedModule):
         config: of the vision model.
         width: of a feature row.
         deepstack: further features of each row, for later layers.
+        first_site: dropout site of its first linear's adapter.
         build: what trains, and the ranks that tiles are dealt out to.
         recompute: whether blocks keep their inputs alone for backward.
     """
 
     def __init__(
-        self, config: VisionConfig, width: int, *, build: LayerContext, recompute: bool, deepstack: int = 0
+        self,
+        config: VisionConfig,
+        width: int,
+        *,
+        first_site: int,
+        build: LayerContext,
+        recompute: bool,
+        deepstack: int = 0,
     ) -> None:
         super().__init__()
         self._config, self._layout, self._dtype = config, build.layout, build.dtype
         self.num_levels = 1 + deepstack
         """Of features: those that take the places of embeddings, and those for later layers."""
         self._width = self.num_levels * width
-        self.model = PlainModule(VISION, config.build, build=build, recompute=recompute)
+        self.model = PlainModule(VISION, config.build, build=build, recompute=recompute, first_site=first_site)
         self._leaves = [entry.parameter for entry in self.model.trained]
 
-    def forward(self, x_TH: Tensor, images: Images | None, *, adapters: bool = True) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, images: Images | None, *, adapters: bool = True, step: Tensor | None = None
+    ) -> Tensor:
         """Places the features of `images`, of which every rank has all patches.
 
         Args:
             x_TH: token embeddings, [T, hidden] or this rank's [T / tp, hidden] with sequence parallelism.
             adapters: False leaves the vision model's adapters out.
+            step: int64 0-dim, the optimizer step, a coordinate of what its adapters drop; None drops nothing.
 
         Returns:
             x_TH with the features in their places. Where there are pictures and features for later layers, these lie
@@ -122,14 +140,17 @@ class VisionEncoder(ShardedModule):
         """
         if not self._leaves and (images is None or not images.grids):
             return x_TH
-        return _PlaceFeatures.apply(x_TH, self, images, adapters, *self._leaves)
+        return _PlaceFeatures.apply(x_TH, self, images, _How(adapters, step), *self._leaves)
 
-    def encoded(self, images: Images, *, adapters: bool = True) -> Tensor:
+    def encoded(self, images: Images, *, adapters: bool = True, step: Tensor | None = None) -> Tensor:
         """Returns the features of all tiles, [K, width], for layers to attend to; on every rank all of them.
 
-        Each rank's gradient of them is the whole one.
+        Each tensor rank's gradient of them is the whole one, each context rank's that of its tokens.
+
+        Args:
+            adapters, step: as of `forward`.
         """
-        return _Encode.apply(self, images, adapters, *self._leaves)
+        return _Encode.apply(self, images, _How(adapters, step), *self._leaves)
 
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
@@ -155,12 +176,30 @@ class VisionEncoder(ShardedModule):
         tp, cp = self.axes
         return shares[cp.rank * tp.size + tp.rank]
 
-    def encode(self, images: Images, share: _Share, *, adapters: bool) -> Tensor:
+    def encode(self, images: Images, share: _Share, how: _How) -> Tensor:
         """Returns the features of a share, [k, hidden]."""
         grids = images.grids[share.tiles]
         if not grids:
             return images.patches_PF.new_empty(0, self._width, dtype=self._dtype)
-        return self.model.run(images.patches_PF[share.patches].to(self._dtype), grids, adapters=adapters)
+        patches = images.patches_PF[share.patches].to(self._dtype)
+        if how.step is None or not how.adapters or not self.model.drops:
+            return self.model.run(patches, grids, adapters=how.adapters)
+        assert images.tile_index_N is not None, "dropout without coordinates of tiles"
+        return self._encode_with_dropout(patches, grids, images.tile_index_N[share.tiles], how.step)
+
+    def _encode_with_dropout(self, patches_PF: Tensor, grids: Sequence[Grid], index_N: Tensor, step: Tensor) -> Tensor:
+        """Returns the features of tiles, in runs over those of one size: there a row's tile follows from its place."""
+        patches = patches_PF.split([grid[0] * grid[1] for grid in grids])
+        features: list[Tensor] = [patches_PF] * len(grids)
+        for grid in dict.fromkeys(grids):
+            places = [place for place, other in enumerate(grids) if other == grid]
+            dropout = TileDropout(tile_index_N=torch.stack([index_N[place] for place in places]), step=step)
+            found = self.model.run(
+                torch.cat([patches[place] for place in places]), (grid,) * len(places), dropout=dropout
+            )
+            for place, rows in zip(places, found.split(self._config.num_features(grid)), strict=True):
+                features[place] = rows
+        return torch.cat(features)
 
     def gather(self, features_kH: Tensor, shares: Sequence[_Share]) -> Tensor:
         """Returns the features of all ranks, [K, hidden], from this rank's."""
@@ -207,15 +246,18 @@ class VisionEncoder(ShardedModule):
 
 class _Encode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, encoder: VisionEncoder, images: Images, adapters: bool, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, encoder: VisionEncoder, images: Images, how: _How, *leaves: Tensor) -> Tensor:
         ctx.encoder, ctx.num_leaves, ctx.shares = encoder, len(leaves), encoder.shares(images)
         with torch.set_grad_enabled(any(ctx.needs_input_grad[3:])):
-            ctx.features = encoder.encode(images, encoder.own(ctx.shares), adapters=adapters)
+            ctx.features = encoder.encode(images, encoder.own(ctx.shares), how)
         return encoder.gather(ctx.features.detach(), ctx.shares)
 
     @staticmethod
     def backward(ctx: Any, gradient_KC: Tensor) -> tuple[Any, ...]:
         encoder: VisionEncoder = ctx.encoder
+        cp = encoder.axes[1]
+        if cp.size > 1:
+            gradient_KC = all_reduce(gradient_KC.clone(), cp)  # it may be somebody else's tensor
         encoder.add_gradients(ctx.features, gradient_KC[encoder.own(ctx.shares).features])
         ctx.features = None
         return (None,) * (3 + ctx.num_leaves)
@@ -224,14 +266,14 @@ class _Encode(torch.autograd.Function):
 class _PlaceFeatures(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, encoder: VisionEncoder, images: Images | None, adapters: bool, *leaves: Tensor
+        ctx: Any, x_TH: Tensor, encoder: VisionEncoder, images: Images | None, how: _How, *leaves: Tensor
     ) -> Tensor:
         ctx.encoder, ctx.num_leaves, ctx.features, ctx.shares = encoder, len(leaves), None, None
         if images is None or not images.grids:
             return x_TH.view_as(x_TH)
         shares = encoder.shares(images)
         with torch.set_grad_enabled(any(ctx.needs_input_grad[4:])):
-            own = encoder.encode(images, encoder.own(shares), adapters=adapters)
+            own = encoder.encode(images, encoder.own(shares), how)
         features_KW = encoder.gather(own.detach(), shares)
         index_T = encoder.feature_of_token(images, x_TH.shape[0])
         is_text_T1 = (index_T == features_KW.shape[0])[:, None]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
+from engine.choices import VISION
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
@@ -29,13 +30,15 @@ from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
+from engine.layers.plain_module import anything_trains, tile_rows
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
 from engine.layers.routed_experts import RoutedMLP
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.layers.vision import VisionEncoder
+from engine.models import stage_message
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, Rope
-from engine.ops.attention.cross import pair_spans
+from engine.ops.attention.cross import document_spans, pair_spans
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
@@ -46,7 +49,9 @@ from engine.ops.rope import inverse_frequencies
 SITES_PER_LAYER = 4
 """Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
 
-The head's comes after those of all layers, and then two for each layer's cross attention or shared expert."""
+The head's comes after those of all layers, and then three for each layer's cross attention, or its shared expert."""
+_VISION_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
+"""First sites of a vision model's linears, and of those of the encoder that layers attend to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +141,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
-        further_site = config.num_layers * SITES_PER_LAYER + 1 + 2 * index
+        further_site = config.num_layers * SITES_PER_LAYER + 1 + 3 * index
         self.residual_multiplier = config.residual_multiplier
 
         # norms whose output experts read have partial gradients, as the experts' inputs have
@@ -195,10 +200,8 @@ class DecoderLayer(nn.Module):
         if (routed := config.routed_at(index)) is not None:
             self.mlp = RoutedMLP(
                 f"{prefix}.mlp",
-                routed.rule,
+                routed,
                 hidden=config.hidden,
-                intermediate=routed.intermediate,
-                shared=routed.shared,
                 first_site=site + 2,
                 shared_site=further_site,
                 build=build,
@@ -293,6 +296,8 @@ class Decoder(nn.Module):
         self.cross_vision: VisionEncoder | None = None
         self.norm: RMSNorm | None = None
         self.head: ColumnParallelLinear | None = None
+        encoder = None if config.cross_attention is None else config.cross_attention.encoder
+        self.encoder_trains = encoder is not None and anything_trains(VISION, encoder.build, plan)
         weights = weights or WeightPlacement(Axis("dp_cp"))
         self._units = weights.attach_storage(self._build(build, memory, embedding_weight))
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
@@ -325,10 +330,15 @@ class Decoder(nn.Module):
         if self.part.embedding and config.vision is not None:
             recompute = memory.level(0) in ("attention", "full")
             self.vision = VisionEncoder(
-                config.vision, config.hidden, build=build, recompute=recompute, deepstack=config.deepstack
+                config.vision,
+                config.hidden,
+                first_site=_VISION_SITES,
+                build=build,
+                recompute=recompute,
+                deepstack=config.deepstack,
             )
             yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
-        if config.cross_attention is not None:
+        if self.part.embedding and config.cross_attention is not None:
             self.cross_vision = self._build_cross_vision(config.cross_attention, build, memory)
             # it stays whole: ranks whose micro-batch has no pictures do not run it, and would not gather it
             whole = tuple(shard_entries(self.cross_vision))
@@ -350,13 +360,8 @@ class Decoder(nn.Module):
             )
 
     def _build_cross_vision(self, sizes: CrossAttentionSizes, build: LayerContext, memory: MemoryPlan) -> VisionEncoder:
-        if not (self.part.embedding and self.part.head):
-            raise UserError(
-                "the model's layers attend to encoded pictures, which only the first of several pipeline stages would "
-                "have: set parallel.pipeline to 1."
-            )
         recompute = memory.level(0) in ("attention", "full")
-        return VisionEncoder(sizes.encoder, sizes.encoded, build=build, recompute=recompute)
+        return VisionEncoder(sizes.encoder, sizes.encoded, first_site=_ENCODER_SITES, build=build, recompute=recompute)
 
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
@@ -381,8 +386,19 @@ class Decoder(nn.Module):
             build=build,
         )
 
-    def context(self, batch: Batch, step: Tensor, *, training: bool, adapters: bool = True) -> TokenContext:
+    def context(
+        self,
+        batch: Batch,
+        step: Tensor,
+        *,
+        training: bool,
+        adapters: bool = True,
+        encoded_KC: Tensor | None = None,
+    ) -> TokenContext:
         """Returns the token coordinates of a batch, shared by all layers.
+
+        Args:
+            encoded_KC: the encoded pictures of the part before; the first part encodes them here.
 
         Raises:
             UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
@@ -412,7 +428,7 @@ class Decoder(nn.Module):
             document_offsets=batch.document_offsets,
             adapters=adapters,
             experts=_experts(batch, token_index) if self.config.token_experts else None,
-            encoded=self._encode(batch, adapters=adapters),
+            encoded=self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
             bidirectional=batch.bidirectional if self.config.bidirectional_pictures else None,
         )
 
@@ -442,9 +458,14 @@ class Decoder(nn.Module):
         cos, sin = zip(*tables, strict=True)
         return torch.cat(cos), torch.cat(sin)
 
-    def embed(self, batch: Batch, *, adapters: bool = True) -> Tensor:
+    def embed(self, batch: Batch, *, adapters: bool = True, step: Tensor | None = None) -> Tensor:
         """Returns the residual stream that enters the first layer, and below it features for later layers, see
-        engine.layers.vision. Embeddings that are handed in are the stream already."""
+        engine.layers.vision. Embeddings that are handed in are the stream already.
+
+        Args:
+            step: int64 0-dim, the optimizer step, a coordinate of what a vision model's adapters drop; None drops
+                nothing.
+        """
         if batch.embeddings_TH is not None:
             x = batch.embeddings_TH
             return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
@@ -454,20 +475,53 @@ class Decoder(nn.Module):
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         if vision is not None:
-            x = self._units[1].run(lambda x_TH: vision(x_TH, batch.images, adapters=adapters), x)
+            x = self._units[1].run(lambda x_TH: vision(x_TH, batch.images, adapters=adapters, step=step), x)
         if self.cross_vision is not None and (batch.cross_images is None or not batch.cross_images.grids):
             x = self.cross_vision.not_run(x)
         return x
 
-    def _encode(self, batch: Batch, *, adapters: bool) -> Encoded | None:
-        """Encodes the pictures that layers attend to; after the embedding and before the first layer."""
-        encoder, images = self.cross_vision, batch.cross_images
-        if encoder is None or images is None or not images.grids:
+    def _encoded(
+        self, batch: Batch, features_KC: Tensor | None, *, adapters: bool, step: Tensor | None
+    ) -> Encoded | None:
+        """Returns what layers attend to beside the tokens. The encoder runs after the embedding and before the first
+        layer."""
+        sizes, images, encoder = self.config.cross_attention, batch.cross_images, self.cross_vision
+        if sizes is None or images is None or not images.grids:
             return None
-        unit = self._units[self._num_units_before_layers - 1]
-        features_KC = unit.run(lambda _: encoder.encoded(images, adapters=adapters), images.patches_PF)
-        counts = tuple(encoder.num_features(grid) for grid in images.grids)
-        return Encoded(features_KC, pair_spans(batch.document_lengths, images.documents, counts))
+        if encoder is not None:
+            unit = self._units[self._num_units_before_layers - 1]
+            features_KC = unit.run(lambda _: encoder.encoded(images, adapters=adapters, step=step), images.patches_PF)
+        if features_KC is None:
+            return None
+        plan = batch.context_plan
+        tokens = document_spans(batch.document_lengths) if plan is None else plan.layout.document_spans(plan.rank)
+        counts = tuple(map(sizes.encoder.num_features, images.grids))
+        rows = None
+        if images.tile_index_N is not None:
+            rows = torch.cat([tile_rows(one, count) for one, count in zip(images.tile_index_N, counts, strict=True)])
+        return Encoded(features_KC, pair_spans(tokens, images.documents, counts), rows)
+
+    def message_rows(self, batch: Batch, layer: int, *, of_gradient: bool = False) -> int:
+        """Returns the rows of what goes to the part that begins with `layer`, or of its gradient; see
+        `stage_message`."""
+        rows, sizes = self.stream_rows(batch, layer), self.config.cross_attention
+        if sizes is None or (of_gradient and not self.encoder_trains):
+            return rows
+        return rows + stage_message.rows_below(self._num_encoded(batch), sizes.encoded, self.config.hidden)
+
+    def pack(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Returns what the next part takes, for what `run_layers` returned."""
+        return stage_message.pack(x, None if context.encoded is None else context.encoded.features_KC)
+
+    def unpack(self, message: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream, and `encoded_KC` of `context`, of what the part before sent."""
+        sizes = self.config.cross_attention
+        x, encoded_KC = stage_message.unpack(message, self._num_encoded(batch), 0 if sizes is None else sizes.encoded)
+        return x, encoded_KC if encoded_KC is None or self.encoder_trains else encoded_KC.detach()
+
+    def _num_encoded(self, batch: Batch) -> int:
+        sizes, images = self.config.cross_attention, batch.cross_images
+        return 0 if sizes is None or images is None else sum(map(sizes.encoder.num_features, images.grids))
 
     @property
     def _num_units_before_layers(self) -> int:

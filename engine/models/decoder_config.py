@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from engine.layers.routed_experts import RoutedSizes
 from engine.layers.vision import VisionConfig
-from engine.ops.routing import RoutingRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,23 +63,6 @@ class CrossAttentionSizes:
     encoded: int
     width: int
     encoder: VisionConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutedSizes:
-    """The mixture of experts that stands in the place of the MLP.
-
-    Args:
-        rule: how the router chooses.
-        intermediate: inner features of an expert.
-        shared: inner features of the expert that all tokens share; 0 without one.
-        dense_layers: the layers that have an MLP after all.
-    """
-
-    rule: RoutingRule
-    intermediate: int
-    shared: int = 0
-    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

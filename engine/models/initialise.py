@@ -100,7 +100,7 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
         leaf = shard.name.rpartition(".")[2]
         if leaf in LORA_LEAVES:
             continue
-        if leaf == "bias":
+        if leaf.endswith("bias"):
             shard.tensor.zero_()
         elif len(shard.spec.global_shape) == 1:
             shard.tensor.fill_(1.0 if shard.name.startswith(VISION) else norm)

@@ -53,13 +53,19 @@ def row_lengths(operands: LinearOperands, adapter: Adapter, *, split_inputs: boo
     assert operands.low_rank is not None
     weight_OI = operands.weight_OI.narrow(0, adapter.first_column, adapter.num_columns)
     a_RI = operands.low_rank.a_RI.narrow(0, adapter.first_row, adapter.num_ranks)
-    b = adapter.b_OR.float()
-    squares = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
-    squares.add_(((weight_OI @ a_RI.t()).float() * b).sum(1), alpha=2 * adapter.scale)
-    squares.add_(((b @ (a_RI.float() @ a_RI.float().t())) * b).sum(1), alpha=adapter.scale**2)
+    squares = row_squares(weight_OI, a_RI, adapter.b_OR, adapter.scale)
     if split_inputs:
         squares = all_reduce(squares, operands.axis)
     return squares.clamp_(min=0).sqrt_()
+
+
+def row_squares(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """Returns fp32 [o] squares of the lengths of the rows of W + s B A over these input features; rounding may leave
+    some a little below 0."""
+    b = b_OR.float()
+    squares = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
+    squares.add_(((weight_OI @ a_RI.t()).float() * b).sum(1), alpha=2 * scale)
+    return squares.add_(((b @ (a_RI.float() @ a_RI.float().t())) * b).sum(1), alpha=scale**2)
 
 
 class _Scaled(torch.autograd.Function):

@@ -231,6 +231,27 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: 
     return out
 
 
+class _TorchAttention(torch.autograd.Function):
+    """torch's attention of [..., heads, tokens, features] by a kernel that keeps no scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), _wide(q, q.shape[:-1])
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return _like(q), _like(k), _like(v)
+
+
+def shape_torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns [..., heads, tokens, features] of the shape of torch's attention to all keys."""
+    out: Tensor = _TorchAttention.apply(q, k, v)
+    return out
+
+
 def _block_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return _like(q), _wide(q, q.shape[:2])
 

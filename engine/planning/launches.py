@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.codec import PLAIN
@@ -24,7 +27,7 @@ from engine.kernels.records import AdapterSection, Documents, InputUpdate
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels
-from engine.planning.kernel_shapes import write_in_place
+from engine.planning.kernel_shapes import shape_torch_attention, write_in_place
 from engine.quantization.encoding import encoding
 
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
@@ -166,6 +169,17 @@ class LaunchCounter(TorchDispatchMode):
 
         return counted
 
+    def torch_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns what stands for torch's attention to all keys, counted forward and backward."""
+        pairs = 2.0 * prod(q.shape[:-1]) * k.shape[-2] * q.shape[-1]
+        moved = 2 * _moved((q,)) + _moved((k, v))
+        back = Launch("attention backward", 2 * moved + 8 * q.numel(), 5 * pairs, kind="attention", count=3)
+        with self._one_kernel():
+            out = shape_torch_attention(q, k, v)
+        self.launches.append(Launch("attention forward", moved, 2 * pairs, kind="attention"))
+        noted: Tensor = _WhenBackward.apply(out, partial(self.launches.append, back))
+        return noted
+
     def blocks(self, blocks: AttentionBlocks) -> AttentionBlocks:
         """Returns the attention of ranges of queries to ranges of keys, counted at each call."""
         forward = self._blocks(blocks.forward, "attention forward", 2)
@@ -240,6 +254,29 @@ _FLOPS: dict[str, Callable[..., float]] = {
     "swiglu_backward_adapted": lambda dy, gate_up, update, dh_TR, *_, **__: 2.0 * dh_TR.numel() * dy.shape[1],
 }
 """Kernel -> the arithmetic of its products with adapters."""
+
+
+class TorchAttention(TorchFunctionMode):
+    """Has modules in plain torch call what stands for torch's attention: on the meta device torch itself would write
+    scores, which no device's kernel does."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return self._counter.torch_attention(*args[:3])
+        # torch leaves the mode for as long as a function runs, and these run blocks a second time
+        if func is Tensor.backward:
+            with self:
+                return _engine_run_backward(args, (torch.ones_like(args[0]),), False, False, (), True, True)
+        if func is torch.autograd.grad:
+            (outputs, inputs), gradient = args, kwargs["grad_outputs"]
+            with self:
+                return _engine_run_backward(outputs, (gradient,), False, False, tuple(inputs), True, False)
+        return func(*args, **kwargs)
 
 
 class _AtOnce(list[Callable[[], None]]):

@@ -178,10 +178,11 @@ class _Rank:
         def held(sharded: bool, count: int) -> int:
             return -(-count // ranks) if sharded else count
 
-        base = sum(one.base_bytes(item) for one in groups) + self._beside()
+        whole = item * sum(one.whole for one in groups)
+        base = sum(one.base_bytes(item) for one in groups) + self._beside() - whole
         adapters = item * sum(one.adapters for one in groups)
         parts = {
-            WEIGHTS: held(self._sharding.weights, base),
+            WEIGHTS: held(self._sharding.weights, base) + whole,
             ADAPTERS: held(self._sharding.weights, adapters),
             MASTERS: held(self._sharding.masters, flat),
             GRADIENTS: held(self._sharding.gradients, flat),
@@ -253,7 +254,9 @@ class _Rank:
         item = self._workload.dtype.itemsize
         if self._sharding.weights or self._workload.offload_weights:
             layers = [
-                one.moved_bytes(item) if self._workload.offload_weights else one.base_bytes(item) + one.adapters * item
+                one.moved_bytes(item)
+                if self._workload.offload_weights
+                else one.base_bytes(item) + (one.adapters - one.whole) * item
                 for one in self._groups()
             ]
             weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
@@ -271,12 +274,14 @@ class _Rank:
         """Yields the bytes of each phase that may be the peak, without the static ones."""
         count = self._workload.num_microbatches(self._layout)
         token = _BATCH_BYTES + (_ANSWER_BYTES if self._workload.answers else 0)
-        batches = added({BATCHES: token * self._model.tokens * count}, self._gathered(count))
+        pixels = self._model.pixels if any(stage.embedding for stage in self._stages.values()) else 0
+        batches = added({BATCHES: (token * self._model.tokens + pixels) * count}, self._gathered(count))
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
         for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
-            others = added(batches, {COMMUNICATION: self._model.stream * waiting}, *alive.values(), *deferred.values())
+            messages = {COMMUNICATION: (self._model.stream + self._model.encoded) * waiting}
+            others = added(batches, messages, *alive.values(), *deferred.values())
             if action.op == "F":
                 yield "forward", added(others, stage.forward)
                 if stage.backward:

@@ -57,7 +57,9 @@ class LayerShape:
     """One decoder layer on one rank.
 
     Args:
-        qkv, out, gate_up, down: its linears.
+        qkv, out, gate_up, down: the linears that every token meets, or those of text where there are two experts.
+        cross: query, key and value, and output of the attention to encoded pictures; empty without it.
+        vision: the linears of the vision expert; empty without one.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
     """
@@ -68,10 +70,12 @@ class LayerShape:
     down: LinearShape
     kv_width: int
     trains: bool
+    cross: tuple[LinearShape, ...] = ()
+    vision: tuple[LinearShape, ...] = ()
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
-        return (self.qkv, self.out, self.gate_up, self.down)
+        return (self.qkv, self.out, self.gate_up, self.down, *self.cross, *self.vision)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +91,7 @@ class Parameters:
         copied: of those, the trained ones, of which the device keeps a copy.
         encoded: bytes of the weights that are stored encoded.
         encoded_moved: of those, bytes of the storages that are offloaded, where frozen weights are.
+        whole: elements, of `base` and `adapters`, that stay on every rank where weights are sharded.
     """
 
     base: int
@@ -97,6 +102,7 @@ class Parameters:
     copied: int = 0
     encoded: int = 0
     encoded_moved: int = 0
+    whole: int = 0
 
     def base_bytes(self, itemsize: int) -> int:
         """Returns the bytes of weights, norms and biases."""
@@ -114,7 +120,9 @@ class ModelShape:
     Args:
         kinds: for each layer the number of the first one that is like it.
         embedding_trains: whether the embedding's matrix, an adapter on it, or anything of a vision model does.
-        embedding_parameters: of the embedding, and of a vision model, which is beside it on the first stage.
+        encoder_trains: whether anything of the encoder of pictures that layers attend to does.
+        embedding_parameters: of the embedding, and of a vision model and an encoder, which are beside it on the first
+            stage.
     """
 
     hidden: int
@@ -122,6 +130,7 @@ class ModelShape:
     kinds: tuple[int, ...]
     layer_parameters: tuple[Parameters, ...]
     embedding_trains: bool
+    encoder_trains: bool
     embedding_parameters: Parameters
     head_parameters: Parameters
     tied: bool
@@ -129,9 +138,13 @@ class ModelShape:
     @property
     def first_trainable_layer(self) -> int:
         """The number of layers where only the norm or head after them trains; 0 where the embedding does."""
-        if self.embedding_trains:
+        if self.embedding_trains or self.encoder_trains:
             return 0
         return next((index for index, layer in enumerate(self.layers) if layer.trains), len(self.layers))
+
+    def needs_backward(self, index: int) -> bool:
+        """Returns whether a layer has a backward even if its input needs no gradient."""
+        return self.encoder_trains or self.layers[index].trains
 
     @property
     def layers_are_frozen(self) -> bool:
@@ -160,14 +173,18 @@ def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout,
     assert model.embedding is not None and model.head is not None and model.norm is not None
     operands = model.embedding.operands
     vision = [] if model.vision is None else list(shard_entries(model.vision))
+    encoder = [] if model.cross_vision is None else list(shard_entries(model.cross_vision))
     vision_trains = any(entry.sink is not None for entry in vision)
+    whole = _parameters(encoder)
+    front = _parameters([*shard_entries(model.embedding), *vision, *encoder])
     return ModelShape(
         hidden=config.hidden,
         layers=tuple(map(_layer, model.layers)),
         kinds=_kinds(model),
         layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
         embedding_trains=operands.sink is not None or operands.a_RV is not None or vision_trains,
-        embedding_parameters=_parameters([*shard_entries(model.embedding), *vision]),
+        encoder_trains=model.encoder_trains,
+        embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
         head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
         tied=config.tied_embeddings,
     )
@@ -186,8 +203,11 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
 
 
 def _layer(layer: DecoderLayer) -> LayerShape:
-    attention = layer.attention
+    attention, mlp, cross = layer.attention, layer.mlp, layer.cross_attention
     qkv, out, gate_up, down = map(_linear, _linears(layer))
+    vision: tuple[ColumnParallelLinear | RowParallelLinear, ...] = ()
+    if isinstance(mlp, ExpertPair):
+        vision = (attention.qkv.vision, attention.o_proj.vision, mlp.vision.gate_up, mlp.vision.down)
     return LayerShape(
         qkv=qkv,
         out=out,
@@ -195,6 +215,8 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         down=down,
         kv_width=attention.num_kv_heads * attention.head_dim,
         trains=any(entry.sink is not None for entry in shard_entries(layer)),
+        cross=() if cross is None else tuple(map(_linear, (cross.query, cross.key_value, cross.dense))),
+        vision=tuple(map(_linear, vision)),
     )
 
 

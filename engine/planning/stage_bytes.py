@@ -76,18 +76,25 @@ def stage_bytes(
         defers: whether backward defers the weight gradients.
     """
     shape, stream = model.shape, model.stream
-    tables = model.tables()
+    tables, pictures = model.tables(), {ACTIVATIONS: model.encoded}
     first = model.embedding(memory.level(0), saved=trains) if stage.embedding else None
+    encoder = None
+    if stage.embedding and model.encoded:
+        encoder = model.encoder(memory.level(0), saved=trains and shape.encoder_trains)
     needs = shape.embedding_trains if stage.embedding else gives_gradient
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
-    needs = needs or any(shape.layers[index].trains for index in range(stage.first, stage.last))
+    needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
     last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
     below = _Below(*(max(0, model.deepstack - layer) * stream for layer in (stage.first, stage.last)))
-    forward, kept = _forward(tables, first, runs, last, stream, below, trains)
+    forward, kept = _forward([tables, encoder], pictures, first, runs, last, stream, below, trains)
     away = sum(run.trace.away * run.count for run in runs)
     if not trains:
         return StageBytes(forward=forward, kept={}, backward={})
-    backward, left = _backward(first, runs, last, kept, stream, below)
+    if shape.encoder_trains:  # the gradient of the encoded pictures adds up while backward runs
+        kept_in_backward = added(kept, pictures)
+    else:
+        kept_in_backward = kept
+    backward, left = _backward(encoder, first, runs, last, kept_in_backward, stream, below)
     return StageBytes(forward=forward, kept=kept, backward=backward, deferred=left, away=away)
 
 
@@ -100,9 +107,9 @@ def _layer_groups(
 
     def alike(index: int) -> tuple[int, Level, bool, bool, bool, bool]:
         # what comes before the first layer that trains needs no gradient
-        own = needs or any(shape.layers[before].trains for before in range(stage.first, index))
+        own = needs or any(map(shape.needs_backward, range(stage.first, index)))
         ends = index == stage.first, index == stage.last - 1
-        return shape.kinds[index], memory.level(index), own and trains, shape.layers[index].trains, *ends
+        return shape.kinds[index], memory.level(index), own and trains, shape.needs_backward(index), *ends
 
     for (kind, level, own, has_leaves, is_first, is_last), group in groupby(range(stage.first, stage.last), alike):
         plan = MemoryPlan(recompute=level, offload=memory.offload and not is_last, stored_dtype=memory.stored_dtype)
@@ -111,7 +118,8 @@ def _layer_groups(
 
 
 def _forward(
-    tables: Trace,
+    shared: list[Trace | None],
+    pictures: Parts,
     first: Trace | None,
     runs: list[_LayerGroup],
     last: Trace | None,
@@ -119,8 +127,17 @@ def _forward(
     below: _Below,
     trains: bool,
 ) -> tuple[Parts, Parts]:
-    """Returns the peak of forward, and what is kept at its end."""
-    moments, base = [tables.forward], tables.kept
+    """Returns the peak of forward, and what is kept at its end.
+
+    Args:
+        shared: what makes the coordinates of all layers, and the encoded pictures.
+        pictures: those that all layers attend to, which live as long as the coordinates.
+    """
+    moments, base = list[Parts](), pictures
+    for trace in shared:
+        if trace is not None:
+            moments.append(added(base, trace.forward))
+            base = added(base, trace.kept)
     # what enters the first layer lives as long as forward runs, whether the layer keeps it or not
     held: Parts = {}
     flow = {ACTIVATIONS if first is not None else COMMUNICATION: stream}
@@ -140,6 +157,8 @@ def _forward(
     if last is not None:
         moments.append(added(base, held, flow, last.forward))
         base = added(base, last.kept)
+    if last is None and pictures[ACTIVATIONS]:  # which are sent on in one message with the stream
+        moments.append(added(base, held, flow, pictures, {COMMUNICATION: stream}))
     if not trains:
         return most(moments), {}
     kept = [base]
@@ -151,7 +170,13 @@ def _forward(
 
 
 def _backward(
-    first: Trace | None, runs: list[_LayerGroup], last: Trace | None, kept: Parts, stream: int, below: _Below
+    encoder: Trace | None,
+    first: Trace | None,
+    runs: list[_LayerGroup],
+    last: Trace | None,
+    kept: Parts,
+    stream: int,
+    below: _Below,
 ) -> tuple[Parts, Parts]:
     """Returns the peak of backward, and what is kept for deferred weight gradients."""
     moments, base, left = [], kept, {}
@@ -179,7 +204,10 @@ def _backward(
         gradient = {ACTIVATIONS: stream}
     if first is not None:
         gradient = added(gradient, {ACTIVATIONS: below.entering})
-        moments.append(added(base, left, gradient, *_at_peak(first, False, False)))
+    for trace in (first, encoder):
+        if trace is not None:
+            moments.append(added(base, left, gradient, *_at_peak(trace, False, False)))
+            base, gradient = without(base, trace.kept), {}
     return most(moments), left
 
 

@@ -111,7 +111,7 @@ class _Times:
         self._workload, self._memory, self._parallel = workload, memory, parallel
         self._shape, self._machine, self._ranks = model.shape, machine, parallel.tensor
         self._item = int(workload.dtype.itemsize)
-        self._model, self._tokens, self.message = model, model.tokens, model.stream
+        self._model, self._tokens, self.message = model, model.tokens, model.stream + model.encoded
         self._keys_sent = _keys_sent(workload, parallel.context)
         self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
         self._gather_wire = machine.wire(layout.world_size) * 1e9
@@ -145,7 +145,9 @@ class _Times:
 
     def _attention_links(self, layer: LayerShape, *, last: bool = True) -> float:
         """Returns the seconds of the collectives around the attention block (not recomputed: `last`)."""
-        return self.gathered_input(layer.qkv) + (self.sequence_links(1) if last else 0.0)
+        gathers = (layer.qkv, layer.cross[0]) if layer.cross else (layer.qkv,)
+        scatters = len(gathers) - (not last)
+        return sum(map(self.gathered_input, gathers)) + self.sequence_links(scatters)
 
     def _mlp_links(self, layer: LayerShape, *, last: bool = True) -> float:
         """Returns the seconds of the collectives around the MLP (not recomputed: `last`)."""
@@ -158,7 +160,7 @@ class _Times:
             self._seconds(one for one in each if "attention" in one.kind)
             for each in (launches.forward, launches.backward)
         )
-        links = self.sequence_links(4)
+        links = self.sequence_links(6 if layer.cross else 4)
         recomputed = _RECOMPUTED.get(level, ())
         again = Work()
         if recomputed:
@@ -205,8 +207,12 @@ class _Times:
         return self._end(self._model.head(needs=True, saved=True, defers=False).launches)
 
     def embedding(self, level: Level, *, trains: bool) -> PieceTime:
-        """Returns the work of the embedding, and of a vision model."""
-        return self._end(self._model.embedding(level, saved=trains).launches)
+        """Returns the work of the embedding, of a vision model, and of an encoder of pictures for all layers."""
+        found = self._end(self._model.embedding(level, saved=trains).launches)
+        if not self._model.encoded:
+            return found
+        saved = trains and self._shape.encoder_trains
+        return found + self._end(self._model.encoder(level, saved=saved).launches)
 
     def _end(self, launches: PieceLaunches) -> PieceTime:
         forward, backward, weights = (
@@ -300,7 +306,7 @@ def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *,
     """Returns the work of one stage."""
     found = PieceTime()
     if stage.embedding:
-        found += times.embedding(memory.level(0), trains=trains and shape.embedding_trains)
+        found += times.embedding(memory.level(0), trains=trains)
     for index in range(stage.first, stage.last):
         layer = times.layer(shape.kinds[index], memory.level(index))
         found += layer if trains and index >= shape.first_trainable_layer else PieceTime(layer.forward)

@@ -13,12 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, BidirectionalSpans, Images
+from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
@@ -28,9 +29,10 @@ from engine.layers.module import shard_entries
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
+from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
-from engine.planning.launches import LaunchCounter, PieceLaunches, counted_base, counted_kernels
+from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
@@ -123,6 +125,8 @@ class RankModel:
         shape: its parameters.
         tokens: of a micro-batch, after context parallelism.
         stream: bytes of the residual stream between two pieces.
+        encoded: bytes of the encoded pictures of a micro-batch that all layers attend to.
+        pixels: bytes of a micro-batch's patches, for all towers.
         deepstack: layers for which features of the pictures come in with the stream, each as large as it.
 
     Raises:
@@ -136,6 +140,9 @@ class RankModel:
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
+        self.encoded = prod(_encoded_shape(workload)) * workload.dtype.itemsize
+        images = (_images(workload, 1), _cross_images(workload, 1))
+        self.pixels = sum(one.patches_PF.nbytes for one in images if one is not None)
         self.deepstack = workload.decoder.deepstack if workload.tiles else 0
         self._known: dict[tuple[object, ...], Trace] = {}
 
@@ -179,11 +186,32 @@ class RankModel:
         """
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
-            return model.embed(batch)
+            return model.embed(batch, step=context.step)
 
+        decoder = replace(self._workload.decoder, cross_attention=None)
+        return self._front("the embedding", decoder, body, level, saved=saved and self.shape.embedding_trains)
+
+    def encoder(self, level: Level, *, saved: bool) -> Trace:
+        """Traces the encoder of the pictures that layers attend to, from their patches.
+
+        Args:
+            level: of the first layer, which the encoder follows.
+        """
+
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+            found = model.context(batch, context.step, training=True).encoded
+            assert found is not None
+            return found.features_KC
+
+        decoder = replace(self._workload.decoder, vision=None)
+        return self._front("the encoder", decoder, body, level, saved=saved and self.shape.encoder_trains)
+
+    def _front(self, name: str, decoder: DecoderConfig, body: _Body, level: Level, *, saved: bool) -> Trace:
+        """Traces what lies before the layers; where it keeps nothing, it makes no difference what is recomputed."""
         part = Part(first=0, last=0, embedding=True, head=False)
-        memory = MemoryPlan(recompute="selective" if self._workload.decoder.vision is None else level)
-        return self._once(("the embedding", memory, saved), part, body, memory=memory, needs=False, saved=saved)
+        memory = MemoryPlan(recompute=level if saved else "selective")
+        options = {"memory": memory, "needs": False, "saved": saved, "decoder": decoder}
+        return self._once((name, memory, saved), part, body, **options)
 
     def head(self, *, needs: bool, saved: bool, defers: bool) -> Trace:
         """Traces norm, head and loss; of an objective's loss, the part that grows with the tokens.
@@ -230,7 +258,10 @@ class _Tracer:
         needs: bool,
         saved: bool,
         defers: bool = False,
+        decoder: DecoderConfig | None = None,
     ) -> None:
+        if decoder is not None:
+            workload = replace(workload, decoder=decoder)
         self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
         self._needs, self._saved, self._defers = needs, saved, defers
         self._away, self._recording = _UncountedTransfer(), Recording()
@@ -242,9 +273,10 @@ class _Tracer:
         """Traces forward and, where there is one, backward."""
         recording, counter, arrived = self._recording, self._counter, []
         # one thread, which the recording sees
-        with recording, counter, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        attention = TorchAttention(counter)
+        with recording, counter, attention, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             model, batch = self._model(), self._batch()
-            context = model.context(batch, torch.zeros((), dtype=torch.int64, device=META), training=True)
+            context = self._context(model, batch)
             for _ in model.saved.layers(0, context, model.layers.parameters()):
                 pass  # the first micro-batch is over, which alone is measured
             x = self._input(batch)
@@ -305,6 +337,16 @@ class _Tracer:
             self._layout.base.scratch.take((0,), torch.uint8, META)
         return model
 
+    def _context(self, model: Decoder, batch: Batch) -> TokenContext:
+        """Makes the coordinates; pieces behind the embedding find the encoded pictures there."""
+        step = torch.zeros((), dtype=torch.int64, device=META)
+        if model.embedding is not None:
+            return model.context(replace(batch, cross_images=None), step, training=True)
+        encoded = torch.empty(_encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
+        if model.encoder_trains:
+            encoded = _Start.apply(encoded.requires_grad_())
+        return model.context(batch, step, training=True, encoded_KC=encoded)
+
     def _input(self, batch: Batch) -> Tensor:
         """Makes the residual stream of this rank's tokens."""
         tokens = batch.num_tokens // (self._layout.tp.size if self._layout.splits_tokens else 1)
@@ -340,17 +382,29 @@ def _batch(workload: Workload, ranks: int) -> Batch:
         document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
         document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
-        images=_images(workload),
+        experts=_experts(workload, shape[0] * shape[1], ranks),
+        images=_images(workload, len(lengths)),
+        cross_images=_cross_images(workload, len(lengths)),
         bidirectional=_bidirectional(workload, lengths),
         grid_positions_3BS=torch.empty(3, *shape, dtype=torch.int64, device=META) if _has_grid(workload) else None,
     )
+
+
+def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | None:
+    """Says that as many tokens are the vision expert's as the pictures have features, spread over context ranks."""
+    vision = workload.decoder.vision
+    if not workload.decoder.token_experts or vision is None:
+        return None
+    count = min(sum(map(vision.num_features, workload.tiles)) // ranks, num_tokens)
+    of_vision, of_language = (torch.empty(each, dtype=torch.int64, device=META) for each in (count, num_tokens - count))
+    return ExpertTokens(vision_V=of_vision, language_L=of_language)
 
 
 def _has_grid(workload: Workload) -> bool:
     return bool(workload.decoder.rope_axes and workload.tiles)
 
 
-def _images(workload: Workload) -> Images | None:
+def _images(workload: Workload, num_documents: int) -> Images | None:
     """Makes the patches of the workload's tiles, whose features stand at the first tokens."""
     vision = workload.decoder.vision
     if vision is None:
@@ -360,9 +414,39 @@ def _images(workload: Workload) -> Images | None:
     return Images(
         patches_PF=torch.empty(patches, vision.patch_features, device=META),
         grids=workload.tiles,
-        documents=(0,) * len(workload.tiles),
+        documents=_documents(len(workload.tiles), num_documents),
         places_K=torch.empty(features, dtype=torch.int64, device=META),
+        tile_index_N=torch.empty(len(workload.tiles), dtype=torch.int64, device=META),
     )
+
+
+def _cross_images(workload: Workload, num_documents: int) -> Images | None:
+    """Makes the patches of the same pictures for the encoder that layers attend to."""
+    sizes = workload.decoder.cross_attention
+    if sizes is None:
+        return None
+    rows, columns = sizes.encoder.usual_tile
+    count = len(workload.tiles)
+    return Images(
+        patches_PF=torch.empty(count * rows * columns, sizes.encoder.patch_features, device=META),
+        grids=((rows, columns),) * count,
+        documents=_documents(count, num_documents),
+        places_K=torch.empty(0, dtype=torch.int64, device=META),
+        tile_index_N=torch.empty(count, dtype=torch.int64, device=META),
+    )
+
+
+def _documents(num_pictures: int, num_documents: int) -> tuple[int, ...]:
+    """Deals pictures out to documents, in order."""
+    return tuple(picture * num_documents // num_pictures for picture in range(num_pictures))
+
+
+def _encoded_shape(workload: Workload) -> tuple[int, int]:
+    """Returns the encoded rows of a micro-batch, and their width; of a picture a tile, as models with such have it."""
+    sizes = workload.decoder.cross_attention
+    if sizes is None:
+        return 0, 0
+    return len(workload.tiles) * sizes.encoder.num_features(sizes.encoder.usual_tile), sizes.encoded
 
 
 def _bidirectional(workload: Workload, document_lengths: tuple[int, ...]) -> BidirectionalSpans | None:
@@ -424,11 +508,6 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     Raises:
         UserError: the model's sizes do not fit the ranks.
     """
-    if workload.decoder.cross_attention is not None:
-        raise UserError(
-            "the planner does not know what layers that attend to encoded pictures need: measure this model with a few "
-            "steps."
-        )
     alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
     ends = ParallelOptions(
         tensor=parallel.tensor,

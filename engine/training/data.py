@@ -229,6 +229,12 @@ class _Source:
         """Returns the rows of a file of records, or of a token store."""
         dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
         dataset.read_with(None if self.pictures is None else self.pictures.family)
+        if self.decoder.cross_attention is not None and (count := dataset.num_without_pictures):
+            raise UserError(
+                f"{path} has {counted(count, 'document')} without a picture, but every layer of this "
+                f"{self.decoder.family} model attends to one: give records with a picture each (token stores and "
+                "answers that are plain texts have none)."
+            )
         if dataset.max_token >= self.decoder.vocab_size:
             raise UserError(
                 f"{path} has token id {dataset.max_token}, but the model's vocabulary has {self.decoder.vocab_size} "

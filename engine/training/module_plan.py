@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TrainingPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names, vision_linears
-from engine.models.names import FUSED, GATE_UP, QKV, VISION_GATE_UP, VISION_QKV, NameMap, fused_parts
+from engine.models.names import FUSED, GATE_UP, KEY_VALUE, QKV, VISION_GATE_UP, VISION_QKV, NameMap, fused_parts
 
 
 def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
@@ -96,7 +96,8 @@ def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[
         start = AdapterSource(lora.init_from, names=names, decoder=decoder, fused=None, with_saved_modules=True)
         return [module for module in start.modules() if fused_parts(module) != [module]]
     qkv, gate_up = (QKV, VISION_QKV), (GATE_UP, VISION_GATE_UP)
-    asked = {"auto": names.fused, "none": (), "qkv": qkv, "gate_up": gate_up, "all": qkv + gate_up}[lora.fused]
+    every = (*qkv, *gate_up, KEY_VALUE)
+    asked = {"auto": names.fused, "none": (), "qkv": qkv, "gate_up": gate_up, "all": every}[lora.fused]
     kinds = [kind for kind in asked if FUSED[kind][0] in names.layer_modules]
     if decoder.routed is not None and GATE_UP in kinds:
         raise UserError(

@@ -75,7 +75,7 @@ class Stages:
         Returns:
             fp32 [1 + metrics], this rank's sums of the loss and the objective's metrics: 0 where it has no last stage.
         """
-        moved = [batch.to(self.step.device) for batch in batches]
+        moved = self._moved(batches)
         if self.has_baseline:
             self._set_baseline(self._baseline_sums(moved))
         self._compare_with_base(moved)
@@ -90,7 +90,7 @@ class Stages:
     def figures(self, batches: list[Batch]) -> Tensor:
         """fp32 [1 + metrics] sums of the loss and the objective's metrics without dropout, equal on all pipeline
         ranks."""
-        moved = [batch.to(self.step.device) for batch in batches]
+        moved = self._moved(batches)
         self._compare_with_base(moved)
         self._forward(moved)
         return all_reduce(self._sums(), self._axis)
@@ -108,7 +108,7 @@ class Stages:
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.step.device)
         for group in groups:
-            sums += self._baseline_sums([batch.to(self.step.device) for batch in group])
+            sums += self._baseline_sums(self._moved(group))
         self._set_baseline(sums.float())
 
     def references(self, batches: list[Batch], *, adapters: bool = True) -> list[Tensor] | None:
@@ -118,7 +118,7 @@ class Stages:
         Args:
             adapters: False leaves them out.
         """
-        self._forward([batch.to(self.step.device) for batch in batches], adapters=adapters, collects=True)
+        self._forward(self._moved(batches), adapters=adapters, collects=True)
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
 
@@ -126,7 +126,7 @@ class Stages:
     def read_head(self, batches: list[Batch], read: ReadHead) -> list[Tensor] | None:
         """Returns what `read` makes of each micro-batch's output, without dropout; None where this rank does not have
         the last stage."""
-        self._forward([batch.to(self.step.device) for batch in batches], read=read)
+        self._forward(self._moved(batches), read=read)
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
 
@@ -140,6 +140,12 @@ class Stages:
         for number, stage in self._stages.items():
             if num_slots := max_in_flight(actions, number):
                 stage.capture_layers(capture, shape, num_slots)
+
+    def _moved(self, batches: list[Batch]) -> list[Batch]:
+        """Returns the micro-batches on the device; pixels go to the rank that has the first stage alone."""
+        if 0 not in self._stages:
+            batches = [batch.without_pixels() for batch in batches]
+        return [batch.to(self.step.device) for batch in batches]
 
     @property
     def _last(self) -> ModelStage:

@@ -62,8 +62,9 @@ def read_prompts(
         family: of a vision-language model, which writes its conversations.
 
     Raises:
-        UserError: one has no tokens, or no room in the model's context for train.sample_tokens more; a chat template
-            is wanted and missing; or a picture cannot be read, or is given to a model of text alone.
+        UserError: the model needs a picture in each; one has no tokens, or no room in the model's context for
+            train.sample_tokens more; a chat template is wanted and missing; or a picture cannot be read, or is given to
+            a model of text alone.
     """
     options = config.train
     reader = None if family is None else PictureReader(family, config.data.image_folder)

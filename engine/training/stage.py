@@ -126,10 +126,16 @@ class ModelStage:
         if activation is not None and keeps and self._gives_gradient:
             activation.requires_grad_()
         with nullcontext() if keeps else torch.no_grad():
-            x = model.embed(batch, adapters=self._adapters) if activation is None else activation
+            x, encoded_KC = (
+                (model.embed(batch, adapters=self._adapters, step=self.step if self._training else None), None)
+                if activation is None
+                else model.unpack(activation, batch)
+            )
             slot = self._graphs.take(microbatch, batch) if keeps and self._graphs is not None else None
             if slot is None:
-                context = model.context(batch, self.step, training=self._training, adapters=self._adapters)
+                context = model.context(
+                    batch, self.step, training=self._training, adapters=self._adapters, encoded_KC=encoded_KC
+                )
                 out = model.run_layers(x, context)
             else:
                 context, out = slot.context, slot.run_layers(x)
@@ -137,10 +143,13 @@ class ModelStage:
                 self.references[microbatch] = self._read(model, out, batch, context)
             elif model.head is not None:
                 out = self._loss(microbatch, model.token_losses(out, batch, context))
+            message = None if model.head is not None else model.pack(out, context)
         if keeps:
+            if message is not None and message.shape[0] == model.message_rows(batch, model.part.last, of_gradient=True):
+                out = message
             self._alive[microbatch] = activation, out
         LOG.progressed(on_device=True)  # on a single device, and in a long accumulation, nothing else shows it
-        return None if model.head is not None else out.detach()
+        return None if message is None else message.detach()
 
     def _loss(self, microbatch: int, token_losses_T: Tensor) -> Tensor:
         """0-dim loss of a micro-batch, or what it will be compared with."""
@@ -177,7 +186,11 @@ class ModelStage:
             out.backward(gradient)
             self._defer(None)
         LOG.progressed(on_device=True)
-        made = activation.grad if activation is not None else None
+        made = None
+        if activation is not None and activation.grad is not None:
+            model = self.model
+            rows = model.message_rows(self._batches[microbatch], model.part.first, of_gradient=True)
+            made = activation.grad[:rows]
         if self._graphs is None or slot is None:
             return made
         self._graphs.release(microbatch)
@@ -220,8 +233,8 @@ class ModelStage:
                 entry.sink.deferred = queue
 
     def empty_message(self, kind: Kind, microbatch: int) -> Tensor:
-        """See engine.pipeline.runner.Stage. Activations and their gradients are of one shape."""
+        """See engine.pipeline.runner.Stage."""
         model = self.model
         layer = model.part.first if kind == "activation" else model.part.last
-        rows = model.stream_rows(self._batches[microbatch], layer)
+        rows = model.message_rows(self._batches[microbatch], layer, of_gradient=kind == "gradient")
         return torch.empty(rows, model.config.hidden, dtype=model.dtype, device=self._device)

@@ -72,4 +72,5 @@ def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
 
 def _layers_are_frozen(trained: Iterable[str]) -> bool:
     """Whether no matrix of a layer trains, adapters aside: then backward costs what forward costs."""
-    return not any(_LAYER.match(name) and name.endswith("_proj.weight") for name in trained)
+    matrices = ("_proj.weight", *(f".cross_attention.{name}.weight" for name in ("query", "key", "value", "dense")))
+    return not any(_LAYER.match(name) and name.endswith(matrices) for name in trained)

@@ -1,5 +1,7 @@
 """Steps on made-up tokens before any data is read: kernels are compiled, memory is reserved, ranks are connected.
 
+A vision model runs on a tile of the usual size in each row. Tiles of other sizes have their first step with the data.
+
 They leave no trace. Masters, moments, counters and torch's generators are put back as they were, and dropout and the
 data order are functions of the step and the sample, so that the run's first step has the bits it would have had.
 """
@@ -11,7 +13,6 @@ import time
 import numpy as np
 import torch
 
-from engine.batch import Batch
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
@@ -21,6 +22,7 @@ from engine.telemetry.format import counted, format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.data import data_position, loader_options
+from engine.training.made_up_pictures import with_made_up_pictures
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
@@ -34,7 +36,15 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
     take_step = training.step if training.graphs is None else training.graphs
     for number in range(steps):
         consumed = number * loader.order.batch
-        batches: list[Batch] = loader.batches(consumed)
+        batches = [
+            with_made_up_pictures(
+                batch,
+                training.source.model.decoder,
+                context_size=config.parallel.context,
+                context_rank=training.mesh.cp.rank,
+            )
+            for batch in loader.batches(consumed)
+        ]
         take_step(batches, loader.target_count(consumed), config.optim.lr)
         training.stages.figures(batches)
     before.put_back()

@@ -6,7 +6,7 @@ writes FOLDER/model (config.json, model.safetensors and tokenizer, as the releas
 FOLDER/train.json and FOLDER/validation.json in the form of MiniCPM-V's finetune script.
 
 The released code takes its tower's sizes from timm's name for it, so config.json has no keys for them; a model of other
-sizes gives them in `fixture_vision`.
+sizes gives them in `tower_config`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CONFIG = {
     "slice_mode": True,
     "drop_vision_last_layer": True,
     "vision_encoder": "vit_tiny_patch14_siglip_56",
-    "fixture_vision": {
+    "tower_config": {
         "embed_dim": WIDTH,
         "depth_in_timm": BLOCKS + 1,  # the model drops the last
         "num_heads": 4,

@@ -24,6 +24,7 @@ from engine.data.collate import context_part
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
+from engine.training.made_up_pictures import with_made_up_pictures
 from engine.training.start_model import check_model, model_source
 
 
@@ -179,8 +180,10 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
             document_lengths=(document,) * (rows * length // document),
             answers=_pairs(config, rows) if config.objective.compares_answers else None,
         )
-        axis = training.mesh.cp
-        batches.append(context_part(batch, size=axis.size, rank=axis.rank).to(launch.device))
+        axis, decoder = training.mesh.cp, training.source.model.decoder
+        batch = context_part(batch, size=axis.size, rank=axis.rank)
+        batch = with_made_up_pictures(batch, decoder, context_size=axis.size, context_rank=axis.rank)
+        batches.append(batch.to(launch.device))
     return batches
 
 

@@ -19,9 +19,10 @@ from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
+from engine.layers.routed_experts import RoutedSizes
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, LayerKind, RoutedSizes
+from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, LayerKind
 from engine.models.vision.clip import ClipConfig
 from engine.models.vision.gemma3 import Gemma3VisionConfig
 from engine.models.vision.internvl import InternVLVisionConfig
@@ -188,6 +189,11 @@ CASES = {
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
+    ),
+    "frozen encoder": Case(
+        config=small_config(num_layers=2, cross_attention=ENCODED),
+        adapters=r"layers\..*(_proj|query|dense)",
+        trained=r"layers\.0\.cross_attention\.(key|value)",
     ),
 }
 
@@ -357,7 +363,8 @@ class Run:
             if self.case.config.rope_axes:
                 whole = with_grid_positions(whole)
             if self.case.config.cross_attention is not None:
-                # of two data ranks, one has none in the first micro-batch and the other in the second
+                # of two data ranks, one has none in the first micro-batch and the other in the second; a context rank
+                # may have no token of a document with pictures
                 cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
                 assert cross is not None
                 whole = replace(whole, cross_images=replace(cross, places_K=cross.places_K[:0]))

@@ -19,7 +19,7 @@ from tests.spawning import spawn
 pytestmark = pytest.mark.distributed
 
 KINDS = ("vision in full", "vision's adapters", "frozen vision")
-ENCODED = "encoded pictures"
+ENCODED = ("encoded pictures", "frozen encoder")
 ONE = Layout(case="vision in full", grid=RankGrid(), dropout=0.1)
 LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "tp2": (replace(ONE, grid=RankGrid(tp=2)), "none"),
@@ -36,12 +36,11 @@ NUM_STEPS = 4
 
 
 def _kinds(name: str) -> tuple[str, ...]:
-    """Rows of a model whose layers attend to pictures are split over data ranks alone here."""
-    return (*KINDS, ENCODED) if name in ("dp2, optimizer", "dp2, parameters") else KINDS
+    return KINDS if name == "dp2, optimizer" else (*KINDS, *ENCODED)
 
 
 def _of_kind(layout: Layout, kind: str) -> Layout:
-    return replace(layout, case=kind, dropout=0.0 if kind == "vision's adapters" else layout.dropout)
+    return replace(layout, case=kind)
 
 
 def _run_all(names: list[str]) -> dict[tuple[str, str], Trained]:

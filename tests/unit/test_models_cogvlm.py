@@ -22,7 +22,9 @@ from engine.layers.recompute import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.names import FUSED
+from engine.ops.attention.cross import EncodedRows, cross_attention, pair_spans
 from engine.ops.attention.token_context import Encoded, TokenContext
+from engine.zigzag import Span
 from tests.cogvlm_cases import batch_of, encoded_of, family_of_fixture, model_of, plan_of
 from tests.distributed.cases import relative_error
 from tests.unit.test_vision_cogvlm import CLOSE, NAMES, fixture
@@ -223,3 +225,12 @@ def test_heads_that_do_not_share_are_refused() -> None:
     hf = {**fixture("cogagent").hf, "cross_compute_hidden_size": 50}
     with pytest.raises(UserError, match="cross_compute_hidden_size 50, which does not divide"):
         family_of(hf)
+
+
+def test_a_rank_without_tokens_of_any_picture_gives_gradients() -> None:
+    """Of zeros, for its collectives to be those of other context ranks; without them backward would not come by."""
+    q, k, v = (torch.ones(rows, 2, 4, requires_grad=True) for rows in (3, 5, 5))
+    attended = cross_attention(q, EncodedRows(k, v, pair_spans((Span(0, 0), Span(0, 3)), (0,), (5,))))
+    assert not attended.any() and attended.shape == q.shape
+    gradients = torch.autograd.grad(attended.sum(), (q, k, v))
+    assert not any(gradient.any() for gradient in gradients)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.routed_experts import RoutedMLP
+from engine.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
 from engine.ops.routed_experts import _Rows
@@ -37,9 +37,8 @@ def _gradients(router: Tensor, *, loops: bool, adapters: bool) -> dict[str, Tens
         seed=5,
     )
     build = LayerContext(layout=TensorLayout(), plan=plan, device=torch.device("cpu"), dtype=torch.float32)
-    mlp = RoutedMLP(
-        "layers.0.mlp", RULE, hidden=HIDDEN, intermediate=INNER, shared=0, first_site=2, shared_site=9, build=build
-    )
+    sizes = RoutedSizes(rule=RULE, intermediate=INNER)
+    mlp = RoutedMLP("layers.0.mlp", sizes, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
     mlp._loops = loops
     for entry in shard_entries(mlp):
         entry.parameter.data.copy_(whole_tensor(entry.name, entry.spec.global_shape))

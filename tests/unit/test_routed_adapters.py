@@ -18,7 +18,7 @@ from engine.conversion.peft_experts import obstacle
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
-from engine.models.decoder_config import RoutedSizes
+from engine.layers.routed_experts import RoutedSizes
 from engine.ops.routing import RoutingRule
 from tests.distributed.cases import RANK, SCALE, small_config
 from tests.family_models import ROUTED, engine_model, make_model

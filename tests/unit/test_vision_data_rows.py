@@ -458,3 +458,22 @@ def test_rows_weigh_as_many_targets_as_they_have(tmp_path: Path) -> None:
     dataset = minicpm(tmp_path)
     counted = [int((batch_of(dataset, [row]).labels_BS != IGNORE_LABEL).sum()) for row in range(len(dataset))]
     assert counted == dataset.target_counts.tolist()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_coordinates_of_tiles_do_not_depend_on_the_micro_batch(packing: bool, tmp_path: Path) -> None:
+    """Dropout in towers draws by them: rows together or alone, whole or in context parts. Without the slot, rows that
+    are alone would have those of the first; without a tile's number, tiles of a picture would share one."""
+    dataset = minicpm(tmp_path, packing=packing, records=[*minicpm_records()[:2]] * 2)
+    rows = list(range(len(dataset)))
+
+    def indices(rows: list[int], slots: list[int], **context: int) -> list[int]:
+        where = {"context_size": 1, "context_rank": 0} | context
+        images = rank_batch(dataset, rows, slots, pad_multiple=1, pad_token=7, **where).images
+        assert images is not None and images.tile_index_N is not None
+        return images.tile_index_N.tolist()
+
+    together = indices(rows, rows)
+    assert [one for row in rows for one in indices([row], [row])] == together
+    assert indices(rows, rows, context_size=2, context_rank=1) == together
+    assert len(set(together)) == len(together) > len(rows)

@@ -24,12 +24,12 @@ VISION = {
 SIZES = {
     "embed_dim": 48, "depth_in_timm": 3, "num_heads": 4, "mlp_hidden": 60, "patch_size": 2, "pos_grid": [5, 5],
 }  # fmt: skip
-V20: dict[str, Any] = {"hidden_size": 256, "query_num": 9, "patch_size": 2, "fixture_vision": SIZES}
+V20: dict[str, Any] = {"hidden_size": 256, "query_num": 9, "patch_size": 2, "tower_config": SIZES}
 V26: dict[str, Any] = {"hidden_size": 256, "query_num": 3, "version": 2.6, "vision_config": VISION}
 V25: dict[str, Any] = {"hidden_size": 256, "query_num": 3, "vision_config": {**VISION, "model_type": "idefics2"}}
 OMNI: dict[str, Any] = {
     "hidden_size": 256, "num_query": 9, "image_size": 12,
-    "fixture_vision": {**SIZES, "class_token": True, "use_post_norm": True},
+    "tower_config": {**SIZES, "class_token": True, "use_post_norm": True},
 }  # fmt: skip
 RELEASED_V20 = {
     "hidden_size": 2304, "query_num": 64, "patch_size": 14, "vision_encoder": "vit_so400m_patch14_siglip_384.webli",
@@ -199,10 +199,10 @@ def test_nothing_but_linears_has_a_matrix_for_adapters() -> None:
         (RELEASED_V20, {"vision_encoder": "vit_base_patch16_224"}, "vision_encoder 'vit_base_patch16_224'"),
         (RELEASED_V20, {"patch_size": 16}, "patch_size 16"),
         (RELEASED_V20, {"query_num": 63}, "query_num 63"),
-        (V20, {"fixture_vision": {**SIZES, "act": "gelu_tanh"}}, "fixture_vision.act 'gelu_tanh'"),
-        (V20, {"fixture_vision": {**SIZES, "class_token": True}}, "fixture_vision.class_token True"),
-        (V20, {"fixture_vision": {**SIZES, "num_heads": 5}}, "5 heads"),
-        (V20, {"fixture_vision": {**SIZES, "pos_grid": [4, 5]}}, r"pos_grid \[4, 5\]"),
+        (V20, {"tower_config": {**SIZES, "act": "gelu_tanh"}}, "tower_config.act 'gelu_tanh'"),
+        (V20, {"tower_config": {**SIZES, "class_token": True}}, "tower_config.class_token True"),
+        (V20, {"tower_config": {**SIZES, "num_heads": 5}}, "5 heads"),
+        (V20, {"tower_config": {**SIZES, "pos_grid": [4, 5]}}, r"pos_grid \[4, 5\]"),
         (V26, {"version": 4.5}, "version 4.5"),
         (V26, {"vision_config": None}, "lacks vision_config"),
         (V26, {"vision_config": {**VISION, "model_type": "clip"}}, "type 'clip'"),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from engine.data.vision.family import Span, Tiles, VisionFamily
 from engine.data.vision.files import read_picture
 from engine.data.vision.pixels import Size
 
+_PICTURE_TILES = 1 << 10
+"""More tiles than a picture has: tile n of the picture at token t has the dropout coordinate t * _PICTURE_TILES + n."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionRows:
@@ -30,6 +34,19 @@ class VisionRows:
     cross_images: Images | None
     experts: ExpertTokens | None
     bidirectional: BidirectionalSpans | None
+
+
+class _PictureTiles(NamedTuple):
+    """The tiles of a picture for one tower.
+
+    Args:
+        document: its number in the micro-batch.
+        index: the dropout coordinate of the first token that stands for the picture.
+    """
+
+    tiles: Tiles
+    document: int
+    index: int
 
 
 class RowPictures:
@@ -42,12 +59,19 @@ class RowPictures:
 
     def __init__(self, family: VisionFamily, columns: VisionColumns | None) -> None:
         self._family, self._columns = family, columns
-        self._pictures: list[tuple[PlacedPicture, int]] = []
+        self._pictures: list[tuple[PlacedPicture, int, int]] = []
         self._places: list[Span] = []
         self._experts: list[Span] = []
 
     def add(
-        self, document: int, *, number: int, start: int, length: int, labels: NDArray[np.int64]
+        self,
+        document: int,
+        *,
+        number: int,
+        start: int,
+        length: int,
+        labels: NDArray[np.int64],
+        first_index: int = 0,
     ) -> NDArray[np.int64]:
         """Adds a document's pictures, writes its odd labels, and returns the positions of its tokens.
 
@@ -57,13 +81,14 @@ class RowPictures:
             start: its first token among the T of the micro-batch.
             length: its tokens.
             labels: int64 [length], what its positions must predict; written to.
+            first_index: dropout coordinate of its first token.
         """
         if self._columns is None:
             return self._family.positions(length, (), ())
         spans: list[Span] = []
         sizes: list[Size] = []
         for picture in self._columns.pictures(document):
-            self._pictures.append((picture, number))
+            self._pictures.append((picture, number, first_index + picture.spans[0][0]))
             spans += picture.spans
             sizes.append(picture.size)
         places, odd = self._columns.odd_labels(document)
@@ -75,25 +100,23 @@ class RowPictures:
     def collected(self, num_tokens: int) -> VisionRows:
         """Decodes the pictures and returns them with their places among `num_tokens` tokens."""
         pixels: dict[tuple[Path, bool], tuple[Tiles, Tiles | None]] = {}
-        pictures_of = Counter(number for _, number in self._pictures)
-        tiles, cross_tiles, documents, cross_documents = [], [], list[int](), list[int]()
-        for picture, number in self._pictures:
+        pictures_of = Counter(number for _, number, _ in self._pictures)
+        found, cross_found = list[_PictureTiles](), list[_PictureTiles]()
+        for picture, number, index in self._pictures:
             key = picture.file, pictures_of[number] == 1
             if key not in pixels:  # the answers of a pair share a picture
                 image = read_picture(picture.file, picture.size, picture.where)
                 pixels[key] = self._family.tiles(image, alone=key[1]), self._family.cross_tiles(image)
             own, cross = pixels[key]
-            tiles.append(own)
-            documents += [number] * len(own.grids)
+            found.append(_PictureTiles(own, number, index))
             if cross is not None:
-                cross_tiles.append(cross)
-                cross_documents += [number] * len(cross.grids)
+                cross_found.append(_PictureTiles(cross, number, index))
         places = _indices(self._places)
         cross_images = None
         if self._family.cross_patch_features is not None:
-            cross_images = _images(cross_tiles, cross_documents, _indices([]), self._family.cross_patch_features)
+            cross_images = _images(cross_found, _indices([]), self._family.cross_patch_features)
         return VisionRows(
-            images=_images(tiles, documents, places, self._family.patch_features),
+            images=_images(found, places, self._family.patch_features),
             cross_images=cross_images,
             experts=_expert_tokens(_indices(self._experts), num_tokens) if self._family.has_experts else None,
             bidirectional=BidirectionalSpans.of(self._places) if self._family.is_bidirectional else None,
@@ -108,13 +131,7 @@ def held_images(images: Images, columns: Tensor, row_length: int) -> Images:
         row_length: S of the whole rows.
     """
     places, kept = _held(images.places_K, columns, row_length)
-    return Images(
-        patches_PF=images.patches_PF,
-        grids=images.grids,
-        documents=images.documents,
-        places_K=places,
-        features_K=kept,
-    )
+    return replace(images, places_K=places, features_K=kept)
 
 
 def held_experts(experts: ExpertTokens, columns: Tensor, row_length: int) -> ExpertTokens:
@@ -132,13 +149,17 @@ def _held(places: Tensor, columns: Tensor, row_length: int) -> tuple[Tensor, Ten
     return places[kept] // row_length * len(columns) + column[kept], kept
 
 
-def _images(tiles: Sequence[Tiles], documents: Sequence[int], places: Tensor, features: int) -> Images:
+def _images(pictures: Sequence[_PictureTiles], places: Tensor, features: int) -> Images:
+    tiles = [one.tiles for one in pictures]
     patches = np.concatenate([one.patches_PF for one in tiles]) if tiles else np.empty((0, features), np.float32)
+    assert all(len(one.grids) < _PICTURE_TILES for one in tiles)
+    indices = [one.index * _PICTURE_TILES + at for one in pictures for at in range(len(one.tiles.grids))]
     return Images(
         patches_PF=torch.from_numpy(patches),
         grids=tuple(grid for one in tiles for grid in one.grids),
-        documents=tuple(documents),
+        documents=tuple(one.document for one in pictures for _ in one.tiles.grids),
         places_K=places,
+        tile_index_N=torch.tensor(indices, dtype=torch.int64),
     )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind, RoutedSizes
+from engine.layers.routed_experts import RoutedSizes
+from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config, windows_from_hf
 from engine.models.names import NameMap
 from engine.ops.routing import RoutingRule

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from engine.models.vision.cogvlm import CHECKPOINT_PREFIX
-from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, sizes_in_code, square_side
 
 _RELEASED = {
     "layers_run": 23,
@@ -28,9 +28,7 @@ _RELEASED = {
     "patch_size": 14,
     "pt_hw_seq_len": 16,
 }
-"""Sizes that the released model has in its code, not in config.json."""
-_SIZES_OF_SMALL_MODELS = ("cross_vision_config", "fixture_cross_vision")
-"""Keys of config.json under which a model of another size gives them."""
+"""Sizes that the released model has in its code, not in config.json; see `sizes_in_code`."""
 _THETA = 10000.0
 
 
@@ -62,8 +60,8 @@ class CrossVisionConfig:
             UserError: a size is missing or does not fit the others.
         """
         top = counts_from_hf(hf, ("cross_hidden_size", "cross_image_size"))
-        given: Mapping[str, Any] = next((hf[key] for key in _SIZES_OF_SMALL_MODELS if key in hf), _RELEASED)
-        sizes = counts_from_hf(given, tuple(_RELEASED), "cross_vision_config")
+        place, given = sizes_in_code(hf, "pt_hw_seq_len") or ("cross_vision_config", _RELEASED)
+        sizes = counts_from_hf(given, tuple(_RELEASED), place)
         return cls(
             width=top["cross_hidden_size"],
             num_layers=sizes["layers_run"],

@@ -12,7 +12,13 @@ from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
 from engine.models.vision.sizes import Grid, Grids, counts_from_hf, square_side
 from engine.models.vision.tiles import run_by_length
-from engine.models.vision.timm_vit import SIGLIP_SO400M_384, TimmViT, TimmViTConfig, timm_vit_from_hf
+from engine.models.vision.timm_vit import (
+    SIGLIP_SO400M_384,
+    TimmViT,
+    TimmViTConfig,
+    timm_vit_from_hf,
+    tower_sizes,
+)
 
 CHECKPOINT_PREFIX = ""
 """What precedes the parameters' names in a checkpoint."""
@@ -40,7 +46,7 @@ class MiniCPMV2VisionConfig:
             UserError: it names another tower, or a size is missing or does not fit.
         """
         name = hf.get("vision_encoder")
-        if "fixture_vision" not in hf and (not isinstance(name, str) or name.split(".")[0] != _TOWER):
+        if tower_sizes(hf) is None and (not isinstance(name, str) or name.split(".")[0] != _TOWER):
             raise UserError(
                 f"config.json has vision_encoder {name!r}, but MiniCPM-V 2.0 is supported with {_TOWER} alone: use the "
                 "released model."

@@ -35,6 +35,15 @@ def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict
     return {key: int(part[key]) for key in keys}
 
 
+def sizes_in_code(hf: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Returns the mapping of `config.json` that has `key`, with its name; None where no mapping has.
+
+    Some originals have a tower's sizes in their code. A checkpoint of other sizes gives them in a mapping of its own,
+    whatever its name; the documented one is `tower_config` or, for an encoder beside the tower, `cross_vision_config`.
+    """
+    return next(((name, part) for name, part in hf.items() if isinstance(part, Mapping) and key in part), None)
+
+
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "relu", "silu")
 """That towers and projectors may have, as transformers names them."""
 

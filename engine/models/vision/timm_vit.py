@@ -21,11 +21,10 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from engine.errors import UserError
 from engine.models.vision.resampler import resize_table
-from engine.models.vision.sizes import Grids, counts_from_hf
+from engine.models.vision.sizes import Grids, counts_from_hf, sizes_in_code
 from engine.models.vision.tiles import encoder_flops, positions_of
 
 _NORM_EPS = 1e-6
-_SIZES_KEY = "fixture_vision"
 _SIZES = ("embed_dim", "depth_in_timm", "num_heads", "mlp_hidden", "patch_size")
 
 
@@ -84,22 +83,27 @@ EVA02_ENORMOUS_PLUS_224 = TimmViTConfig(
 )
 
 
+def tower_sizes(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """Returns the mapping of `config.json` with a tower's sizes, and its name; None where the code has them."""
+    return sizes_in_code(hf, "depth_in_timm")
+
+
 def timm_vit_from_hf(hf: Mapping[str, Any], released: TimmViTConfig, *, dropped: int) -> TimmViTConfig:
     """Returns the tower of a model whose `config.json` names no sizes, because its code or timm's name for it has them.
 
-    A checkpoint of another size than the released one gives them in `fixture_vision`.
+    A checkpoint of another size than the released one gives them in `tower_config`, see `sizes_in_code`.
 
     Args:
         released: the sizes of the released checkpoint, with all of timm's blocks.
         dropped: blocks at the end that the model does not compute.
 
     Raises:
-        UserError: what is in `fixture_vision` is no tower of this kind.
+        UserError: what is in `tower_config` is no tower of this kind.
     """
-    if _SIZES_KEY not in hf:
+    if (given := tower_sizes(hf)) is None:
         return replace(released, depth=released.depth - dropped)
-    part = hf[_SIZES_KEY]
-    sizes = counts_from_hf(part, _SIZES, _SIZES_KEY)
+    place, part = given
+    sizes = counts_from_hf(part, _SIZES, place)
     expected = {
         "act": "gelu_erf",
         "layer_norm_eps": _NORM_EPS,
@@ -110,16 +114,14 @@ def timm_vit_from_hf(hf: Mapping[str, Any], released: TimmViTConfig, *, dropped:
     for key, value in expected.items():
         if part.get(key, value) != value:
             raise UserError(
-                f"config.json has {_SIZES_KEY}.{key} {part[key]!r}, but this model's tower has {value!r}: correct it."
+                f"config.json has {place}.{key} {part[key]!r}, but this model's tower has {value!r}: correct it."
             )
     grid = part.get("pos_grid")
     if not isinstance(grid, list) or len(grid) != 2 or grid[0] != grid[1]:
-        raise UserError(
-            f"config.json has {_SIZES_KEY}.pos_grid {grid!r}, but two equal numbers are expected: correct it."
-        )
+        raise UserError(f"config.json has {place}.pos_grid {grid!r}, but two equal numbers are expected: correct it.")
     if sizes["embed_dim"] % sizes["num_heads"]:
         raise UserError(
-            f"config.json has {_SIZES_KEY}.embed_dim {sizes['embed_dim']}, which does not divide into "
+            f"config.json has {place}.embed_dim {sizes['embed_dim']}, which does not divide into "
             f"{sizes['num_heads']} heads: correct it."
         )
     return TimmViTConfig(

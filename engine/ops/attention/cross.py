@@ -5,11 +5,15 @@ Which tokens belong to which pictures is known on the host. Tokens of documents 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from engine.zigzag import Span
 
 
 class EncodedSpan(NamedTuple):
@@ -27,27 +31,30 @@ class EncodedRows(NamedTuple):
     spans: tuple[EncodedSpan, ...]
 
 
-def pair_spans(
-    document_lengths: tuple[int, ...], documents: tuple[int, ...], rows: tuple[int, ...]
-) -> tuple[EncodedSpan, ...]:
+def document_spans(lengths: Sequence[int]) -> tuple[Span, ...]:
+    """Returns the tokens of each document, where rows are whole and documents lie one after the other."""
+    ends = list(accumulate(lengths))
+    return tuple(Span(end - length, end) for end, length in zip(ends, lengths, strict=True))
+
+
+def pair_spans(tokens: Sequence[Span], documents: tuple[int, ...], rows: tuple[int, ...]) -> tuple[EncodedSpan, ...]:
     """Returns which tokens attend to which encoded rows.
 
     Args:
-        document_lengths: tokens of each document of the micro-batch.
+        tokens: of each document of the micro-batch, those that this rank holds; may be none.
         documents: the document of each picture, ascending.
         rows: encoded rows of each picture.
     """
     spans: list[EncodedSpan] = []
-    first_row = 0
+    first_row, last_document = 0, -1
     for document, count in zip(documents, rows, strict=True):
-        first = sum(document_lengths[:document])
-        tokens = slice(first, first + document_lengths[document])
-        if spans and spans[-1].tokens == tokens:  # several pictures of one document
-            spans[-1] = EncodedSpan(tokens, slice(spans[-1].rows.start, first_row + count))
+        if document == last_document:  # several pictures of one document
+            first_of_document = spans.pop().rows.start
         else:
-            spans.append(EncodedSpan(tokens, slice(first_row, first_row + count)))
+            first_of_document, last_document = first_row, document
         first_row += count
-    return tuple(spans)
+        spans.append(EncodedSpan(slice(*tokens[document]), slice(first_of_document, first_row)))
+    return tuple(span for span in spans if span.tokens.start < span.tokens.stop)
 
 
 def cross_attention(q_TND: Tensor, encoded: EncodedRows) -> Tensor:
@@ -58,7 +65,8 @@ def cross_attention(q_TND: Tensor, encoded: EncodedRows) -> Tensor:
         encoded: of all pictures.
     """
     k_KND, v_KND, spans = encoded
-    parts, done = [], 0
+    # nothing of each, so that backward reaches all three on ranks whose tokens attend to no row
+    parts, done = [q_TND[:0], k_KND[:0], v_KND[:0]], 0
     for span in spans:
         parts.append(q_TND.new_zeros(span.tokens.start - done, *q_TND.shape[1:]))
         q, k, v = (

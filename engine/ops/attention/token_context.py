@@ -44,10 +44,12 @@ class Encoded(NamedTuple):
     Args:
         features_KC: encoded rows of all pictures; on every rank all of them.
         spans: who attends to which, in the order of the tokens; see ops.attention.cross.
+        row_index_K: int64, the rows' dropout coordinates; None where nothing is dropped.
     """
 
     features_KC: Tensor
     spans: tuple[EncodedSpan, ...]
+    row_index_K: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,12 @@ class TokenContext:
     def of_tokens(self, tokens: PackedTokens) -> Self:
         """Returns the coordinates that a linear on these tokens alone takes."""
         return replace(self, token_index=tokens.token_index, local_token_index=tokens.token_index)
+
+    def of_encoded(self) -> Self:
+        """Returns the coordinates that a linear on the encoded rows takes; without dropout, they matter to nobody."""
+        assert self.encoded is not None
+        index = self.encoded.row_index_K
+        return self if index is None else replace(self, token_index=index, local_token_index=index)
 
     @property
     def documents(self) -> Documents:

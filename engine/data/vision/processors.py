@@ -84,6 +84,7 @@ class ProcessorFamily:
 
     cross_patch_features = None
     has_experts = False
+    turns_upright = True
 
     def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
         self._kind = str(config["model_type"])

@@ -53,16 +53,18 @@ def read_picture(path: Path, expected: Size, where: str, *, upright: bool = Fals
     Raises:
         UserError: the file cannot be read to its end, or has changed.
     """
+    from PIL.ImageOps import exif_transpose
+
     with _readable(path, where) as image:
         if (size := _checked_size(image, path, where, upright)) != expected:
             raise UserError(
                 f"{where} names {path}, which was {_words(expected)} when the records were read and is "
-                f"{_words(image.size)} now; do not change pictures during a run."
+                f"{_words(size)} now; do not change pictures during a run."
             )
-        return image.convert("RGB")
-
         if upright and _orientation(image) != 1:
             exif_transpose(image, in_place=True)
+        return image.convert("RGB")
+
 
 @contextmanager
 def _readable(path: Path, where: str) -> Iterator[Image]:
@@ -105,10 +107,10 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 def _checked_size(image: Image, path: Path, where: str, upright: bool) -> Size:
     width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise UserError(f"{where} names {path}, {_TOO_LARGE}.")
     if upright and _orientation(image) in _SIDEWAYS:
         width, height = height, width
+    if width * height > MOST_PIXELS:
+        raise UserError(f"{where} names {path}, {_TOO_LARGE}.")
     if width < 1 or height < 1:
         raise UserError(f"{where} names {path}, which has no pixels; replace the file.")
     return width, height

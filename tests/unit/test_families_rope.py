@@ -145,7 +145,7 @@ def test_frequencies_are_those_of_transformers(family: str, whole: bool) -> None
     own = (
         {"default", "longrope", "longrope, factor", "longrope, scale"}
         if family == "phi3"
-        else {"default", "linear", "llama3"}
+        else {"default", "linear", "llama3"} | ({"dynamic"} if family != "gemma3_text" else set())
     )
     for case, outcome in found.items():
         kind, _, key, length, _, share = case
@@ -165,3 +165,17 @@ def test_the_length_beside_phi3s_mapping_counts() -> None:
         family, text = family_of(config)
         lengths[length] = family.config_from_hf(text).max_row_length
     assert lengths == {"inside": 4096, "beside": 50, "differing": 70}
+
+
+def test_dynamic_scaling_changes_nothing_up_to_the_last_position() -> None:
+    """Rows end where transformers' frequencies begin to change: at max_position_embeddings."""
+    text = {**SIZES, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}, "rope_theta": 1e6}
+    family, given = family_of({"model_type": "internvl", "vision_config": {}, "text_config": text})
+    config = family.config_from_hf(given)
+    assert (config.max_length, config.max_row_length, config.rope_scaling) == (160, 160, None)
+    rotary = importlib.import_module("transformers.models.qwen2.modeling_qwen2").Qwen2RotaryEmbedding(
+        CONFIG_MAPPING["qwen2"](**copy.deepcopy(text))
+    )
+    for length, equal in ((160, True), (161, False)):
+        rotary(torch.zeros(1), torch.arange(length)[None])
+        assert torch.equal(rotary.inv_freq, _frequencies(config.ropes[0], config.head_dim)) == equal

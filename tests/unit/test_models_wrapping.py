@@ -121,16 +121,25 @@ def test_what_a_text_config_leaves_out_is_what_transformers_has(text: str) -> No
 # transformers 4 and 5 read an InternVL config that says so at neither place differently, so that it is left out
 @pytest.mark.parametrize(
     ("kind", "own", "inner"),
-    [(kind, own, inner) for kind in ("Llava", "InternVL") for own in (False, True) for inner in (False, True)]
+    [
+        (kind, own, inner)
+        for kind in ("Llava", "InternVL", "Qwen2_5_VL")
+        for own in (False, True)
+        for inner in (False, True)
+    ]
     + [("Llava", None, False), ("Llava", None, True), ("InternVL", None, True)],
 )
 def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inner: bool) -> None:
     given = {} if own is None else {"tie_word_embeddings": own}
     made = getattr(transformers, f"{kind}Config")
-    stock = made(text_config={"model_type": "qwen2", "tie_word_embeddings": inner}, **given)
+    text_config = {
+        "model_type": "qwen2_5_vl_text" if kind.startswith("Qwen") else "qwen2",
+        "tie_word_embeddings": inner,
+    }
+    stock = made(text_config=dict(text_config), **given)
     hf = {"model_type": stock.model_type, "vision_config": {}, **given}
-    family, text = family_of({**hf, "text_config": {"model_type": "qwen2", "tie_word_embeddings": inner}})
-    assert family.config_from_hf(text).tied_embeddings == stock.tie_word_embeddings
+    found = WRAPPINGS[stock.model_type].text_config({**hf, "text_config": text_config})
+    assert found.get("tie_word_embeddings", False) == stock.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_utils import load_image
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.judged import build_judged
 from engine.data.vision.families import vision_family
-from engine.data.vision.files import MOST_PIXELS, read_picture
+from engine.data.vision.files import MOST_PIXELS, picture_size, read_picture
 from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from tests.unit.test_vision_data_rows import minicpm_records, opened, write
@@ -120,6 +122,24 @@ def test_damaged_files_give_pixels_or_one_sentence(suffix: str, tmp_path: Path) 
             assert read_picture(file, (40, 30), "here").size == (40, 30)
         except UserError as refused:
             assert str(refused).startswith(f"here names {file}, ")
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff"])
+def test_photos_stand_upright_as_in_transformers_where_the_family_says_so(suffix: str, tmp_path: Path) -> None:
+    """Those of the originals that open files with Pillow lie as they are stored."""
+    noise = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        file = tmp_path / f"{orientation}.{suffix}"
+        Image.fromarray(noise).save(file, exif=exif)
+        expected = load_image(str(file))
+        size = picture_size(file, "here", upright=True)
+        assert size == expected.size
+        assert read_picture(file, size, "here", upright=True).tobytes() == expected.tobytes()
+        with Image.open(file) as stored:
+            assert picture_size(file, "here") == stored.size
+            assert read_picture(file, stored.size, "here").tobytes() == stored.convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -212,6 +213,33 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
     if kind in BY_GRID:
         assert [list(grid) for one in tiles for grid in one.grids] == found["image_grid_thw"][:, 1:].tolist()
+
+
+@pytest.mark.parametrize("writes_bos", [False, True])
+def test_a_document_begins_with_the_token_that_the_tokenizer_adds(writes_bos: bool, tmp_path: Path) -> None:
+    """Once, also where the template writes it; LLaVA 1.5's does not."""
+    tokenizer, images = written("llava", tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    if writes_bos:
+        tokenizer.chat_template = "<s>" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    processor = processor_of("llava", tokenizer, images)
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    made = pictures(tmp_path)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    found = processor(text=[text], images=made, add_special_tokens=not writes_bos, return_tensors="pt")["input_ids"][0]
+    (encoded,) = family.encode(CHAT, SIZES, learn="answers")
+    assert encoded.ids == found.tolist() and encoded.ids.count(tokenizer.bos_token_id) == 1
+    learnt = [token for token, is_target in zip(encoded.ids, encoded.targets, strict=True) if is_target]
+    assert tokenizer.decode(learnt) == "He.<|im_end|>\nSo.<|im_end|>\n"
+    for (start, end), *_ in encoded.spans:
+        assert set(encoded.ids[start:end]) == {tokenizer.convert_tokens_to_ids("<image>")}
+    prompt = family.prompt(Conversation(CHAT.turns[:-1]), SIZES).ids
+    assert prompt == encoded.ids[: len(prompt)]
 
 
 @pytest.mark.parametrize("size", [(61, 43), (90, 200), (28, 28), (300, 40), (17, 200), (57, 55), (113, 112), (5, 300)])

@@ -319,9 +319,9 @@ def test_pixels_are_decoded_when_a_row_is_built_and_once(tmp_path: Path, monkeyp
     read = row_pictures.read_picture
     names: list[str] = []
 
-    def counted(path: Path, *arguments: Any) -> Any:
+    def counted(path: Path, *arguments: Any, **options: Any) -> Any:
         names.append(path.name)
-        return read(path, *arguments)
+        return read(path, *arguments, **options)
 
     monkeypatch.setattr(row_pictures, "read_picture", counted)
     tokenizer, pictures = opened("minicpm-v-2", tmp_path)

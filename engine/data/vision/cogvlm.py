@@ -76,6 +76,7 @@ class CogVLM:
     has_experts = True
     rotates_by_grid = False
     is_bidirectional = False
+    turns_upright = False
 
     def __init__(
         self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int, eos: int, template: str | None = None

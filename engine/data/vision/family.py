@@ -107,6 +107,7 @@ class VisionFamily(Protocol):
         has_experts: whether tokens of pictures take weights of their own.
         rotates_by_grid: whether positions are those in time, height and width.
         is_bidirectional: whether tokens of a picture see the whole picture.
+        turns_upright: whether pictures are turned as their EXIF orientation says.
     """
 
     patch_features: int
@@ -114,6 +115,7 @@ class VisionFamily(Protocol):
     has_experts: bool
     rotates_by_grid: bool
     is_bidirectional: bool
+    turns_upright: bool
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         """Yields what is trained on: one item, or one for each answer where the layout has room for one answer only.

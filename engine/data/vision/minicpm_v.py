@@ -79,6 +79,7 @@ class MiniCPMV:
     has_experts = False
     rotates_by_grid = False
     is_bidirectional = False
+    turns_upright = False
 
     def __init__(
         self,

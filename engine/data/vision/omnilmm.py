@@ -44,6 +44,7 @@ class OmniLMM:
     has_experts = False
     rotates_by_grid = False
     is_bidirectional = False
+    turns_upright = False
 
     def __init__(self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int) -> None:
         side = int(config.get("image_size", 448))

@@ -84,6 +84,7 @@ class ProcessorFamily:
 
     cross_patch_features = None
     has_experts = False
+    turns_upright = True
 
     def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
         self._kind = str(config["model_type"])
@@ -119,12 +120,14 @@ class ProcessorFamily:
         ids, targets = self._tokenizer.apply_chat(
             _messages(chat), learn=learn, pictures=self._placeholders(chat, counts)
         )
-        yield self._placed(chat, ids, targets, counts)
+        bos = self._bos(ids)
+        yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         chat = with_picture_first(chat, len(sizes))
         counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
         ids = self._tokenizer.chat_prompt(_messages(chat), pictures=self._placeholders(chat, counts))
+        ids = self._bos(ids) + ids
         return self._placed(chat, ids, [False] * len(ids), counts)
 
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
@@ -161,6 +164,11 @@ class ProcessorFamily:
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         return ()
+
+    def _bos(self, ids: list[int]) -> list[int]:
+        """Returns what belongs in front: the tokenizer's first token, unless it adds none or the template wrote it."""
+        bos = self._tokenizer.bos_id
+        return [bos] if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos] else []
 
     def _placeholders(self, chat: Conversation, counts: Sequence[int]) -> Placeholders:
         return Placeholders(self._stand_in.mark, tuple(self._stand_in.text(counts[number]) for number in _order(chat)))

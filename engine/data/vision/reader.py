@@ -74,7 +74,7 @@ class PictureReader:
         folder, where = self._folder or place.path.parent, ref.option or f"{place}: field '{ref.field}'"
         file = folder / ref.path
         if file not in self._sizes:
-            self._sizes[file] = picture_size(file, where)
+            self._sizes[file] = picture_size(file, where, upright=self.family.turns_upright)
         return PlacedPicture(ref.path, str(folder.resolve()), where, self._sizes[file], ())
 
 

@@ -105,7 +105,7 @@ class RowPictures:
         for picture, number, index in self._pictures:
             key = picture.file, pictures_of[number] == 1
             if key not in pixels:  # the answers of a pair share a picture
-                image = read_picture(picture.file, picture.size, picture.where)
+                image = read_picture(picture.file, picture.size, picture.where, upright=self._family.turns_upright)
                 pixels[key] = self._family.tiles(image, alone=key[1]), self._family.cross_tiles(image)
             own, cross = pixels[key]
             found.append(_PictureTiles(own, number, index))

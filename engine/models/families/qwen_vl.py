@@ -107,6 +107,7 @@ QWEN2_5_VL = Wrapping(
     spellings=_SPELLINGS,
     texts=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2_5_vl_text"),
     text="qwen2_5_vl_text",
+    either_ties=True,
 )
 QWEN3_VL = Wrapping(
     complete=_complete_3,

@@ -38,17 +38,19 @@ BOTH_NORMS_MODULES = {
 NAMES = NameMap(layer_modules=PRE_NORM_MODULES)
 
 
-def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def rope_from_hf(hf: Mapping[str, Any], *, in_limits: bool = False) -> tuple[float, RopeScaling | None]:
     """Reads rotary base and scaling, from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`.
 
     A length of pretraining beside the mapping counts before the one inside, as in transformers 5.
 
+    Args:
+        in_limits: rows end at max_position_embeddings, up to where dynamic scaling changes nothing.
+
     Raises:
         UserError: the scaling is of a kind that the decoder does not have, lacks a value, or is of parts of heads.
     """
-    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    scaling, kind = _scaling(hf)
     theta = float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
     share = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -67,7 +69,16 @@ def rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             high_freq_factor=float(rope_value(scaling, kind, "high_freq_factor")),
             original_length=original_length(scaling, hf, kind),
         )
+    if kind == "dynamic" and in_limits:
+        rope_value(scaling, kind, "factor")
+        return theta, None
     raise UserError(f"rope type {kind!r} in config.json is not supported: use a model with default, linear or llama3.")
+
+
+def _scaling(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Returns the mapping that scales the rotary embedding, and of which kind it is."""
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    return scaling, scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def original_length(scaling: Mapping[str, Any], hf: Mapping[str, Any], kind: str) -> int:
@@ -126,8 +137,11 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
     """
     if missing := [key for key in REQUIRED if hf.get(key) is None]:
         raise UserError(f"config.json lacks {', '.join(missing)}: the config of a {family} model has them all.")
+    max_length = int(hf.get("max_position_embeddings", 2048))
     if "rope_theta" not in more:
-        more["rope_theta"], more["rope_scaling"] = rope_from_hf(hf)
+        more["rope_theta"], more["rope_scaling"] = rope_from_hf(hf, in_limits=True)
+        if _scaling(hf)[1] == "dynamic":
+            more["max_row_length"] = max_length  # longer rows have other frequencies
     heads = int(hf["num_attention_heads"])
     fields: dict[str, Any] = {
         "family": family,
@@ -142,7 +156,7 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
         "tied_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "qkv_bias": bool(hf.get("attention_bias", False)),
         "out_bias": bool(hf.get("attention_bias", False)),
-        "max_length": int(hf.get("max_position_embeddings", 2048)),
+        "max_length": max_length,
     }
     if fields["head_dim"] % 2:
         raise UserError(

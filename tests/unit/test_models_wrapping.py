@@ -21,7 +21,7 @@ from engine.conversion.live_logits import Overlay
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.models.describe import num_parameters
-from engine.models.families import WRAPPINGS, family_of
+from engine.models.families import WRAPPINGS, family_of, vision_left_out
 from engine.models.families.wrapping import TEXTS
 from tests.stock_vision import make_model
 
@@ -155,6 +155,24 @@ def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         family, text = family_of({**hf, **changes})
         family.config_from_hf(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "hint"),
+    [("llava_next", "text_config", False), ("mistral3", "text_config", False), ("internvl_chat", "llm_config", True)],
+)
+def test_a_language_model_that_is_read_alone_is_said(kind: str, key: str, hint: bool) -> None:
+    hf = {"model_type": kind, key: {"model_type": "mistral"}, "vision_config": {}}
+    assert family_of(hf)[1] == hf[key]
+    said = vision_left_out(hf)
+    assert said is not None and said.startswith(f"the vision part of a {kind} model is not supported and left out")
+    assert ("-hf" in said) == hint
+
+
+def test_nothing_is_said_of_supported_models() -> None:
+    assert vision_left_out({"model_type": "llava", "text_config": {}, "vision_config": {}}) is None
+    assert vision_left_out({"architectures": ["CogVLMForCausalLM"], "vision_config": {}}) is None
+    assert vision_left_out({"model_type": "llama"}) is None
 
 
 RELEASED_LLAVA = {

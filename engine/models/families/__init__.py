@@ -131,14 +131,8 @@ def vision_left_out(hf_config: dict[str, Any]) -> str | None:
     model_type = _with_model_type(hf_config).get("model_type")
     if model_type in FAMILIES or model_type in WRAPPINGS or "vision_config" not in hf_config:
         return None
-    hint = (
-        "; the folder in transformers' own format, whose name ends in -hf, has both"
-        if "llm_config" in hf_config
-        else ""
-    )
-    return (
-        f"the vision part of a {model_type} model is not supported and left out: its language model alone trains{hint}."
-    )
+    hint = "; transformers' own folder, whose name ends in -hf, has both" if "llm_config" in hf_config else ""
+    return f"model_type {model_type!r} is read as its language model alone; its vision part is not supported{hint}."
 
 
 def _wrapped(wrapping: Wrapping, hf_config: dict[str, Any]) -> Family:

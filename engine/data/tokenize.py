@@ -19,6 +19,7 @@ from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
 from engine.data.template import Learn, RunawayTemplate
 from engine.data.tokenizer import Tokenizer
+from engine.data.vision.families import PICTURE_MODELS
 from engine.data.vision.reader import PictureReader
 from engine.data.vision.records import PictureSample
 from engine.errors import UserError
@@ -94,8 +95,9 @@ def _reader(sample: PictureSample, pictures: PictureReader | None) -> PictureRea
     if pictures is None:
         named = f"field '{sample.pictures[0].field}' names a picture" if sample.pictures else "the turns are parts"
         raise sample.place.error(
-            f"{named}, but only text is read here; train a vision-language model on the records themselves, or remove "
-            "them."
+            f"{named}, but only text is read here: pictures are read in training, by models of type "
+            f"{', '.join(PICTURE_MODELS)} (of InternVL the folder that ends in -hf); use one of these, or remove the "
+            "pictures."
         )
     return pictures
 

@@ -30,6 +30,7 @@ from engine.data.vision.families import vision_family
 from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families import vision_left_out
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.log import Log
@@ -67,6 +68,8 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
             "model's vocabulary will be refused."
         )
     assert config.data.train is not None
+    if (left_out := vision_left_out(model.hf_config)) is not None:
+        log.warning(left_out)
     pictures = _picture_reader(config, model, tokenizer)
     source = _Source(config, tokenizer, pictures, decoder, log, NodeData.of_this_process(launch))
     train, held_out = source.training_set(config.data.train)

@@ -21,7 +21,7 @@ from engine.conversion.live_logits import Overlay
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.models.describe import num_parameters
-from engine.models.families import WRAPPINGS, family_of
+from engine.models.families import WRAPPINGS, family_of, vision_left_out
 from engine.models.families.wrapping import TEXTS
 from tests.stock_vision import make_model
 
@@ -146,6 +146,7 @@ def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inn
     ("changes", "words"),
     [
         ({"text_config": {"model_type": "mamba"}}, "language model of type 'mamba' in a llava model, which is"),
+        ({"text_config": None}, "lacks text_config, which describes the language model"),
         ({"text_config": 3}, "has text_config 3, but a mapping is expected"),
         ({"vision_config": None}, "lacks vision_config"),
         ({"vision_config": {"model_type": "pixtral"}}, "vision tower of type 'pixtral', but a llava model is"),
@@ -164,6 +165,24 @@ def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         family, text = family_of({**hf, **changes})
         family.config_from_hf(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "hint"),
+    [("llava_next", "text_config", False), ("mistral3", "text_config", False), ("internvl_chat", "llm_config", True)],
+)
+def test_a_language_model_that_is_read_alone_is_said(kind: str, key: str, hint: bool) -> None:
+    hf = {"model_type": kind, key: {"model_type": "mistral"}, "vision_config": {}}
+    assert family_of(hf)[1] == hf[key]
+    said = vision_left_out(hf)
+    assert said is not None and said.startswith(f"model_type {kind!r} is read as its language model alone")
+    assert ("-hf" in said) == hint
+
+
+def test_nothing_is_said_of_supported_models() -> None:
+    assert vision_left_out({"model_type": "llava", "text_config": {}, "vision_config": {}}) is None
+    assert vision_left_out({"architectures": ["CogVLMForCausalLM"], "vision_config": {}}) is None
+    assert vision_left_out({"model_type": "llama"}) is None
 
 
 RELEASED_LLAVA = {

@@ -16,6 +16,10 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
+_COGVLM_TYPES = ("cogvlm", "cogvlm2", "cogagent")
+
+PICTURE_MODELS = tuple(sorted((*STAND_INS, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
+"""The model types whose pictures are read."""
 
 
 def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> VisionFamily | None:
@@ -33,7 +37,7 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
     try:
         if config.get("model_type") == "minicpmv":
             return MiniCPMV(config, _processor(folder), tokenizer)
-        if architecture in _COGVLM or config.get("model_type") in ("cogvlm", "cogvlm2", "cogagent"):
+        if architecture in _COGVLM or config.get("model_type") in _COGVLM_TYPES:
             return CogVLM(config, tokenizer, bos=_special(tokenizer, "bos"), eos=_special(tokenizer, "eos"))
         if architecture == "OmniLMMForCausalLM" or config.get("model_type") == "omnilmm":
             return OmniLMM(config, tokenizer, bos=_special(tokenizer, "bos"))

@@ -134,6 +134,15 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     return family, text
 
 
+def vision_left_out(hf_config: dict[str, Any]) -> str | None:
+    """Returns one sentence where `family_of` reads a vision-language model as its language model alone, else None."""
+    model_type = _with_model_type(hf_config).get("model_type")
+    if model_type in FAMILIES or model_type in WRAPPINGS or "vision_config" not in hf_config:
+        return None
+    hint = "; transformers' own folder, whose name ends in -hf, has both" if "llm_config" in hf_config else ""
+    return f"model_type {model_type!r} is read as its language model alone; its vision part is not supported{hint}."
+
+
 def _wrapped(wrapping: Wrapping, hf_config: dict[str, Any]) -> Family:
     """Returns the family of a language model with a vision model in front of it."""
     check_kinds(hf_config)

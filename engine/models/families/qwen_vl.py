@@ -17,6 +17,13 @@ from engine.models.families.checking import part_of
 from engine.models.families.wrapping import Wrapping
 from engine.models.names import Spelling
 
+_DEFAULTS_2_5 = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+}  # fmt: skip
+_DEFAULTS_3 = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
+"""What transformers' classes have where config.json says nothing, and Qwen2's and Qwen3's have otherwise."""
+
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 
 
@@ -53,7 +60,7 @@ def config_2_5(hf: dict[str, Any]) -> DecoderConfig:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
     changed, sections = _sections(hf, [16, 24, 24])
-    text = qwen2.config_from_hf({"rope_theta": 1000000.0, **changed})
+    text = qwen2.config_from_hf({**_DEFAULTS_2_5, **changed})
     pairs = text.head_dim // 2
     if sum(sections) != pairs:
         raise UserError(
@@ -71,7 +78,7 @@ def config_3(hf: dict[str, Any]) -> DecoderConfig:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
     changed, sections = _sections(hf, [24, 20, 20])
-    text = qwen3.config_from_hf({"rope_theta": 500000.0, **changed})
+    text = qwen3.config_from_hf({**_DEFAULTS_3, **changed})
     axes = [0] * (text.head_dim // 2)
     for axis in (1, 2):  # every third pair, as far as there are enough of them
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):

@@ -69,7 +69,11 @@ class Wrapping(NamedTuple):
         Raises:
             UserError: it is of a kind that these models are not supported with.
         """
-        given = part_of(hf, "text_config") or hf
+        given = part_of(hf, "text_config")
+        if given is None:
+            if hf.get("model_type") not in self.texts:
+                raise UserError("config.json lacks text_config, which describes the language model: copy it again.")
+            given = hf
         kind = given.get("model_type", self.text)
         if kind not in self.texts:
             raise UserError(
@@ -84,7 +88,7 @@ class Wrapping(NamedTuple):
 
 
 def spellings(roots: tuple[str, ...], *, inner: Mapping[str, str] | None = None) -> tuple[Spelling, ...]:
-    """Returns what transformers' modules are called, in a checkpoint of it too, and what releases before it have.
+    """Returns the names used by transformers 5, in memory and in its checkpoints, and those of earlier releases.
 
     Args:
         roots: the modules beside the language model.

@@ -71,9 +71,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {**_GEMMA, "sliding_window_pattern": 2, "rope_parameters": _GEMMA3_ROPES}),
+    "mixtral": ("Mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {
+            "head_dim": None,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {
+            "moe_intermediate_size": 20,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "olmoe": ("Olmoe", {"head_dim": None, "num_experts": 5, "num_experts_per_tok": 2}),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
+ROUTED = ("mixtral", "qwen2 moe", "qwen3 moe", "olmoe")
+"""Those with experts that a router chooses."""
 
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
@@ -95,11 +120,13 @@ def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    if name in ROUTED:
+        model.set_experts_implementation("eager")  # torch's grouped products, which are the default, have no fp64
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if "Gemma" in prefix or "bias" in key else 1.0, std=0.2)
         else:
-            torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[1] ** -0.5)
+            torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
     if folder is not None:
         model.save_pretrained(folder)
         _as_users_have_it(name, folder)

@@ -34,6 +34,7 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
+from engine.conversion.peft_experts import is_expert, obstacle
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -86,15 +87,18 @@ def export_peft(
             "export with --format hf --merge."
         )
     parts = [part for module in modules for part in fused_parts(module)]
+    _check_experts(trained, modules, described, lora)
     saved = _modules_to_save(fully_trained(names), parts, model)
     alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
     tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
     config = _adapter_config(lora, _target_modules(parts, model), saved, model)
+    if any(is_expert(module) for module in modules):
+        config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
     config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
     if base_name is not None:
         config["base_model_name_or_path"] = base_name
     companions = tokenizer.companions(model.companions(), with_model=False)
-    notes = [*_notes(modules, parts, saved, model, config, base_name), *companions.left_out]
+    notes = [*_notes(modules, parts, saved, model, config, base_name, float(lora["dropout"])), *companions.left_out]
     notes += _refuse_zeros(trained, modules)
     check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -115,6 +119,17 @@ def export_peft(
         verified=True,
         notes=tuple(notes),
     )
+
+
+def _check_experts(trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]) -> None:
+    """Refuses what PEFT would read otherwise than it was trained."""
+    if model.decoder.routed is None:
+        return
+    adapters = {(trained.shape(f"{one}.{LORA_A}")[0], recorded_alpha(lora, one, model.names)) for one in modules}
+    full = [name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())]
+    reason = obstacle(modules, full, model.decoder, alike=len(adapters) == 1, rslora=bool(lora["rslora"]))
+    if reason is not None:
+        raise UserError(f"{reason}: export with --format hf --merge.")
 
 
 _KEYS = {
@@ -318,6 +333,7 @@ def _notes(
     model: ModelFolder,
     config: Mapping[str, Any],
     base_name: str | None,
+    dropout: float,
 ) -> list[str]:
     notes = []
     if config.keys() & {"rank_pattern", "alpha_pattern"}:
@@ -329,6 +345,11 @@ def _notes(
         notes.append(
             "an adapter over several modules is written as one for each that share A, which is exact; PEFT would "
             "continue to train them separately"
+        )
+    if any(is_expert(module) for module in modules) and config["lora_dropout"] != dropout:
+        notes.append(
+            f"lora_dropout is 0 in adapter_config.json and was {dropout:g} in training: PEFT has none for experts, and "
+            "would continue to train without it"
         )
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append(

@@ -7,6 +7,8 @@ So memory is that of one layer, or of the embedding, whatever the size of the mo
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -36,6 +38,7 @@ SAME = 1e-3
 1e-6.
 """
 
+_FACTOR_IN_LAYER = re.compile(r"layers\.(\d+)\..*\.(lora_[AB])\b")
 _ROUNDED = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """The same where one has weights that a merge rounded: an error of 2^-9 or 2^-12 per weight, amplified by the
 layers.
@@ -200,6 +203,7 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     loaded = get_peft_model_state_dict(adapted)
+    _check_experts(_take_experts(stored), _take_experts(loaded))
     for keys, what in ((stored.keys() - loaded.keys(), "does not take"), (loaded.keys() - stored.keys(), "misses")):
         # with a tied head trained or adapted PEFT lists the base's matrices too
         if strange := sorted(key for key in keys if "lora_" in key or what == "does not take"):
@@ -208,6 +212,31 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
         if not torch.equal(loaded[key].to(value.dtype), value):
             raise UserError(f"PEFT reads {key} with other values than were exported: report this.")
     return adapted
+
+
+def _take_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Takes out the factors of a mixture's experts, which PEFT stacks."""
+    return {key: tensors.pop(key) for key in list(tensors) if ".experts." in key and ".lora_" in key}
+
+
+def _check_experts(stored: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
+    """Checks that PEFT's stacks have the numbers of the experts' factors, by the sum of squares in each layer."""
+    ours, theirs = (_squares_by_layer(tensors) for tensors in (stored, loaded))
+    for place in ours.keys() | theirs.keys():
+        if not math.isclose(ours.get(place, 0.0), theirs.get(place, 0.0), rel_tol=1e-5):
+            raise UserError(
+                f"PEFT reads {place[1]} of the experts in layer {place[0]} with other values than were exported: "
+                "report this."
+            )
+
+
+def _squares_by_layer(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for key, tensor in tensors.items():
+        match = _FACTOR_IN_LAYER.search(key)
+        assert match is not None, key
+        found[match[1], match[2]] = found.get((match[1], match[2]), 0.0) + tensor.double().square().sum().item()
+    return found
 
 
 def _widen_while_running(model: nn.Module) -> None:

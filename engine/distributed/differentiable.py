@@ -4,6 +4,9 @@
 |---------------------------------|-----------------------------------|
 | reduce (all-reduce)             | identity                          |
 | split tokens (local slice)      | all-gather (no sum)               |
+| copy                            | all-reduce                        |
+| gather tokens (all-gather)      | reduce-scatter                    |
+| scatter the sum (reduce-scatter)| all-gather                        |
 
 Parallel linears do not use these: they overlap the same collectives with their own arithmetic.
 """
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distributed.collectives import all_gather, all_reduce, local_part
+from engine.distributed.collectives import all_gather, all_reduce, local_part, reduce_scatter
 from engine.distributed.mesh import Axis
 
 
@@ -48,3 +51,55 @@ def reduce_from_all(x: Tensor, axis: Axis) -> Tensor:
 def split_tokens(x: Tensor, axis: Axis) -> Tensor:
     """[T, ...] equal on all ranks -> this rank's [T / size, ...]; the gradient is gathered."""
     return x if axis.size == 1 else _SplitTokens.apply(x, axis)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(dy.contiguous().clone(), ctx.axis), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy.contiguous(), ctx.axis), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather(dy.contiguous(), ctx.axis), None
+
+
+def to_partial(x: Tensor, axis: Axis, *, splits_tokens: bool) -> Tensor:
+    """Returns all tokens [T, ...], for a region of which each rank computes a part of a sum: the ranks' gradients are
+    summed.
+
+    Args:
+        splits_tokens: x has this rank's tokens alone, [T / size, ...].
+    """
+    if axis.size == 1:
+        return x
+    return _GatherTokens.apply(x, axis) if splits_tokens else _Copy.apply(x, axis)
+
+
+def from_partial(x: Tensor, axis: Axis, *, splits_tokens: bool) -> Tensor:
+    """Returns the sum of what the ranks have after such a region; of this rank's tokens where these are split."""
+    if axis.size == 1:
+        return x
+    return _ScatterSum.apply(x, axis) if splits_tokens else _Reduce.apply(x, axis)

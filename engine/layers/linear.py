@@ -379,9 +379,9 @@ class RowParallelLinear(_ParallelLinear):
         for option, built in (("dora", self.magnitudes), ("bias", self._adapter_biases)):
             if built:
                 raise UserError(
-                    f"lora.{option} is true and {name} is to have an adapter, but it is one of two experts, whose "
-                    f"outputs are summed together over parallel.tensor {self.build.layout.tp.size}: set lora.{option} "
-                    "to false, leave that module out of lora.targets, or set parallel.tensor to 1."
+                    f"lora.{option} is true and {name} is to have an adapter, but it is one of several experts, "
+                    f"whose outputs are summed together over parallel.tensor {self.build.layout.tp.size}: set "
+                    f"lora.{option} to false, leave that module out of lora.targets, or set parallel.tensor to 1."
                 )
 
     def _bias_spec(self, spec: ShardSpec) -> ShardSpec:

@@ -39,6 +39,7 @@ from engine.layers.cross_attention import CrossAttention
 from engine.layers.experts import ExpertPair
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
+from engine.layers.routed_experts import RoutedMLP
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import KeptInput, LinearInput
 from engine.ops.parallel_linear import row_linear
@@ -128,10 +129,13 @@ class LastLinear(nn.Module):
 
 
 def apply_level(
-    level: Level, attention: Attention, mlp: MLP | ExpertPair, cross_attention: CrossAttention | None = None
+    level: Level,
+    attention: Attention,
+    mlp: MLP | ExpertPair | RoutedMLP,
+    cross_attention: CrossAttention | None = None,
 ) -> None:
     """Puts what `level` needs around the linears of a layer."""
-    mlps = (mlp.language, mlp.vision) if isinstance(mlp, ExpertPair) else (mlp,)
+    mlps = _mlps(mlp)
     if level == "none":
         _wrap(attention, "qkv", _keeping)
         if cross_attention is not None:
@@ -144,9 +148,16 @@ def apply_level(
             _wrap(attention, "o_proj", _last)
         else:
             _wrap(cross_attention, "dense", _last)
-    elif level == "full":
+    elif level == "full" and not isinstance(mlp, RoutedMLP):  # whose last product is not the region's last
         for one in mlps:
             _wrap(one, "down", _last)
+
+
+def _mlps(mlp: MLP | ExpertPair | RoutedMLP) -> tuple[nn.Module, ...]:
+    """Returns the MLPs that all of some tokens pass through."""
+    if isinstance(mlp, RoutedMLP):
+        return () if mlp.shared is None else (mlp.shared,)
+    return (mlp.language, mlp.vision) if isinstance(mlp, ExpertPair) else (mlp,)
 
 
 def _wrap(owner: nn.Module, name: str, around: Callable[[Any], nn.Module]) -> None:

@@ -32,6 +32,7 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
 from engine.layers.plain_module import anything_trains, tile_rows
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
+from engine.layers.routed_experts import RoutedMLP
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.layers.vision import VisionEncoder
@@ -48,7 +49,7 @@ from engine.ops.rope import inverse_frequencies
 SITES_PER_LAYER = 4
 """Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
 
-The head's comes after those of all layers, and then three for each layer's cross attention."""
+The head's comes after those of all layers, and then three for each layer's cross attention, or its shared expert."""
 _VISION_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
 """First sites of a vision model's linears, and of those of the encoder that layers attend to."""
 
@@ -126,7 +127,8 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
 
     Families may have norms on what is added to x too, or there alone, and a factor on it. Attention and MLP may have
-    other weights for tokens of pictures, and cross attention to encoded pictures may stand between them.
+    other weights for tokens of pictures, and cross attention to encoded pictures may stand between them. A mixture of
+    experts may stand in the place of the MLP.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         prefix, site = f"layers.{index}", index * SITES_PER_LAYER
+        further_site = config.num_layers * SITES_PER_LAYER + 1 + 3 * index
         self.residual_multiplier = config.residual_multiplier
 
         # norms whose output experts read have partial gradients, as the experts' inputs have
@@ -176,7 +179,7 @@ class DecoderLayer(nn.Module):
                 encoded=sizes.encoded,
                 width=sizes.width,
                 num_heads=config.num_heads,
-                first_site=config.num_layers * SITES_PER_LAYER + 1 + 3 * index,
+                first_site=further_site,
                 build=build,
             )
 
@@ -193,10 +196,21 @@ class DecoderLayer(nn.Module):
                 build=inner,
             )
 
-        self.mlp: MLP | ExpertPair = mlp(f"{prefix}.mlp")
-        if config.token_experts:
+        self.mlp: MLP | ExpertPair | RoutedMLP
+        if (routed := config.routed_at(index)) is not None:
+            self.mlp = RoutedMLP(
+                f"{prefix}.mlp",
+                routed,
+                hidden=config.hidden,
+                first_site=site + 2,
+                shared_site=further_site,
+                build=build,
+            )
+        elif not config.token_experts:
+            self.mlp = mlp(f"{prefix}.mlp")
+        else:
             self.mlp = ExpertPair(
-                self.mlp,
+                mlp(f"{prefix}.mlp"),
                 mlp(f"{prefix}.mlp.{VISION_EXPERT}"),
                 width=config.hidden,
                 layout=build.layout,

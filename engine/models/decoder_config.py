@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from engine.layers.routed_experts import RoutedSizes
 from engine.layers.vision import VisionConfig
 
 
@@ -112,6 +113,7 @@ class DecoderConfig:
         token_experts: tokens of pictures have linears of their own in attention and MLP.
         vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
         cross_attention: of all tokens to encoded pictures, between attention and MLP; None for none.
+        routed: the mixture of experts of most layers; None for MLPs alone.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
         bidirectional_pictures: in attention the tokens of a picture see the whole picture.
         deepstack: further features of each such token, which are added to the residual stream, those of index i behind
@@ -153,6 +155,7 @@ class DecoderConfig:
     token_experts: bool = False
     vision_qkv_bias: bool = False
     cross_attention: CrossAttentionSizes | None = None
+    routed: RoutedSizes | None = None
     vision: VisionConfig | None = None
     bidirectional_pictures: bool = False
     deepstack: int = 0
@@ -175,6 +178,10 @@ class DecoderConfig:
     def layer_kind(self, index: int) -> LayerKind:
         """Returns the kind of a layer, by its index in the whole model."""
         return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
+
+    def routed_at(self, index: int) -> RoutedSizes | None:
+        """Returns the mixture of experts of a layer, by its index in the whole model; None where it has an MLP."""
+        return None if self.routed is None or index in self.routed.dense_layers else self.routed
 
     @property
     def unread_modules(self) -> tuple[str, ...]:

@@ -14,10 +14,20 @@ from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
 
 
-def layer_parameters(config: DecoderConfig) -> int:
-    """Returns the number of weights in the linears of one layer."""
+def layer_parameters(config: DecoderConfig) -> float:
+    """Returns the number of weights in the linears of a layer that a token meets, the mean over all layers."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
+    attention = config.hidden * (2 * queries + 2 * keys)
+    return attention + sum(_mlp_parameters(config, index) for index in range(config.num_layers)) / config.num_layers
+
+
+def _mlp_parameters(config: DecoderConfig, index: int) -> int:
+    routed = config.routed_at(index)
+    if routed is None:
+        return 3 * config.hidden * config.intermediate
+    rule = routed.rule
+    met = 3 * (rule.per_token * routed.intermediate + routed.shared) + rule.num_experts + int(routed.shared > 0)
+    return config.hidden * met
 
 
 def head_in_layers(config: DecoderConfig) -> float:
@@ -62,16 +72,26 @@ class TrainedWork:
 def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) -> TrainedWork:
     """Returns the training work of a model in which these weights are trained: logical name -> global shape.
 
-    An adapter takes part in forward, input gradients and weight gradients. An embedding's gradient is no product.
+    An adapter takes part in forward, input gradients and weight gradients. Experts count as far as a token meets
+    them. An embedding's gradient is no product.
     """
     layers = config.num_layers
     lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
     per_token = 0
+    in_experts = 0
     for name, shape in trained.items():
         if "lora" in name and not name.startswith(VISION):
-            per_token += 6 * prod(shape)
+            work = 6 * prod(shape)
         elif len(shape) == 2 and not name.startswith(("embed", VISION)):
-            per_token += 2 * prod(shape)
+            work = 2 * prod(shape)
+        else:
+            continue
+        if ".experts." in name:
+            in_experts += work
+        else:
+            per_token += work
+    if config.routed is not None:  # of which a token meets a few
+        per_token += in_experts * config.routed.rule.per_token // config.routed.rule.num_experts
     return TrainedWork(share=max(0, layers - max(lowest, 0)) / layers, head=lowest <= layers, per_token=per_token)
 
 

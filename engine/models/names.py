@@ -13,6 +13,10 @@ The engine's names:
     lm_head.weight                         absent when embeddings are tied
     layers.{i}.attention.vision.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}    experts: for tokens of pictures; the
     layers.{i}.mlp.vision.{gate_proj,up_proj,down_proj}.{weight,bias}          plain names are then those of text
+    layers.{i}.mlp.router.weight                                               a mixture of experts, in place of the
+    layers.{i}.mlp.experts.{e}.{gate_proj,up_proj,down_proj}.weight            MLP
+    layers.{i}.mlp.shared_expert.{gate_proj,up_proj,down_proj}.weight
+    layers.{i}.mlp.shared_expert_gate.weight
     layers.{i}.cross_attention_norm.weight
     layers.{i}.cross_attention.{query,key,value,dense}.weight                  to encoded pictures
     vision.{...}                           of a vision model, the checkpoint's own names below `NameMap.vision`
@@ -37,6 +41,9 @@ from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EVERY_EXPERT = ".experts.*."
+"""In tables of names, the place of an expert's number."""
 
 
 class HfLocation(NamedTuple):
@@ -123,6 +130,7 @@ class NameMap:
 
     Args:
         layer_modules: engine module name inside a layer -> Hugging Face module name inside a layer, or the part of one.
+            A * stands for the number of an expert.
         body: prefix of the decoder's body in the checkpoint ("model." usually; "llm.model." or
             "model.language_model." where the language model is nested).
         head: full module name of the output head.
@@ -196,9 +204,15 @@ class NameMap:
             root, dot, rest = module.removeprefix(VISION).partition(".")
             return self.vision[root] + dot + rest
         if match := _LAYER.match(module):
-            place = self.layer_modules[match[2]]
+            place = self._place(match[2])
             return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, FusedPart) else place}"
         return self.body + module
+
+    def _place(self, module: str) -> str | FusedPart:
+        """Returns what the table has for a module inside a layer."""
+        wanted, expert = _without_expert(module)
+        place = self.layer_modules[wanted]
+        return place.replace(_EVERY_EXPERT, expert) if isinstance(place, str) else place
 
     def is_unused(self, hf_name: str) -> bool:
         """Returns whether a tensor of the checkpoint is one of `unused`."""
@@ -211,7 +225,7 @@ class NameMap:
         if module.startswith(VISION) and module.removeprefix(VISION) in self.parameters:
             hf_name = self.module_to_hf(module)
         match = _LAYER.match(module)
-        part = self.layer_modules[match[2]] if match else None
+        part = self._place(match[2]) if match else None
         return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, FusedPart) else HfLocation(hf_name)
 
     def module_from_hf(self, hf_module: str) -> str | None:
@@ -228,11 +242,18 @@ class NameMap:
             return None
         rest = hf_module[len(self.body) :]
         if match := _LAYER.match(rest):
+            wanted, expert = _without_expert(match[2])
             for engine_name, hf_name in self.layer_modules.items():
-                if hf_name == match[2]:
-                    return f"layers.{match[1]}.{engine_name}"
+                if hf_name == wanted:
+                    return f"layers.{match[1]}.{engine_name.replace(_EVERY_EXPERT, expert)}"
             return None
         return rest if rest in ("embed_tokens", "norm") else None
+
+
+def _without_expert(module: str) -> tuple[str, str]:
+    """Returns a module's name as tables have it, and what stands in the place of `_EVERY_EXPERT` in it."""
+    match = _EXPERT.search(module)
+    return (module, "") if match is None else (_EXPERT.sub(_EVERY_EXPERT, module), match[0])
 
 
 def nest(names: NameMap, tensor_names: list[str]) -> NameMap:

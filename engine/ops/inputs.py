@@ -390,3 +390,25 @@ class KeptInput(_MadeFirst):
     ) -> Tensor:
         self._held = None
         return self._source.gradient_and_da(dx, u, update, dh, mask, low_rank, kernels)
+
+
+class _Made(torch.autograd.Function):
+    """The leaves are passed only so that autograd knows the output depends on them."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, source: LinearInput, kernels: Kernels, *leaves: Tensor) -> Tensor:
+        x, statistics = source.make(u, None, kernels)
+        ctx.save_for_backward(u, statistics)
+        ctx.source, ctx.kernels, ctx.num_leaves = source, kernels, len(leaves)
+        return x.view_as(x) if x is u else x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        u, statistics = ctx.saved_tensors
+        du = ctx.source.gradient(dx.clone(), u, statistics, None, ctx.kernels)  # which may overwrite it
+        return du, None, None, *([None] * ctx.num_leaves)
+
+
+def made_input(u: Tensor, source: LinearInput, kernels: Kernels) -> Tensor:
+    """Returns x itself, where more reads it than one linear."""
+    return _Made.apply(u, source, kernels, *source.leaves())

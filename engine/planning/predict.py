@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.config.run import RunConfig
+from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.models.decoder_config import DecoderConfig
@@ -22,8 +23,13 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: a backend that is not known.
+        UserError: a backend that is not known, or a model that the planner cannot describe.
     """
+    if decoder.routed is not None:
+        raise UserError(
+            f"this {decoder.family} model has experts that a router chooses, so that its memory depends on the text: "
+            "memory and time are not predicted for such models."
+        )
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")

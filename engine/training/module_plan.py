@@ -99,6 +99,11 @@ def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[
     every = (*qkv, *gate_up, KEY_VALUE)
     asked = {"auto": names.fused, "none": (), "qkv": qkv, "gate_up": gate_up, "all": every}[lora.fused]
     kinds = [kind for kind in asked if FUSED[kind][0] in names.layer_modules]
+    if decoder.routed is not None and GATE_UP in kinds:
+        raise UserError(
+            f"lora.fused is {lora.fused}, but in this {decoder.family} model gate and up belong to experts that a "
+            "router chooses, which have an adapter each: set lora.fused to none or qkv."
+        )
     return [f"layers.{index}.{kind}" for index in range(decoder.num_layers) for kind in kinds]
 
 

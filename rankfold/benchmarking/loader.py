@@ -48,7 +48,7 @@ class Squares:
         self._size, self._norm = (side, side), Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
         self.patch_features = self._norm.features
 
-    def tiles(self, image: Image.Image) -> Tiles:
+    def tiles(self, image: Image.Image, *, alone: bool = True) -> Tiles:
         """Returns the picture's patches."""
         return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
 

@@ -19,6 +19,7 @@ from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
+from engine.layers.routed_experts import RoutedSizes
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, LayerKind
@@ -33,6 +34,7 @@ from engine.models.vision.siglip import SiglipConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.routing import RoutingRule
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
@@ -68,6 +70,12 @@ PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVision
 DEEPSTACK = small_config(num_layers=4, deepstack=3, rope_axes=(2, 0, 1), vision=ToyVisionConfig(hidden=4 * 32))
 """Rotated by time, height and width, with pictures' features for three layers."""
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
+ROUTED = small_config(
+    num_layers=2,
+    routed=RoutedSizes(
+        rule=RoutingRule(num_experts=5, per_token=2, renormalises=True, rounds=True), intermediate=20, shared=12
+    ),
+)
 _PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
 LLAVA = LlavaVisionConfig(
     tower=ClipConfig(
@@ -161,6 +169,9 @@ CASES = {
     "vision experts' fused adapters": Case(
         config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
     ),
+    "routed, adapters": Case(config=ROUTED, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
+    "routed, in full": Case(config=ROUTED, trained=".*"),
+    "routed, attention's adapters": Case(config=ROUTED, adapters=r".*attention\..*_proj"),
     "deep, deepstack": Case(config=DEEPSTACK, adapters=r"layers\.2\..*_proj", trained=r"vision\..*"),
     **{
         f"{name} {kind}": Case(

@@ -195,7 +195,7 @@ def test_rows_over_context_ranks(name: str):
 
 WITHOUT_WINDOWS = (
     "llama", "llama fused", "mistral without window", "qwen2", "qwen3", "granite", "minicpm", "smollm3", "olmo2",
-    "olmo2 one head each", "phi3 longrope", "gemma3 without windows",
+    "olmo2 one head each", "phi3 longrope", "gemma3 without windows", "qwen2 moe", "qwen3 moe", "olmoe",
 )  # fmt: skip
 
 

@@ -105,13 +105,14 @@ def test_a_tilde_is_the_home_in_every_path_of_a_run(monkeypatch: pytest.MonkeyPa
     """Given on the command line or in a file; what has no such home is refused, not made here."""
     home = _home(monkeypatch, tmp_path)
     given = dict.fromkeys(PATH_OPTIONS, "~/x") | {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl"}
-    config = parse_config([f"--{name}={value}" for name, value in given.items()])
+    prompt = ["--train.sample_prompts=x", "--train.sample_every=1"]  # which the picture belongs to
+    config = parse_config([*prompt, *(f"--{name}={value}" for name, value in given.items())])
     assert "~" not in to_yaml(config) and to_yaml(config).count(str(home)) == len(PATH_OPTIONS)
     (home / "run.yaml").write_text("model: {path: ~/x}\ncheckpoint: {dir: ~/run}\n", encoding="utf-8")
     assert parse_config(["--config=~/run.yaml"]).checkpoint.dir == str(home / "run")
     for name, value in given.items():
         with pytest.raises(UserError, match=rf"^{name} is ~nobody-here/.*, but there is no home ~nobody-here: "):
-            parse_config(["--model.path", "x", f"--{name}={value.replace('~', '~nobody-here')}"])
+            parse_config(["--model.path", "x", *prompt, f"--{name}={value.replace('~', '~nobody-here')}"])
     assert parse_config(["--model.path", "./~x"]).model.path == "./~x"
 
 

@@ -191,9 +191,10 @@ def test_a_search_tries_every_layout() -> None:
 
 
 def test_less_memory_takes_more_work() -> None:
-    """Between what fits with everything kept and what does not fit at all, layers are made again one by one."""
+    """Between what fits without work and what does not fit at all, layers are recomputed one by one. Keeping more than
+    "selective" keeps is no faster: on a GPU, backward of an adapter makes its input in the kernel that reads it."""
     whole = _answer(1, 80, train=TrainOptions(micro_batch_size=8)).found.fitting[0]
-    assert whole.memory.recompute == "none"
+    assert whole.memory.recompute == "selective"
     selective = predict_layout(
         _workload(SMALL, _config(train=TrainOptions(micro_batch_size=8))), Layout(), MemoryPlan()
     )[0]

@@ -45,7 +45,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' in config.json is not supported"),
     ({"model_type": None}, "a model without model_type (LlamaForCausalLM) in config.json is not supported"),
     ({"model_type": ["llama"]}, "model_type ['llama'], but text is expected"),
-    ({"model_type": "mixtral", "num_local_experts": 8}, "no mixture-of-experts layers"),
+    ({"model_type": "glm4_moe", "n_routed_experts": 8}, "no mixture-of-experts layers of this kind"),
     ({"model_type": "llava", "text_config": [1]}, "text_config [1], but a mapping is expected"),
     ({"model_type": "mistral", "sliding_window": "far"}, "sliding_window 'far'"),
     ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": 3}, "layer_types 3, but a list of texts"),

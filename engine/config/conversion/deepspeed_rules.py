@@ -236,8 +236,8 @@ RULES |= {
     "pipeline.*": dropped("parallel.layers_per_stage cuts the model"),
     "seq_parallel_communication_data_type": dropped("keys and values are sent in model.dtype"),
     "checkpoint.*": dropped("checkpoints are this engine's own"),
-    "moe.*": dropped("models with experts are not supported"),
+    "moe.*": dropped("options for experts are not converted"),
     "_comment": dropped("a comment"),
-    "use_data_before_expert_parallelism": dropped("models with experts are not supported"),
+    "use_data_before_expert_parallelism": dropped("there is no expert parallelism"),
     "dataloader_drop_last": dropped("train.global_batch_size rows make a step"),
 }

@@ -26,6 +26,7 @@ from engine.models.families import (
     qwen2,
     qwen3,
     qwen_vl,
+    routed,
     smollm3,
 )
 from engine.models.families.checking import check_kinds, part_of
@@ -61,12 +62,16 @@ FAMILIES: dict[str, Family] = {
     "minicpm": Family(minicpm.config_from_hf),
     "minicpmv": Family(minicpm_v.config_from_hf, minicpm_v.NAMES),
     "mistral": Family(mistral.config_from_hf),
+    "mixtral": Family(routed.mixtral, routed.MIXTRAL_NAMES),
     "olmo2": Family(olmo2.config_from_hf, olmo2.NAMES),
+    "olmoe": Family(routed.olmoe, routed.NAMES),
     "omnilmm": Family(omnilmm.config_from_hf, omnilmm.NAMES),
     "phi3": Family(phi3.config_from_hf, fused=phi3.FUSED),
     "qwen2": Family(qwen2.config_from_hf),
     "qwen2_5_vl_text": Family(qwen_vl.config_2_5),
+    "qwen2_moe": Family(routed.qwen2_moe, routed.NAMES),
     "qwen3": Family(qwen3.config_from_hf),
+    "qwen3_moe": Family(routed.qwen3_moe, routed.NAMES),
     "qwen3_vl_text": Family(qwen_vl.config_3),
     "smollm3": Family(smollm3.config_from_hf),
 }
@@ -85,7 +90,10 @@ _BY_ARCHITECTURE = {"CogVLMForCausalLM": "cogvlm", "CogAgentForCausalLM": "cogag
 """Families whose released configs have no `model_type`."""
 
 _MISSING = (
-    ("mixture-of-experts layers", ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")),
+    (
+        "mixture-of-experts layers of this kind",
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+    ),
     (
         "linear-attention or state-space layers",
         ("linear_num_key_heads", "ssm_cfg", "mamba_d_state", "mamba_n_heads"),

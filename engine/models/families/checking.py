@@ -39,7 +39,20 @@ _FACTORS = (
     "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
     "scale_emb", "scale_depth", "initializer_range", "partial_rotary_factor",
 )  # fmt: skip
-_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "qkv_bias",
+    "norm_topk_prob",
+    "output_router_logits",
+)
+_EXPERTS = (
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "decoder_sparse_step",
+)  # fmt: skip
+"""Counts of a mixture of experts; configs of models without one may have them as 0."""
 _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
 
@@ -57,7 +70,9 @@ _KINDS: dict[str, Kind] = {
         f"a whole number from 1 to {MOST_LAYERS}",
         lambda value: _is_whole(value) and 0 < value <= MOST_LAYERS,
     ),
+    **dict.fromkeys(_EXPERTS, ("a whole number, 0 or more", lambda value: _is_whole(value) and 0 <= value <= _MOST)),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
+    "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
     "no_rope_layers": ("a list of 0 and 1", lambda value: _is_list_of(value, lambda item: item in (0, 1))),
 }
@@ -90,6 +105,8 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
     """
     for key, (expected, fits) in _KINDS.items():
         value = hf.get(key)
+        if key == "sliding_window" and value == 0 and hf.get("use_sliding_window") is False:
+            continue  # as transformers writes it for Qwen2-MoE
         if (value is not None and not fits(value)) or (value is None and key in hf and key in _NEVER_NULL):
             raise _wrong(key, value, expected)
     for key in ("rope_scaling", "rope_parameters"):

@@ -53,6 +53,11 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             f"memory.cuda_graph is {graph}, but which weights a token of this {decoder.family} model meets, or what it "
             "attends to, changes with the pictures of a micro-batch: set memory.cuda_graph to none."
         )
+    if decoder.routed is not None:
+        raise UserError(
+            f"memory.cuda_graph is {graph}, but experts that a router chooses, as in this {decoder.family} model, have "
+            "not been captured in graphs yet: set memory.cuda_graph to none."
+        )
     if decoder.rope_axes or decoder.deepstack:
         raise UserError(
             f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "

@@ -4,10 +4,14 @@ Nothing is added to the step for it. AdamW's first moment is zero exactly as lon
 arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, however gradients are computed
 and whether or not a graph replayed them. The gradient of A is exactly zero while B is, which is why nothing is judged
 before the third update with a learning rate.
+
+An expert that the router chose for no token has not learned either, which is no fault: where none of its adapters'
+factors had a gradient, that is said and nothing else.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +28,8 @@ from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import NAMED, ReplicaGuard
 
 FACTORS = tuple(f".{leaf}" for leaf in LORA_LEAVES)
+_EXPERT = re.compile(r".*\.experts\.\d+\.")
+"""The part of a factor's name that all factors of an expert share."""
 _SAME = 1e-4
 """Relative tolerance of an earlier run's first moment that only decayed by beta1 a step, for rounding."""
 
@@ -34,6 +40,18 @@ class Dead(NamedTuple):
     name: str
     what: str
     rank: int
+
+
+class Verdict(NamedTuple):
+    """What the looks saw anywhere in the run.
+
+    Args:
+        dead: factors that do not learn.
+        idle: experts, by their modules' prefix, that no token was sent to.
+    """
+
+    dead: list[Dead]
+    idle: list[str]
 
 
 class Look(NamedTuple):
@@ -137,8 +155,8 @@ class LivenessGuard:
             self._last = self._look()
 
     @torch.no_grad()
-    def verdict(self) -> list[Dead] | None:
-        """Lists what does not learn anywhere in the run, the same on all ranks; None where fewer than two updates
+    def verdict(self) -> Verdict | None:
+        """Tells what does not learn anywhere in the run, the same on all ranks; None where fewer than two updates
         were applied between the first step with a learning rate and the first look, so that nothing can be said.
         Collective; waits for the device.
         """
@@ -161,11 +179,13 @@ class LivenessGuard:
         together = all_reduce(flags.clone(), self._mesh.tp, dist.ReduceOp.MAX)
         here, together = flags.T.tolist(), together.T.tolist()
         dead = [Dead(name, "is not among the trained parameters", self._world.rank) for name in self._frozen]
+        idle = self._idle_experts(here, updates)
         for place, entry in enumerate(self._factors):
+            if _expert_of(entry.name) in idle:
+                continue
             embeds = entry.name.startswith("embed_tokens.")
             size, before, moved, read = together[place] if embeds else here[place]
-            left = 0.0 if embeds else before * self._beta1**updates
-            if abs(size - left) <= _SAME * left:
+            if self._had_no_gradient(size, 0.0 if embeds else before, updates):
                 dead.append(Dead(entry.name, "had no gradient but zeros", self._world.rank))
             elif not moved:
                 dead.append(Dead(entry.name, "had a gradient and was not updated", self._world.rank))
@@ -173,11 +193,31 @@ class LivenessGuard:
                 dead.append(
                     Dead(entry.name, "was updated, but the model still computes with its first value", self._world.rank)
                 )
-        everyones: list[Dead] = []
-        for found in gather_objects(dead, self._world):
+        everyones = Verdict([], [])
+        for found in gather_objects([dead, sorted(idle)], self._world):
             assert isinstance(found, list)
-            everyones += (Dead(*one) for one in found)
+            everyones.dead.extend(Dead(*one) for one in found[0])
+            everyones.idle.extend(name for name in found[1] if name not in everyones.idle)
         return everyones
+
+    def _had_no_gradient(self, size: float, before: float, updates: int) -> bool:
+        """Whether the first moment only decayed from what it was before the first of these updates."""
+        left = before * self._beta1**updates
+        return abs(size - left) <= _SAME * left
+
+    def _idle_experts(self, here: list[list[float]], updates: int) -> set[str]:
+        """Returns the experts none of whose factors had a gradient."""
+        idle: dict[str, bool] = {}
+        for (size, before, *_), entry in zip(here, self._factors, strict=True):
+            if expert := _expert_of(entry.name):
+                idle[expert] = idle.get(expert, True) and self._had_no_gradient(size, before, updates)
+        return {expert for expert, is_idle in idle.items() if is_idle}
+
+
+def _expert_of(name: str) -> str | None:
+    """Returns the prefix of an expert's modules; None for a module that all tokens pass through."""
+    match = _EXPERT.match(name)
+    return None if match is None else match[0].removesuffix(".")
 
 
 def _stacked(values: list[Tensor], zero: Tensor) -> Tensor:
@@ -195,3 +235,11 @@ def sentence(step: int, dead: Sequence[Dead]) -> str:
     ]
     more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return f"up to step {step}, {'; '.join(texts[:NAMED])}{more}"
+
+
+def idle_sentence(step: int, idle: Sequence[str]) -> str:
+    """Describes experts that no token was sent to."""
+    more = f" and {len(idle) - NAMED} more" if len(idle) > NAMED else ""
+    return (
+        f"up to step {step} the router sent no token to {', '.join(idle[:NAMED])}{more}, whose adapters are unchanged"
+    )

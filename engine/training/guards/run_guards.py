@@ -332,13 +332,15 @@ class Guards:
         guard = self._liveness
         if guard is None or not guard.is_over or step < self._looked_after:
             return
-        dead = guard.verdict()
-        if dead is None:  # almost all of these steps were skipped
+        verdict = guard.verdict()
+        if verdict is None:  # almost all of these steps were skipped
             self._live_from = None
             return
         self._liveness = None
-        if dead:
-            text = liveness.sentence(self._looked_after, dead)
+        if verdict.idle:
+            self._say(f"note: {liveness.idle_sentence(self._looked_after, verdict.idle)}")
+        if verdict.dead:
+            text = liveness.sentence(self._looked_after, verdict.dead)
             if self._options.liveness_policy == "stop":
                 raise UserError(
                     f"{text}: the adapter would be exported as it began; take it out of lora.targets if that is meant, "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.run import RunConfig
+from engine.conversion.peft_experts import obstacle
 from engine.models.describe import num_parameters
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
@@ -70,6 +71,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         log.info(
             f"note: the adapters of {', '.join(idle)} have no gradient: nobody reads what the last layer makes there"
         )
+    if (reason := _peft_obstacle(config, training)) is not None:
+        log.info(f"note: {reason}, so that this run can be exported merged (--format hf --merge), not as PEFT's folder")
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
         log.info(line)
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
@@ -78,6 +81,22 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         f"layout: {counted(launch.world_size, 'rank')}, tensor {grid.tp}{sequence}, {_pipeline(training)}"
         f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
         f"{counted(num_micro_batches, 'micro-batch')} of {counted(config.train.micro_batch_size, 'row')} a step"
+    )
+
+
+def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
+    """Returns the reason why a mixture's adapters cannot be exported by themselves."""
+    plan, names = training.plan.modules, training.plan.trained
+    modules = {name.rpartition(".")[0] for name in names}
+    adapters = {module: settings for module in modules if (settings := plan.adapter(module)) is not None}
+    if not adapters:
+        return None
+    return obstacle(
+        adapters,
+        sorted(modules - adapters.keys()),
+        training.source.model.decoder,
+        alike=len({(one.rank, one.scale) for one in adapters.values()}) == 1,
+        rslora=config.lora.rslora,
     )
 
 

@@ -240,7 +240,7 @@ _OWN: dict[str, Rule] = {
     "full_finetune": Rule(shared.full_finetune, ("lora.rank", "trainable")),
     "lora_target_parameters": shared.off_or_lack("adapters sit on linears"),
     "model_config.*": dropped("the model's own config.json says it"),
-    "expert_parallel_size": shared.only(1, "models with experts are not supported"),
+    "expert_parallel_size": shared.only(1, "there is no expert parallelism"),
     "tokens.*": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
     "relora_*": shared.off_or_lack("adapters are not merged while they train"),
     "jagged_*": shared.off_or_lack("the learning rate does not restart"),
@@ -264,7 +264,7 @@ _OWN: dict[str, Rule] = {
     "eval_table_max_new_tokens": dropped("evaluations give the loss"),
     "tokens": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
     "save_first_step": dropped("checkpoint.every says when"),
-    "moe_*": dropped("models with experts are not supported"),
+    "moe_*": dropped("options for experts are not converted"),
 }
 _OWN |= shared.every(
     """

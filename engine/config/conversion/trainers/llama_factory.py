@@ -109,7 +109,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
     "ref_model_adapters": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
     "reward_model": shared.off_or_lack("there is no PPO"),
-    "use_moe_aux_loss": shared.off_or_lack("models with experts are not supported"),
+    "use_moe_aux_loss": shared.off_or_lack("the auxiliary loss of routers is not computed"),
     "tensor_model_parallel_size": option("parallel.tensor", whole),
     "pipeline_model_parallel_size": option("parallel.pipeline", whole),
     "sequence_parallel": option("parallel.sequence", truth),

@@ -44,7 +44,7 @@ NO_COUNTERPART |= shared.every(
     moe_router_enable_expert_bias moe_router_force_load_balancing moe_shared_expert_overlap
     moe_use_legacy_grouped_gemm q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     """,
-    why="models with experts are not supported",
+    why="options for experts are not converted",
 )
 NO_COUNTERPART |= shared.every(
     """

@@ -92,7 +92,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "f_divergence_type": shared.only("reverse_kl", "the divergence is the reverse one"),
     "sync_ref_model": shared.off_or_lack("the reference does not move"),
     "use_weighting": shared.off_or_lack("pairs weigh alike"),
-    "router_aux_loss_coef": shared.off_or_lack("models with experts are not supported"),
+    "router_aux_loss_coef": shared.off_or_lack("the auxiliary loss of routers is not computed"),
     "test_split": dropped("data.train and data.validation are files of their own"),
     "min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
     "num_proc": dropped(shared.SPEED),

@@ -1,0 +1,178 @@
+"""Mixtures of experts trained for some steps: by the engine, by stock transformers, and by stock transformers under
+PEFT. Adapters of single experts, which PEFT does not train, are trained by autograd on the stock model in fp64, each
+product B A added to its own matrix."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tests.family_models import ROUTED, make_model, stock_losses
+from tests.parity.test_family_training import differences
+from tests.peft_following import DECAY, LR, batches, our_losses, peft_start, their_losses
+from tests.sweeps import sampled
+
+LIMIT = 2e-6
+"""Of a loss in fp32 against fp64."""
+STEPS = 20
+RANK, ALPHA = 3, 5
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SOME = "router,shared_expert_gate,experts.1.*"
+MLP = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _stock_places(model: nn.Module) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Module of a checkpoint -> the stock parameter that holds its matrix, and where: all linears but attention's."""
+    found: dict[str, tuple[str, tuple[Any, ...]]] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if leaf in ("gate_up_proj", "down_proj"):
+            half = parameter.shape[1] // 2
+            rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}
+            for expert in range(parameter.shape[0]):
+                for part, place in rows.items() if leaf == "gate_up_proj" else (("down_proj", slice(None)),):
+                    stored = f"{owner}.{expert}.{part}"
+                    if type(model).__name__.startswith("Mixtral"):
+                        stored = re.sub("mlp(.*)\\.\\w+$", rf"block_sparse_moe\1.{MIXTRAL[part]}", stored)
+                    found[stored] = name, (expert, place)
+        elif leaf == "weight" and owner.rpartition(".")[2] in MLP:
+            found[owner] = name, (slice(None),)
+    return found
+
+
+def _adapters(model: nn.Module, folder: Path) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Draws an adapter for each of these matrices, saved in `folder` one expert at a time, as fp64 parameters."""
+    torch.manual_seed(5)
+    drawn, tensors = {}, {}
+    parameters = dict(model.named_parameters())
+    for module, (name, place) in _stock_places(model).items():
+        rows, columns = parameters[name][place].shape
+        a, b = torch.randn(RANK, columns) * columns**-0.5, torch.randn(rows, RANK) * 0.1
+        drawn[module] = nn.Parameter(a.double()), nn.Parameter(b.double())
+        tensors[f"base_model.model.{module}.lora_A.weight"] = a
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    leaves = sorted({module.rpartition(".")[2] for module in drawn})
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": leaves, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return drawn
+
+
+class _Adapted:
+    """The stock model with B A added to its matrices, each at its own place."""
+
+    def __init__(self, model: nn.Module, adapters: dict[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
+        self.model, self.adapters, self.places = model, adapters, _stock_places(model)
+
+    def __call__(self, **inputs: Any) -> Any:
+        parameters = dict(self.model.named_parameters())
+        changed: dict[str, Tensor] = {}
+        for module, (a, b) in self.adapters.items():
+            name, place = self.places[module]
+            whole = changed.get(name, parameters[name])
+            delta = torch.zeros_like(whole)
+            delta[place] = b @ a * (ALPHA / RANK)
+            changed[name] = whole + delta
+        return functional_call(self.model, changed, (), inputs)
+
+
+def _losses_of_plain_autograd(stock: nn.Module, adapters: dict[str, tuple[nn.Parameter, nn.Parameter]]) -> list[float]:
+    model = _Adapted(stock.double().requires_grad_(False), adapters)
+    trained = [factor for pair in adapters.values() for factor in pair]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
+    losses = []
+    for step in range(STEPS):
+        (batch,) = batches(step)
+        loss = stock_losses(model, batch)[1].sum() / batch.loss_weights_BS.sum()  # type: ignore[arg-type]
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", sampled(ROUTED, ["qwen2 moe"]))
+def test_adapters_of_experts_follow_plain_autograd(name: str, tmp_path: Path) -> None:
+    """With B drawn. Sharing one A between gate and up, or weighing H twice, moves the first losses by 1e-3."""
+    model = make_model(name, tmp_path / "hf")
+    adapters = _adapters(model, tmp_path / "start")
+    given = {
+        "lora.rank": RANK, "lora.alpha": ALPHA, "lora.init_from": tmp_path / "start", "lora.targets": ",".join(MLP),
+        "train.steps": STEPS,
+    }  # fmt: skip
+    losses, _ = our_losses(tmp_path, given, steps=STEPS)
+    assert max(differences(losses, _losses_of_plain_autograd(model, adapters))) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTED)
+def test_adapters_of_attention_follow_peft(name: str, tmp_path: Path) -> None:
+    model = peft_start(name, tmp_path, target_modules=ATTENTION)
+    given = {
+        "lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", "lora.targets": ",".join(ATTENTION),
+        "train.steps": STEPS,
+    }  # fmt: skip
+    losses, _ = our_losses(tmp_path, given, steps=STEPS)
+    assert max(differences(losses, their_losses(model, steps=STEPS))) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "trainable"),
+    sampled([(name, trainable) for name in ROUTED for trainable in ("*", SOME)], [("qwen2 moe", SOME)]),
+)
+def test_weights_in_full_follow_transformers(name: str, trainable: str, tmp_path: Path) -> None:
+    """Everything; or the routers, with some experts."""
+    model = make_model(name, tmp_path / "hf")
+    if trainable != "*":
+        if "shared_expert_gate" in trainable and name != "qwen2 moe":
+            trainable = trainable.replace("shared_expert_gate,", "")
+        model.requires_grad_(False)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp.gate." in key or "shared_expert_gate" in key or ".mlp.experts." in key)
+        for parameter in model.parameters():
+            if parameter.dim() == 3:  # the second expert's part of a stack
+                parameter.register_hook(_only_expert_one)
+                parameter.grad = None
+    losses, _ = our_losses(tmp_path, {"lora.rank": 0, "trainable": trainable, "train.steps": STEPS}, steps=STEPS)
+    if trainable == "*":
+        assert max(differences(losses, their_losses(model, steps=STEPS))) < LIMIT
+    else:
+        assert max(differences(losses, _losses_without_decay_of_others(model))) < LIMIT
+
+
+def _only_expert_one(gradient: Tensor) -> Tensor:
+    kept = torch.zeros_like(gradient)
+    kept[1] = gradient[1]
+    return kept
+
+
+def _losses_without_decay_of_others(model: nn.Module) -> list[float]:
+    """As `their_losses`, where decay too is for the second expert alone."""
+    model = model.double().train()
+    trained = [value for value in model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        (batch,) = batches(step)
+        loss = stock_losses(model, batch)[1].sum() / batch.loss_weights_BS.sum()
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        with torch.no_grad():
+            for value in trained:
+                part = value[1] if value.dim() == 3 else value
+                part.mul_(1 - LR * DECAY)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

@@ -28,12 +28,12 @@ Record = TypeVar("Record", "Answers", "Batch", "Images", "ExpertTokens", "Bidire
 class Images:
     """The pictures of a micro-batch for one vision tower, as tiles that are cut into patches.
 
-    Context-parallel ranks of one row have the same patches, because the tower's work is dealt out to them, but each
-    places only the features of its own columns.
+    Tensor- and context-parallel ranks of one row know all tiles, because the tower's work is dealt out to them
+    (`engine.tile_shares`), but each has the patches of its own share, and places the features of its own columns.
 
     Args:
-        patches_PF: float32 from the loader, all patches of all tiles, tile after tile, each flattened in the order that
-            the family's tower reads.
+        patches_PF: float32 from the loader, the patches of this rank's tiles or of more, tile after tile, each
+            flattened in the order that the family's tower reads.
         grids: (rows, columns) in patches of each tile, and behind that what else its tower has to know, on the host.
         documents: the document that each tile belongs to, counted as in `Batch.document_lengths`, on the host.
         places_K: int64 rows of the T tokens that this rank holds, which features replace. Empty where features
@@ -41,6 +41,7 @@ class Images:
         features_K: int64, the feature row for each of the places, ascending; None where all rows are placed, in order.
         tile_index_N: int64, the dropout coordinate of each tile, a function of its place in the global batch; None
             where nothing is dropped.
+        first_patch: which of the patches of all tiles `patches_PF` begins with, on the host.
     """
 
     patches_PF: Tensor
@@ -49,6 +50,7 @@ class Images:
     places_K: Tensor
     features_K: Tensor | None = None
     tile_index_N: Tensor | None = None
+    first_patch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Answers, Batch
 from engine.data.dataset import TokenDataset
 from engine.data.vision.row_pictures import RowPictures, held_experts, held_images
+from engine.tile_shares import ENCODES_ALL, EncoderRank
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 GPU_LENGTH_MULTIPLE = 128
@@ -66,7 +67,13 @@ def row_length(
 
 
 def build_batch(
-    dataset: TokenDataset, rows: Sequence[int | None], slots: Sequence[int], *, length: int, pad_token: int
+    dataset: TokenDataset,
+    rows: Sequence[int | None],
+    slots: Sequence[int],
+    *,
+    length: int,
+    pad_token: int,
+    encoder: EncoderRank = ENCODES_ALL,
 ) -> Batch:
     """Returns one micro-batch.
 
@@ -77,6 +84,7 @@ def build_batch(
         length: S, at least the longest row.
         pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
             continue.
+        encoder: which pictures this rank encodes, and so decodes.
 
     Raises:
         UserError: a picture that cannot be read.
@@ -114,7 +122,7 @@ def build_batch(
             after = int(positions.max()) + 1
         positions_DBS[:, b, end:] = after + columns[: length - end]
         document_lengths.append(length - start)
-    found = None if pictures is None else pictures.collected(labels_BS.size)
+    found = None if pictures is None else pictures.collected(labels_BS.size, encoder)
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
     return Batch(
         tokens_BS=torch.from_numpy(tokens_BS),
@@ -189,17 +197,18 @@ def rank_batch(
     context_size: int,
     context_rank: int,
     length_multiple: int = 1,
+    encoder: EncoderRank = ENCODES_ALL,
 ) -> Batch:
     """Returns a rank's part of a micro-batch, with the mismatched answers of its rows where the data set has them.
 
     Args:
-        dataset, rows, slots, pad_token: as for `build_batch`.
+        dataset, rows, slots, pad_token, encoder: as for `build_batch`.
         pad_multiple, length_multiple: row lengths are multiples of both; see `padded_length`.
         context_size, context_rank: this rank's place among those that hold parts of each row.
     """
     minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
     length = row_length(dataset, rows, pad_multiple=pad_multiple, length_multiple=length_multiple, minimum=minimum)
-    batch = build_batch(dataset, rows, slots, length=length, pad_token=pad_token)
+    batch = build_batch(dataset, rows, slots, length=length, pad_token=pad_token, encoder=encoder)
     batch = context_part(batch, size=context_size, rank=context_rank)
     if dataset.mismatched is None:
         return batch
@@ -212,6 +221,7 @@ def rank_batch(
         context_size=context_size,
         context_rank=context_rank,
         length_multiple=length_multiple,
+        encoder=encoder,
     )
     return replace(batch, mismatched=mismatched)
 

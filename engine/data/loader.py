@@ -1,9 +1,10 @@
 """The micro-batches of a rank, prefetched by threads. `engine.data.order` decides which rows a step takes.
 
 Slot s of a global batch is row s % m of micro-batch a on data rank d, with m the micro-batch size, D the data ranks,
-a = s // (m D) and d = s % (m D) // m. Ranks of one tensor group share a data rank and build equal batches. Where a
-batch has fewer rows than slots, as an epoch's last may, the slots that are left are rows of padding without loss: every
-rank still goes through the same micro-batches, pipelines and collectives see no difference, and shapes stay static.
+a = s // (m D) and d = s % (m D) // m. Ranks of one tensor group share a data rank and build equal batches, but for
+patches: each has those of the tiles that it encodes. Where a batch has fewer rows than slots, as an epoch's last may,
+the slots that are left are rows of padding without loss: every rank still goes through the same micro-batches,
+pipelines and collectives see no difference, and shapes stay static.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
 from engine.errors import UserError
+from engine.tile_shares import ENCODES_ALL, EncoderRank
 
 Built = TypeVar("Built")
 
@@ -54,6 +56,7 @@ class DataLoader:
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
         length_multiple: and of this, where rows are not packed and stay within `seq_length`.
         context_rank, context_size: this rank's place among those that hold parts of each row.
+        encoder: which pictures of a micro-batch this rank encodes, and so decodes.
         pad_token: fills the ends of rows.
         last_batch: the last batch of an epoch, see `DataOrder`.
         shuffle: False reads in the dataset's order, in every epoch.
@@ -78,6 +81,7 @@ class DataLoader:
         length_multiple: int = 1,
         context_rank: int = 0,
         context_size: int = 1,
+        encoder: EncoderRank = ENCODES_ALL,
         pad_token: int = 0,
         last_batch: LastBatch = "short",
         shuffle: bool = True,
@@ -108,6 +112,7 @@ class DataLoader:
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
+            "encoder": encoder,
         }
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -177,7 +182,7 @@ class EvalLoader:
     Args:
         dataset: the rows.
         seq_length, micro_batch_size, data_rank, data_size, pad_multiple, length_multiple, context_rank, context_size,
-            pad_token, num_workers, pin_memory: as in `DataLoader`.
+            encoder, pad_token, num_workers, pin_memory: as in `DataLoader`.
         max_samples: read only this many rows, from the first.
     """
 
@@ -193,6 +198,7 @@ class EvalLoader:
         length_multiple: int = 1,
         context_rank: int = 0,
         context_size: int = 1,
+        encoder: EncoderRank = ENCODES_ALL,
         pad_token: int = 0,
         max_samples: int | None = None,
         num_workers: int = 0,
@@ -211,6 +217,7 @@ class EvalLoader:
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
+            "encoder": encoder,
         }
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
         self._num_workers, self._pin_memory = num_workers, pin_memory

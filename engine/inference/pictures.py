@@ -13,6 +13,7 @@ from engine.batch import BidirectionalSpans, ExpertTokens, Images
 from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.row_pictures import RowPictures
+from engine.tile_shares import ENCODES_ALL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ def prompt_coordinates(
         unlabelled = np.zeros(length, dtype=np.int64)
         parts.append(rows.add(number, number=number, start=start, length=length, labels=unlabelled))
         start += length
-    found = rows.collected(start)
+    found = rows.collected(start, ENCODES_ALL)  # a session refuses a picture on all ranks, or on none
     positions = torch.from_numpy(np.concatenate(parts, axis=-1))
     by_grid = family.rotates_by_grid
     return PromptCoordinates(

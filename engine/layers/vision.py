@@ -33,6 +33,7 @@ from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
 from engine.layers.plain_module import PlainModule, TileDropout
 from engine.ops.gradients import past_unused
+from engine.tile_shares import EncoderRank, deal_out
 
 Grid = tuple[int, ...]
 """(rows, columns) in patches, and behind that what else a vision model has to know of a tile."""
@@ -80,20 +81,6 @@ class _How(NamedTuple):
     step: Tensor | None
 
 
-def deal_out(grids: Sequence[Grid], features: Sequence[int], ranks: int) -> list[_Share]:
-    """Splits tiles into contiguous runs with about as many patches each, one for each rank; some may be empty."""
-    patches = [grid[0] * grid[1] for grid in grids]
-    total, shares = sum(patches), []
-    tile = patch = feature = 0
-    for rank in range(ranks):
-        first = (tile, patch, feature)
-        limit = total * (rank + 1) / ranks
-        while tile < len(grids) and (rank == ranks - 1 or patch + patches[tile] / 2 <= limit):
-            patch, feature, tile = patch + patches[tile], feature + features[tile], tile + 1
-        shares.append(_Share(*(slice(*ends) for ends in zip(first, (tile, patch, feature), strict=True))))
-    return shares
-
-
 class VisionEncoder(ShardedModule):
     """The vision model of a decoder, and the placing of its features.
 
@@ -127,7 +114,7 @@ class VisionEncoder(ShardedModule):
     def forward(
         self, x_TH: Tensor, images: Images | None, *, adapters: bool = True, step: Tensor | None = None
     ) -> Tensor:
-        """Places the features of `images`, of which every rank has all patches.
+        """Places the features of `images`, of which every rank has the patches of its share.
 
         Args:
             x_TH: token embeddings, [T, hidden] or this rank's [T / tp, hidden] with sequence parallelism.
@@ -168,20 +155,27 @@ class VisionEncoder(ShardedModule):
     def shares(self, images: Images) -> list[_Share]:
         """Returns what each rank encodes, tensor rank by tensor rank of each context rank."""
         tp, cp = self.axes
-        counts = [self._config.num_features(grid) for grid in images.grids]
-        return deal_out(images.grids, counts, tp.size * cp.size)
+        shares, feature = [], 0
+        for share in deal_out(images.grids, tp.size * cp.size):
+            first, feature = feature, feature + sum(map(self._config.num_features, images.grids[share.tiles]))
+            shares.append(_Share(share.tiles, share.patches, slice(first, feature)))
+        return shares
 
     def own(self, shares: Sequence[_Share]) -> _Share:
         """Returns this rank's share."""
         tp, cp = self.axes
-        return shares[cp.rank * tp.size + tp.rank]
+        place = EncoderRank.at(tensor=tp.rank, tensor_size=tp.size, context=cp.rank, context_size=cp.size)
+        assert place.rank is not None
+        return shares[place.rank]
 
     def encode(self, images: Images, share: _Share, how: _How) -> Tensor:
         """Returns the features of a share, [k, hidden]."""
         grids = images.grids[share.tiles]
         if not grids:
             return images.patches_PF.new_empty(0, self._width, dtype=self._dtype)
-        patches = images.patches_PF[share.patches].to(self._dtype)
+        first, end = share.patches.start - images.first_patch, share.patches.stop - images.first_patch
+        assert first >= 0 and end <= len(images.patches_PF), "patches of another rank's share"
+        patches = images.patches_PF[first:end].to(self._dtype)
         if how.step is None or not how.adapters or not self.model.drops:
             return self.model.run(patches, grids, adapters=how.adapters)
         assert images.tile_index_N is not None, "dropout without coordinates of tiles"

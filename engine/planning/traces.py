@@ -37,6 +37,7 @@ from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import model_shape
+from engine.tile_shares import deal_out
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 META = torch.device("meta")
@@ -126,7 +127,7 @@ class RankModel:
         tokens: of a micro-batch, after context parallelism.
         stream: bytes of the residual stream between two pieces.
         encoded: bytes of the encoded pictures of a micro-batch that all layers attend to.
-        pixels: bytes of a micro-batch's patches, for all towers.
+        pixels: bytes of a micro-batch's patches, for all towers, on the rank that encodes most.
         deepstack: layers for which features of the pictures come in with the stream, each as large as it.
 
     Raises:
@@ -142,7 +143,7 @@ class RankModel:
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
         self.encoded = prod(_encoded_shape(workload)) * workload.dtype.itemsize
         images = (_images(workload, 1), _cross_images(workload, 1))
-        self.pixels = sum(one.patches_PF.nbytes for one in images if one is not None)
+        self.pixels = sum(_pixels(one, parallel.tensor * parallel.context) for one in images if one is not None)
         self.deepstack = workload.decoder.deepstack if workload.tiles else 0
         self._known: dict[tuple[object, ...], Trace] = {}
 
@@ -418,6 +419,12 @@ def _images(workload: Workload, num_documents: int) -> Images | None:
         places_K=torch.empty(features, dtype=torch.int64, device=META),
         tile_index_N=torch.empty(len(workload.tiles), dtype=torch.int64, device=META),
     )
+
+
+def _pixels(images: Images, ranks: int) -> int:
+    """Returns the bytes of the largest share of the patches."""
+    most = max(share.patches.stop - share.patches.start for share in deal_out(images.grids, ranks))
+    return most * images.patches_PF[:1].nbytes
 
 
 def _cross_images(workload: Workload, num_documents: int) -> Images | None:

@@ -28,6 +28,7 @@ from engine.data.stored_rows import stored_dataset
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.vision.families import vision_family
 from engine.data.vision.reader import PictureReader
+from engine.distributed.mesh import Mesh
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import vision_left_out
@@ -35,6 +36,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
+from engine.tile_shares import ENCODES_ALL, EncoderRank
 from engine.training.node_data import NodeData
 
 
@@ -157,13 +159,47 @@ def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokeniz
     )
 
 
-def data_position(config: RunConfig, launch: Launch) -> dict[str, int]:
+class DataPosition(TypedDict):
+    """Which part of each global batch, of each row, and of a micro-batch's pictures a rank reads."""
+
+    data_rank: int
+    data_size: int
+    context_rank: int
+    encoder: EncoderRank
+
+
+def data_position(config: RunConfig, launch: Launch) -> DataPosition:
     """Returns which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
     data_size = data_parallel_size(config, launch.world_size)
     # tensor-parallel neighbours are neighbouring ranks and share a data rank
     tensor, context = config.parallel.tensor, config.parallel.context
     data_rank = launch.rank // (tensor * context) % data_size
-    return {"data_rank": data_rank, "data_size": data_size, "context_rank": launch.rank // tensor % context}
+    context_rank = launch.rank // tensor % context
+    encoder = EncoderRank.at(
+        tensor=launch.rank % tensor,
+        tensor_size=tensor,
+        context=context_rank,
+        context_size=context,
+        pipeline=launch.rank // (tensor * context * data_size),
+    )
+    return {"data_rank": data_rank, "data_size": data_size, "context_rank": context_rank, "encoder": encoder}
+
+
+def mesh_position(mesh: Mesh) -> DataPosition:
+    """Returns the same of this rank, by its place in the mesh."""
+    encoder = EncoderRank.at(
+        tensor=mesh.tp.rank,
+        tensor_size=mesh.tp.size,
+        context=mesh.cp.rank,
+        context_size=mesh.cp.size,
+        pipeline=mesh.pp.rank,
+    )
+    return {
+        "data_rank": mesh.dp.rank,
+        "data_size": mesh.dp.size,
+        "context_rank": mesh.cp.rank,
+        "encoder": encoder,
+    }
 
 
 class LoaderOptions(TypedDict):
@@ -177,10 +213,17 @@ class LoaderOptions(TypedDict):
     length_multiple: int
     context_rank: int
     context_size: int
+    encoder: EncoderRank
 
 
 def loader_options(
-    config: RunConfig, device: torch.device, *, data_rank: int, data_size: int, context_rank: int
+    config: RunConfig,
+    device: torch.device,
+    *,
+    data_rank: int,
+    data_size: int,
+    context_rank: int,
+    encoder: EncoderRank = ENCODES_ALL,
 ) -> LoaderOptions:
     """Returns the options that all loaders of a run on `device` share."""
     tensor, context = config.parallel.tensor, config.parallel.context
@@ -193,6 +236,7 @@ def loader_options(
         "length_multiple": GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
         "context_rank": context_rank,
         "context_size": context,
+        "encoder": encoder,
     }
 
 

@@ -25,7 +25,7 @@ from engine.errors import UserError
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
-from engine.training.data import RunData, loader_options
+from engine.training.data import RunData, loader_options, mesh_position
 from engine.training.evaluate import group_size, groups
 
 
@@ -84,8 +84,7 @@ def compute_references(
         UserError: one is not finite.
     """
     mesh, stages = training.mesh, training.stages
-    place = {"data_rank": mesh.dp.rank, "data_size": mesh.dp.size, "context_rank": mesh.cp.rank}
-    options = loader_options(config, stages.step.device, **place)
+    options = loader_options(config, stages.step.device, **mesh_position(mesh))
     options["seq_length"] = dataset.seq_length
     loader = EvalLoader(
         dataset, num_workers=config.data.num_workers, pin_memory=stages.step.device.type == "cuda", **options

@@ -33,7 +33,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
 from engine.training.build import Training
-from engine.training.data import loader_options
+from engine.training.data import loader_options, mesh_position
 from engine.training.generation import end_tokens
 
 
@@ -136,8 +136,8 @@ class TextSamples:
         mesh = training.mesh
         # copies of the model on other data ranks continue the same prompts
         device = training.stages.step.device
-        shape = loader_options(config, device, data_rank=0, data_size=1, context_rank=mesh.cp.rank)
-        self._pad_multiple, self._cp = shape["pad_multiple"], mesh.cp
+        shape = loader_options(config, device, **mesh_position(mesh))
+        self._pad_multiple, self._cp, self._encoder = shape["pad_multiple"], mesh.cp, shape["encoder"]
         # all lengths of a text, which grows by a token at a time
         self._length_multiple = math.lcm(2 * self._pad_multiple * mesh.cp.size, shape["length_multiple"])
 
@@ -175,6 +175,7 @@ class TextSamples:
                 pad_token=0,
                 context_size=self._cp.size,
                 context_rank=self._cp.rank,
+                encoder=self._encoder,
             )
             for row in range(len(texts))
         ]

@@ -10,8 +10,8 @@ import torch
 
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
-from engine.layers.vision import deal_out
 from engine.optim.state_sharding import ShardLevel
+from engine.tile_shares import deal_out
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
 from tests.spawning import spawn
@@ -111,10 +111,9 @@ def test_features_for_later_layers_pass_through_stages():
 
 
 def test_tiles_are_dealt_out_whole_and_evenly():
-    grids, features = [(4, 4), (1, 2), (8, 8), (4, 4), (2, 2)], [4, 1, 8, 4, 2]
+    grids = [(4, 4), (1, 2), (8, 8), (4, 4), (2, 2)]
     for ranks in (1, 2, 3, 7):
-        shares = deal_out(grids, features, ranks)
+        shares = deal_out(grids, ranks)
         assert [tile for share in shares for tile in range(5)[share.tiles]] == list(range(5))
-        assert [row for share in shares for row in range(19)[share.features]] == list(range(19))
         assert [patch for share in shares for patch in range(102)[share.patches]] == list(range(102))
-    assert [(share.patches.stop - share.patches.start) for share in deal_out([(2, 2)] * 6, [1] * 6, 3)] == [8, 8, 8]
+    assert [(share.patches.stop - share.patches.start) for share in deal_out([(2, 2)] * 6, 3)] == [8, 8, 8]

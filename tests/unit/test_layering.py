@@ -20,6 +20,7 @@ LEVELS = {
     "engine.choices": 1,
     "engine.files": 1,
     "engine.printable": 1,
+    "engine.tile_shares": 1,
     "engine.zigzag": 1,
     "engine.config": 1,
     "engine.telemetry": 1,

@@ -211,6 +211,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
         patches = np.concatenate([unfolded(one.patches_PF, one.grids) for one in tiles])
     np.testing.assert_array_equal(patches, pixels.reshape(patches.shape).numpy())
     assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
+    assert [family.grids(image.size, alone=False) for image in made] == [one.grids for one in tiles]
     if kind in BY_GRID:
         assert [list(grid) for one in tiles for grid in one.grids] == found["image_grid_thw"][:, 1:].tolist()
 

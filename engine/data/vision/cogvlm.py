@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.data.template import Learn
 from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn
-from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Normalisation, Size, resized
+from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 from engine.errors import UserError
 
@@ -132,15 +132,21 @@ class CogVLM:
             )
         return self._prompt(chat, [(old, reply or "") for old, reply in history], query, len(sizes)).done()
 
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        return (self._norm.grid(self._size),)
+
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         tile = resized(image, self._size)
-        return Tiles(self._norm.patches(tile), (self._norm.grid(self._size),))
+        return Tiles(self._norm.patches(tile), self.grids(image.size))
+
+    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
+        return () if self._cross_size is None else (self._cross_norm.grid(self._cross_size),)
 
     def cross_tiles(self, image: Image) -> Tiles | None:
         if self._cross_size is None:
             return None
         tile = resized(image, self._cross_size)
-        return Tiles(self._cross_norm.patches(tile), (self._cross_norm.grid(self._cross_size),))
+        return Tiles(self._cross_norm.patches(tile), self.cross_grids(image.size))
 
     def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         steps = np.ones(length, dtype=np.int64)

@@ -138,12 +138,24 @@ class VisionFamily(Protocol):
         """
         ...
 
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        """Returns the grids of the tiles that `tiles` makes of a picture of this size.
+
+        Args:
+            alone: its conversation has no other.
+        """
+        ...
+
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         """Returns the patches of an RGB picture.
 
         Args:
             alone: its conversation has no other.
         """
+        ...
+
+    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
+        """Returns the grids of the tiles for the second tower; none where there is no such tower."""
         ...
 
     def cross_tiles(self, image: Image) -> Tiles | None:

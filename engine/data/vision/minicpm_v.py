@@ -32,7 +32,7 @@ from engine.data.vision.family import (
     Turn,
     with_picture_first,
 )
-from engine.data.vision.pixels import Normalisation, Size
+from engine.data.vision.pixels import Grid, Normalisation, Size
 from engine.data.vision.slicing import Slices, SlicingRule
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 from engine.errors import UserError
@@ -121,10 +121,16 @@ class MiniCPMV:
         slices = [self.rule.slices(size) for size in sizes]
         return self._layout(with_picture_first(chat, len(sizes)), slices, None)
 
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        return tuple(self._norm.grid(tile) for tile in self.rule.slices(size).sizes())
+
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         slices = self.rule.slices(image.size)
         patches = [self._norm.patches(tile) for tile in slices.tiles(image)]
-        return Tiles(np.concatenate(patches), tuple(self._norm.grid(size) for size in slices.sizes()))
+        return Tiles(np.concatenate(patches), self.grids(image.size))
+
+    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
+        return ()
 
     def cross_tiles(self, image: Image) -> None:
         return None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.data.template import Learn
 from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, with_picture_first
-from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Normalisation, Size, resized
+from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 
 if TYPE_CHECKING:
@@ -67,8 +67,14 @@ class OmniLMM:
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         return self._write(chat, len(sizes), None).done()
 
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        return (self._norm.grid(self._size),)
+
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
-        return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
+        return Tiles(self._norm.patches(resized(image, self._size)), self.grids(image.size))
+
+    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
+        return ()
 
     def cross_tiles(self, image: Image) -> None:
         return None

@@ -130,6 +130,14 @@ class ProcessorFamily:
         ids = self._bos(ids) + ids
         return self._placed(chat, ids, [False] * len(ids), counts)
 
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        if self._kind == _ONEVISION:
+            return (self._anyres(size, alone=alone),)
+        if self.rotates_by_grid:
+            return (self._grid(size),)
+        rows, columns = (side // self._patch for side in self._picture_size())
+        return ((rows, columns),) * (self._num_tiles(size) if self._kind == "internvl" else 1)
+
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         found = self._processed(image, alone=alone)
         pixels = np.asarray(found["pixel_values"], dtype=np.float32)
@@ -143,6 +151,9 @@ class ProcessorFamily:
         if self._kind == _ONEVISION:
             return Tiles(patches, (self._anyres(image.size, alone=alone),))
         return Tiles(patches, ((rows, columns),) * len(pixels))
+
+    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
+        return ()
 
     def cross_tiles(self, image: Image) -> None:
         return None
@@ -203,12 +214,15 @@ class ProcessorFamily:
             return int(self._config.get("mm_tokens_per_image", 256))
         rows, columns = (side // self._patch for side in self._picture_size())
         if self._kind == "internvl":
-            tiles = self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True})
             ratio = float(self._config.get("downsample_ratio", 0.5))
-            return int(tiles) * round(rows * ratio) * round(columns * ratio)
+            return self._num_tiles(size) * round(rows * ratio) * round(columns * ratio)
         # the first output of a CLIP tower is that of the class; "default" leaves the first out, whatever it is
         has_class = "clip" in str(self._config["vision_config"].get("model_type", "clip_vision_model"))
         return rows * columns + has_class - self._leaves_out_first
+
+    def _num_tiles(self, size: Size) -> int:
+        """Returns the tiles that InternVL's processor cuts a picture into."""
+        return int(self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True}))
 
     @property
     def _leaves_out_first(self) -> bool:

@@ -1,13 +1,17 @@
 """The pictures of a micro-batch: decoded where its rows are built, each once, and placed among its tokens.
 
+A rank decodes what it encodes: the pictures that have a tile in its share (`engine.tile_shares`). The tiles of the
+others follow from their sizes.
+
 Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K feature rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +24,8 @@ from engine.batch import BidirectionalSpans, ExpertTokens, Images
 from engine.data.vision.columns import PlacedPicture, VisionColumns
 from engine.data.vision.family import Span, Tiles, VisionFamily
 from engine.data.vision.files import read_picture
-from engine.data.vision.pixels import Size
+from engine.data.vision.pixels import Grid, Size
+from engine.tile_shares import EncoderRank
 
 _PICTURE_TILES = 1 << 10
 """More tiles than a picture has: tile n of the picture at token t has the dropout coordinate t * _PICTURE_TILES + n."""
@@ -36,15 +41,15 @@ class VisionRows:
     bidirectional: BidirectionalSpans | None
 
 
-class _PictureTiles(NamedTuple):
-    """The tiles of a picture for one tower.
+class _Placed(NamedTuple):
+    """A picture of the micro-batch.
 
     Args:
         document: its number in the micro-batch.
         index: the dropout coordinate of the first token that stands for the picture.
     """
 
-    tiles: Tiles
+    picture: PlacedPicture
     document: int
     index: int
 
@@ -59,7 +64,7 @@ class RowPictures:
 
     def __init__(self, family: VisionFamily, columns: VisionColumns | None) -> None:
         self._family, self._columns = family, columns
-        self._pictures: list[tuple[PlacedPicture, int, int]] = []
+        self._pictures: list[_Placed] = []
         self._places: list[Span] = []
         self._experts: list[Span] = []
 
@@ -88,7 +93,7 @@ class RowPictures:
         spans: list[Span] = []
         sizes: list[Size] = []
         for picture in self._columns.pictures(document):
-            self._pictures.append((picture, number, first_index + picture.spans[0][0]))
+            self._pictures.append(_Placed(picture, number, first_index + picture.spans[0][0]))
             spans += picture.spans
             sizes.append(picture.size)
         places, odd = self._columns.odd_labels(document)
@@ -97,30 +102,94 @@ class RowPictures:
         self._experts += [(start + first, start + end) for first, end in self._family.expert_spans(spans)]
         return self._family.positions(length, spans, sizes)
 
-    def collected(self, num_tokens: int) -> VisionRows:
-        """Decodes the pictures and returns them with their places among `num_tokens` tokens."""
-        pixels: dict[tuple[Path, bool], tuple[Tiles, Tiles | None]] = {}
-        pictures_of = Counter(number for _, number, _ in self._pictures)
-        found, cross_found = list[_PictureTiles](), list[_PictureTiles]()
-        for picture, number, index in self._pictures:
-            key = picture.file, pictures_of[number] == 1
-            if key not in pixels:  # the answers of a pair share a picture
-                image = read_picture(picture.file, picture.size, picture.where, upright=self._family.turns_upright)
-                pixels[key] = self._family.tiles(image, alone=key[1]), self._family.cross_tiles(image)
-            own, cross = pixels[key]
-            found.append(_PictureTiles(own, number, index))
-            if cross is not None:
-                cross_found.append(_PictureTiles(cross, number, index))
+    def collected(self, num_tokens: int, encoder: EncoderRank) -> VisionRows:
+        """Decodes the pictures of which `encoder` encodes a tile, and returns all with their places among `num_tokens`
+        tokens.
+
+        Raises:
+            UserError: one of those that it decodes cannot be read, or has changed.
+        """
+        family, sizes = self._family, [one.picture.size for one in self._pictures]
+        count_of = Counter(one.document for one in self._pictures)
+        alone = [count_of[one.document] == 1 for one in self._pictures]
+        grids = [family.grids(size, alone=only) for size, only in zip(sizes, alone, strict=True)]
+        tower = _Tower(grids, encoder, family.patch_features)
+        second = None
+        if family.cross_patch_features is not None:
+            second = _Tower(list(map(family.cross_grids, sizes)), encoder, family.cross_patch_features)
+        decoded = self._decoded(sorted({*tower.pictures, *(() if second is None else second.pictures)}), alone)
         places = _indices(self._places)
         cross_images = None
-        if self._family.cross_patch_features is not None:
-            cross_images = _images(cross_found, _indices([]), self._family.cross_patch_features)
+        if second is not None:
+            cross_tiles = {at: cross for at, (_, cross) in decoded.items() if cross is not None}
+            cross_images = second.images(self._pictures, cross_tiles, _indices([]))
         return VisionRows(
-            images=_images(found, places, self._family.patch_features),
+            images=tower.images(self._pictures, {at: tiles for at, (tiles, _) in decoded.items()}, places),
             cross_images=cross_images,
-            experts=_expert_tokens(_indices(self._experts), num_tokens) if self._family.has_experts else None,
-            bidirectional=BidirectionalSpans.of(self._places) if self._family.is_bidirectional else None,
+            experts=_expert_tokens(_indices(self._experts), num_tokens) if family.has_experts else None,
+            bidirectional=BidirectionalSpans.of(self._places) if family.is_bidirectional else None,
         )
+
+    def _decoded(self, pictures: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
+        """Returns the tiles of these pictures for both towers, by the pictures' numbers."""
+        found: dict[tuple[Path, bool], tuple[Tiles, Tiles | None]] = {}
+        for at in pictures:
+            picture, key = self._pictures[at].picture, self._key(at, alone)
+            if key not in found:  # the answers of a pair share a picture
+                image = read_picture(picture.file, picture.size, picture.where, upright=self._family.turns_upright)
+                found[key] = self._family.tiles(image, alone=alone[at]), self._family.cross_tiles(image)
+        return {at: found[self._key(at, alone)] for at in pictures}
+
+    def _key(self, at: int, alone: Sequence[bool]) -> tuple[Path, bool]:
+        return self._pictures[at].picture.file, alone[at]
+
+
+class _Tower:
+    """The tiles of the pictures for one tower, of which this rank encodes a share.
+
+    Args:
+        grids: of the tiles of each picture.
+        encoder: this rank.
+        features: numbers of a patch.
+
+    Attributes:
+        pictures: the numbers of those with a tile in the share.
+    """
+
+    def __init__(self, grids: Sequence[tuple[Grid, ...]], encoder: EncoderRank, features: int) -> None:
+        self._grids, self._features = grids, features
+        self._all = tuple(grid for own in grids for grid in own)
+        self._share = encoder.share(self._all)
+        ends = list(accumulate(map(len, grids), initial=0))
+        wanted = self._share.tiles
+        self.pictures = [at for at in range(len(grids)) if max(ends[at], wanted.start) < min(ends[at + 1], wanted.stop)]
+
+    def images(self, pictures: Sequence[_Placed], tiles: Mapping[int, Tiles], places: Tensor) -> Images:
+        """Returns the record with the patches of the share.
+
+        Args:
+            pictures: of the micro-batch.
+            tiles: those of `self.pictures`.
+            places: the tokens that features replace.
+        """
+        assert all(tiles[at].grids == self._grids[at] for at in self.pictures), "tiles that do not follow from sizes"
+        assert all(len(own) < _PICTURE_TILES for own in self._grids)
+        parts = [tiles[at].patches_PF for at in self.pictures]
+        patches = np.concatenate(parts) if parts else np.empty((0, self._features), np.float32)
+        first, wanted = _num_patches(self._grids[: self.pictures[0]]) if parts else 0, self._share.patches
+        numbered = [(one, at) for one, own in zip(pictures, self._grids, strict=True) for at in range(len(own))]
+        return Images(
+            patches_PF=torch.from_numpy(patches[wanted.start - first : wanted.stop - first] if parts else patches),
+            grids=self._all,
+            documents=tuple(one.document for one, _ in numbered),
+            places_K=places,
+            tile_index_N=torch.tensor([one.index * _PICTURE_TILES + at for one, at in numbered], dtype=torch.int64),
+            first_patch=wanted.start,
+        )
+
+
+def _num_patches(pictures: Sequence[tuple[Grid, ...]]) -> int:
+    return sum(grid[0] * grid[1] for own in pictures for grid in own)
 
 
 def held_images(images: Images, columns: Tensor, row_length: int) -> Images:
@@ -147,20 +216,6 @@ def _held(places: Tensor, columns: Tensor, row_length: int) -> tuple[Tensor, Ten
     column = here[places % row_length]
     kept = (column >= 0).nonzero()[:, 0]
     return places[kept] // row_length * len(columns) + column[kept], kept
-
-
-def _images(pictures: Sequence[_PictureTiles], places: Tensor, features: int) -> Images:
-    tiles = [one.tiles for one in pictures]
-    patches = np.concatenate([one.patches_PF for one in tiles]) if tiles else np.empty((0, features), np.float32)
-    assert all(len(one.grids) < _PICTURE_TILES for one in tiles)
-    indices = [one.index * _PICTURE_TILES + at for one in pictures for at in range(len(one.tiles.grids))]
-    return Images(
-        patches_PF=torch.from_numpy(patches),
-        grids=tuple(grid for one in tiles for grid in one.grids),
-        documents=tuple(one.document for one in pictures for _ in one.tiles.grids),
-        places_K=places,
-        tile_index_N=torch.tensor(indices, dtype=torch.int64),
-    )
 
 
 def _expert_tokens(vision: Tensor, num_tokens: int) -> ExpertTokens:

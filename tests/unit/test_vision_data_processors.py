@@ -263,6 +263,31 @@ def test_one_picture_in_tiles_is_that_of_transformers_processor(size: tuple[int,
     np.testing.assert_array_equal(pixels, found["pixel_values"][0, ..., :28, :28].numpy())
 
 
+def test_a_picture_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) -> None:
+    """One picture is cut into tiles, two are not, whatever truncation leaves of them."""
+    written("llava_onevision", tmp_path)
+    pictures(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    family = read_vision_family(tmp_path, tokenizer)
+    assert family is not None
+    turns = [("user", "<image>\nWho?"), ("assistant", "He."), ("user", "<image>\nAnd who?"), ("assistant", "She.")]
+    record = {"images": ["0.png", "1.png"], "messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(record))
+    rows, length = [], 512
+    for _ in range(2):
+        dataset = TokenDataset.build(
+            tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, pictures=PictureReader(family)
+        )
+        rows.append(rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0))
+        assert dataset.vision is not None
+        length = int(dataset.vision.spans[-1, 0])  # where the second picture begins
+    whole, cut = (one.images for one in rows)
+    assert whole is not None and cut is not None
+    assert whole.grids == ((4, 4), (4, 4)) and cut.grids == ((4, 4),)
+    assert 2 * len(cut.places_K) == len(whole.places_K)
+    assert torch.equal(cut.patches_PF, whole.patches_PF[: len(cut.patches_PF)])
+
+
 @pytest.mark.parametrize(
     ("changes", "processor", "words"),
     [

@@ -30,6 +30,7 @@ class PlacedPicture:
         where: record and field that name it, for messages.
         size: from its header.
         spans: the tokens of its document that its features replace, in the order of the features.
+        alone: its conversation had no other when it became tokens, before any was cut away.
     """
 
     path: str
@@ -37,6 +38,7 @@ class PlacedPicture:
     where: str
     size: Size
     spans: tuple[Span, ...]
+    alone: bool = True
 
     @property
     def file(self) -> Path:
@@ -77,6 +79,7 @@ class VisionColumns:
     Args:
         picture_offsets: int64 [D + 1], where the pictures of each document begin; P in all.
         sizes: int64 [P, 2], width and height.
+        alone: bool [P], see `PlacedPicture`.
         span_offsets: int64 [P + 1], where the spans of each picture begin.
         spans: int64 [spans, 2], start and end, from the document's first token.
         label_offsets: int64 [D + 1], where the odd labels of each document begin.
@@ -87,6 +90,7 @@ class VisionColumns:
 
     picture_offsets: IntArray
     sizes: IntArray
+    alone: NDArray[np.bool_]
     span_offsets: IntArray
     spans: IntArray
     label_offsets: IntArray
@@ -103,6 +107,7 @@ class VisionColumns:
         return cls(
             picture_offsets=_offsets(len(document.pictures) for document in documents),
             sizes=_pairs(picture.size for picture in pictures),
+            alone=np.array([picture.alone for picture in pictures], dtype=bool),
             span_offsets=_offsets(len(picture.spans) for picture in pictures),
             spans=_pairs(span for picture in pictures for span in picture.spans),
             label_offsets=_offsets(map(len, odd)),
@@ -133,7 +138,7 @@ class VisionColumns:
             first, end = self.span_offsets[number : number + 2].tolist()
             spans = tuple((start, stop) for start, stop in self.spans[first:end].tolist())
             path, folder, where = self._texts(number)
-            yield PlacedPicture(path, folder, where, (width, height), spans)
+            yield PlacedPicture(path, folder, where, (width, height), spans, bool(self.alone[number]))
 
     def spans_of(self, document: int) -> list[Span]:
         """Returns the tokens of a document that features replace."""
@@ -181,6 +186,7 @@ def joined(parts: Sequence[VisionColumns | None], counts: Sequence[int]) -> Visi
     return VisionColumns(
         picture_offsets=_chained([part.picture_offsets for part in whole]),
         sizes=np.concatenate([part.sizes for part in whole]),
+        alone=np.concatenate([part.alone for part in whole]),
         span_offsets=_chained([part.span_offsets for part in whole]),
         spans=np.concatenate([part.spans for part in whole]),
         label_offsets=_chained([part.label_offsets for part in whole]),

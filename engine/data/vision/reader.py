@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ def _document(place: Place, encoded: EncodedChat, pictures: list[PlacedPicture])
 def _in_order(encoded: EncodedChat, pictures: list[PlacedPicture]) -> tuple[PlacedPicture, ...]:
     """Returns the pictures with their places, in the order of the tokens, in which a record need not name them."""
     placed = [
-        PlacedPicture(picture.path, picture.folder, picture.where, picture.size, tuple(spans))
+        replace(picture, spans=tuple(spans), alone=len(pictures) == 1)
         for picture, spans in zip(pictures, encoded.spans, strict=True)
     ]
     return tuple(sorted(placed, key=lambda picture: picture.spans[0]))

@@ -8,7 +8,6 @@ Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -110,8 +109,7 @@ class RowPictures:
             UserError: one of those that it decodes cannot be read, or has changed.
         """
         family, sizes = self._family, [one.picture.size for one in self._pictures]
-        count_of = Counter(one.document for one in self._pictures)
-        alone = [count_of[one.document] == 1 for one in self._pictures]
+        alone = [one.picture.alone for one in self._pictures]
         grids = [family.grids(size, alone=only) for size, only in zip(sizes, alone, strict=True)]
         tower = _Tower(grids, encoder, family.patch_features)
         second = None

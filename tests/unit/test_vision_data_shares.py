@@ -46,9 +46,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are decoded from now on."""
     read, names = row_pictures.read_picture, list[str]()
 
-    def counted(path: Path, *arguments: Any) -> Any:
+    def counted(path: Path, *arguments: Any, **options: Any) -> Any:
         names.append(path.name)
-        return read(path, *arguments)
+        return read(path, *arguments, **options)
 
     monkeypatch.setattr(row_pictures, "read_picture", counted)
     return names

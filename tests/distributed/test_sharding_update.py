@@ -25,7 +25,7 @@ from engine.kernels.native.loader import native_status
 from engine.layers import sharded_storage
 from engine.optim import reduce
 from engine.optim.backends import APEX, NATIVE, TORCH
-from engine.optim.flat_layout import ALIGNMENT
+from engine.optim.flat_layout import ALIGNMENT, same_rate
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error, whole_parameters
 from tests.distributed.sharded_runs import CASES, CLIP, LEVELS, SMALL, Layout, Run, assemble
@@ -41,14 +41,16 @@ LAYOUTS = {"dp2": DP2, "tp2 dp2": replace(DP2, grid=RankGrid(tp=2, dp=2), sequen
 BACKENDS = {"torch": TORCH, "native": NATIVE, "apex stand-in": APEX}
 
 
-def _build(layout: Layout, level: ShardLevel, backend: str = "torch") -> Run:
-    mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=SMALL.num_kv_heads)
-    return Run(layout, mesh, level, backend=BACKENDS[backend], lr_factor=_lr_factor)
-
-
 def _lr_factor(name: str) -> float:
     """Rates of their own for some of what lies between others in the model."""
     return 4.0 if name.endswith("lora_B") else 0.25 if name == "lm_head.weight" else 1.0
+
+
+def _build(
+    layout: Layout, level: ShardLevel, backend: str = "torch", lr_factor: Callable[[str], float] = _lr_factor
+) -> Run:
+    mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=SMALL.num_kv_heads)
+    return Run(layout, mesh, level, backend=BACKENDS[backend], lr_factor=lr_factor)
 
 
 class Updates(NamedTuple):
@@ -237,9 +239,11 @@ class _Watch:
 
 
 def _measure(layout: Layout, level: ShardLevel) -> Measured:
-    storages = [view.untyped_storage().nbytes() for view in _storages(_build(layout, "none")).values()]
+    storages = [
+        view.untyped_storage().nbytes() for view in _storages(_build(layout, "none", lr_factor=same_rate)).values()
+    ]
     before = _live_bytes()
-    run = _build(layout, level)
+    run = _build(layout, level, lr_factor=same_rate)  # each rate has buckets of its own
     with pytest.MonkeyPatch.context() as patch:
         watch = _Watch(run, patch)
         run.train(1, 2)

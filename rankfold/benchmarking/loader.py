@@ -22,7 +22,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
 from engine.data.vision.family import Span, Tiles
-from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Normalisation, Size, resized
+from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.telemetry.processors import available_processors
 from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.sections import LoaderOptions
@@ -42,15 +42,23 @@ class Squares:
     """
 
     cross_patch_features = None
-    has_experts = rotates_by_grid = is_bidirectional = False
+    has_experts = rotates_by_grid = is_bidirectional = turns_upright = False
 
     def __init__(self, side: int) -> None:
         self._size, self._norm = (side, side), Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
         self.patch_features = self._norm.features
 
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        """Returns that of the square."""
+        return (self._norm.grid(self._size),)
+
     def tiles(self, image: Image.Image, *, alone: bool = True) -> Tiles:
         """Returns the picture's patches."""
-        return Tiles(self._norm.patches(resized(image, self._size)), (self._norm.grid(self._size),))
+        return Tiles(self._norm.patches(resized(image, self._size)), self.grids(self._size))
+
+    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
+        """There is no second tower."""
+        return ()
 
     def cross_tiles(self, image: Image.Image) -> None:
         """There is no second tower."""

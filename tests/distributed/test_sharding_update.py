@@ -242,7 +242,7 @@ def _measure(layout: Layout, level: ShardLevel) -> Measured:
     storages = [
         view.untyped_storage().nbytes() for view in _storages(_build(layout, "none", lr_factor=same_rate)).values()
     ]
-    before = _live_bytes()
+    before = _settled_bytes()  # what an earlier run left is not of this one
     run = _build(layout, level, lr_factor=same_rate)  # each rate has buckets of its own
     with pytest.MonkeyPatch.context() as patch:
         watch = _Watch(run, patch)

@@ -290,8 +290,3 @@ def _replace(module: nn.Module, name: str, by: nn.Module) -> None:
         parent[int(leaf)] = by
     else:
         setattr(parent, leaf, by)
-
-
-def plain_modules(module: nn.Module) -> Iterator[PlainModule]:
-    """Yields the modules in plain torch below `module`."""
-    return (child for child in module.modules() if isinstance(child, PlainModule))

@@ -9,7 +9,7 @@ are the gradients of x and of the weights w, of gate's and up's A and of down's 
 Backward needs no output row of an expert: with G = dy[t] [W | B] of down, not yet weighted, the gradient of w is
 <G, [a | H]>, and a's is w G.
 
-x is kept, and [gate | up] and H of the rows; what else is needed is made again. A mask is a function of step, site,
+x is kept, and [gate | up] and H of the rows; the rest is recomputed. A mask is a function of step, site,
 feature, and of the token and its expert together.
 
 Legend: T tokens, k experts of a token, N = T k rows sorted by expert, E experts, I and O features of a linear's input

@@ -91,7 +91,7 @@ def test_inputs_quantised_where_they_are_made(place) -> None:
 @pytest.mark.slow
 @long_places
 def test_every_level_of_recomputation_has_the_same_bits(place) -> None:
-    """Inputs that are kept, made again, or made with H in one pass; folded, and over an FP8 base not."""
+    """Inputs that are kept, recomputed, or made with H in one pass; folded, and over an FP8 base not."""
     device = torch.device(place[0])
     batch = make_batch([(0, (9, 4)), (1, (13,))], row_length=13, seq_length=13, vocab_size=41, seed=0)
     for base in (None, "fp8"):

@@ -176,7 +176,7 @@ LANGUAGE_MODEL = ("embed_tokens", "layers", "norm", "lm_head")
 
 @pytest.mark.parametrize("source", FULL)
 def test_no_adapters_in_none_out(source: str) -> None:
-    """Of models that have a tower, LLaMA-Factory trains the language model alone where nothing else is said."""
+    """LLaMA-Factory trains the language model alone by default, also where there is a tower."""
     conversion, config = _converted(FULL[source])
     assert (config.lora.rank, config.trainable) == (0, LANGUAGE_MODEL if source == "llama-factory" else ("*",))
     assert not [name for name in conversion.options if name.startswith("lora.") and name != "lora.rank"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.models.vision.sizes import (
+    ENCODER_SIZES,
     Grids,
     activation_from_hf,
     check_dropout,
@@ -26,9 +27,6 @@ from engine.models.vision.sizes import (
 )
 from engine.models.vision.tiles import encoder_flops
 
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
-)  # fmt: skip
 _DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "patch_size": 32, "image_size": 224, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
@@ -74,7 +72,7 @@ class ClipConfig:
             UserError: a size does not fit.
         """
         vision = {**_DEFAULTS, **vision}
-        sizes = counts_from_hf(vision, _SIZES, "vision_config")
+        sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
         heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
         check_dropout(vision)
         return cls(

@@ -20,6 +20,7 @@ from engine.errors import UserError
 from engine.models.vision.clip import outputs_of
 from engine.models.vision.llava import Projector, ProjectorConfig, select_strategy, taken_states, vision_part
 from engine.models.vision.sizes import (
+    ENCODER_SIZES,
     Grid,
     Grids,
     activation_from_hf,
@@ -32,9 +33,6 @@ from engine.models.vision.sizes import (
 )
 from engine.models.vision.tiles import encoder_flops, run_by_length
 
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
-)  # fmt: skip
 _DEFAULTS = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "patch_size": 14, "image_size": 448, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
@@ -93,7 +91,7 @@ class InternVLVisionConfig:
         """
         vision = {**_DEFAULTS, **vision_part(hf)}
         vision |= {key: _square(vision[key], key) for key in ("image_size", "patch_size")}
-        sizes = counts_from_hf(vision, _SIZES, "vision_config")
+        sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
         heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
         check_dropout(vision)
         layer = hf.get("vision_feature_layer", -1)

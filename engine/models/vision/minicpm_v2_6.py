@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grid, Grids, counts_from_hf, heads_fit, square_side
+from engine.models.vision.sizes import ENCODER_SIZES, Grid, Grids, counts_from_hf, heads_fit, square_side
 from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length
 
 CHECKPOINT_PREFIX = ""
@@ -35,9 +35,6 @@ CHECKPOINT_PREFIX = ""
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _NORM_EPS = 1e-6
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
-)  # fmt: skip
 _DEFAULTS = {"hidden_act": _ACTIVATION, "layer_norm_eps": _NORM_EPS, "attention_dropout": 0.0, "num_channels": 3}
 
 
@@ -93,7 +90,7 @@ class MiniCPMV26VisionConfig:
                 "of them."
             )
         vision = hf.get("vision_config")
-        sizes = counts_from_hf(vision, _SIZES, "vision_config")
+        sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
         assert isinstance(vision, Mapping)
         if (kind := vision.get("model_type")) not in _PLACES:
             raise UserError(

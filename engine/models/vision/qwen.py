@@ -11,6 +11,7 @@ Legend: P patches of all pictures, V width, N heads, D features of a head, m sid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,52 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from engine.errors import UserError
-from engine.models.vision.sizes import Grids, counts_from_hf
+from engine.models.vision.sizes import Grid, Grids, counts_from_hf
 
 Segments = tuple[tuple[int, int], ...]
 """(number, length) of sequences that attention keeps apart, those of one length that follow each other together."""
 
 FRAMES = 2
 """Times that a picture stands in a patch: as that many equal frames of a video."""
+_USUAL_PICTURE = (480, 640)
+"""Pixels; pictures keep their size, within the processor's limits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergedPictures:
+    """Sizes that the towers have in common.
+
+    Args:
+        width, mlp_width, num_heads, num_layers: of its blocks.
+        patch: pixels on a side of a patch.
+        merge: patches on a side of what becomes a feature row.
+        hidden: of the language model.
+        theta: base of the rotary embedding.
+    """
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_layers: int
+    patch: int
+    merge: int
+    hidden: int
+    theta: float
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * FRAMES * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of a picture of 640 x 480 pixels."""
+        rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
+        return rows, columns
+
+    def num_features(self, grid: Grid) -> int:
+        """Returns the feature rows of a picture."""
+        return grid[0] * grid[1] // self.merge**2
 
 
 def segments_of(lengths: Sequence[int]) -> Segments:

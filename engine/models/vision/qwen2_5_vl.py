@@ -21,6 +21,7 @@ from engine.errors import UserError
 from engine.models.vision.qwen import (
     FRAMES,
     AxialRotation,
+    MergedPictures,
     PatchEmbed,
     SegmentAttention,
     block_places,
@@ -29,7 +30,7 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grid, Grids
+from engine.models.vision.sizes import Grids
 
 _SIZES = (
     "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "window_size",
@@ -39,34 +40,19 @@ _DEFAULTS = {
     "hidden_act": "silu", "temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3, "patch_size": 14,
     "spatial_merge_size": 2, "window_size": 112, "intermediate_size": 3420, "num_heads": 16, "depth": 32,
 }  # fmt: skip
-_USUAL_PICTURE = (480, 640)
-"""Pixels; pictures keep their size, within the processor's limits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen25VisionConfig:
+class Qwen25VisionConfig(MergedPictures):
     """Sizes of the tower.
 
     Args:
-        width, mlp_width, num_heads, num_layers: of its blocks.
-        patch: pixels on a side of a patch.
-        merge: patches on a side of what becomes a feature row.
         window: merged blocks on a side of a window.
         whole: blocks whose attention sees the whole picture.
-        hidden: of the language model.
-        theta: base of the rotary embedding.
     """
 
-    width: int
-    mlp_width: int
-    num_heads: int
-    num_layers: int
-    patch: int
-    merge: int
     window: int
     whole: tuple[int, ...]
-    hidden: int
-    theta: float
 
     @classmethod
     def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen25VisionConfig:
@@ -101,21 +87,6 @@ class Qwen25VisionConfig:
     def build(self) -> nn.Module:
         """Returns the module."""
         return Qwen25Vision(self)
-
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * FRAMES * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture of 640 x 480 pixels."""
-        rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
-        return rows, columns
-
-    def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a picture."""
-        return grid[0] * grid[1] // self.merge**2
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""

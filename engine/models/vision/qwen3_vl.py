@@ -21,6 +21,7 @@ from engine.errors import UserError
 from engine.models.vision.qwen import (
     FRAMES,
     AxialRotation,
+    MergedPictures,
     PatchEmbed,
     SegmentAttention,
     block_places,
@@ -29,7 +30,7 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grid, Grids
+from engine.models.vision.sizes import Grids
 from engine.models.vision.tiles import encoder_flops
 
 _SIZES = (
@@ -40,34 +41,19 @@ _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh", "temporal_patch_size": FRAMES, "in_channels": 3, "patch_size": 16,
     "spatial_merge_size": 2, "num_position_embeddings": 2304,
 }  # fmt: skip
-_USUAL_PICTURE = (480, 640)
-"""Pixels; pictures keep their size, within the processor's limits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3VisionConfig:
+class Qwen3VisionConfig(MergedPictures):
     """Sizes of the tower.
 
     Args:
-        width, mlp_width, num_heads, num_layers: of its blocks.
-        patch: pixels on a side of a patch.
-        merge: patches on a side of what becomes a feature row.
         table_side: positions on a side of the stored table.
         deepstack: blocks behind which a merger makes features for a later layer, the first one's for layer 0.
-        hidden: of the language model.
-        theta: base of the rotary embedding.
     """
 
-    width: int
-    mlp_width: int
-    num_heads: int
-    num_layers: int
-    patch: int
-    merge: int
     table_side: int
     deepstack: tuple[int, ...]
-    hidden: int
-    theta: float
 
     @classmethod
     def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen3VisionConfig:
@@ -106,21 +92,6 @@ class Qwen3VisionConfig:
     def build(self) -> nn.Module:
         """Returns the module."""
         return Qwen3Vision(self)
-
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * FRAMES * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture of 640 x 480 pixels."""
-        rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
-        return rows, columns
-
-    def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a picture."""
-        return grid[0] * grid[1] // self.merge**2
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""

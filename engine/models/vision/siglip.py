@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from engine.errors import UserError
 from engine.models.vision.clip import outputs_of
 from engine.models.vision.sizes import (
+    ENCODER_SIZES,
     Grids,
     activation_from_hf,
     counts_from_hf,
@@ -28,9 +29,6 @@ from engine.models.vision.sizes import (
 )
 from engine.models.vision.tiles import encoder_flops
 
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
-)  # fmt: skip
 _DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "patch_size": 16, "image_size": 224, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
@@ -80,7 +78,7 @@ class SiglipConfig:
             UserError: a size does not fit.
         """
         vision = {**_DEFAULTS, **vision}
-        sizes = counts_from_hf(vision, _SIZES, "vision_config")
+        sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
         for key, value in _SETTINGS.items():
             if vision.get(key, value) != value:
                 raise UserError(

@@ -11,6 +11,10 @@ Grid = tuple[int, ...]
 """Rows and columns of a tile, in patches, and behind that what else its model has to know."""
 Grids = tuple[Grid, ...]
 """Of each tile."""
+ENCODER_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
+)  # fmt: skip
+"""Keys of `vision_config` for the sizes of a plain transformer encoder, as transformers names them."""
 
 
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:

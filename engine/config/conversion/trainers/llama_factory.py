@@ -262,8 +262,8 @@ _PICTURES = (
 
 
 def _pictures(conversion: Conversion) -> None:
-    """Sets what trains of a vision-language model: the language model alone, where nothing else is said. Full training
-    says so of every model, because nothing given tells which has a vision model."""
+    """Sets what trains of a vision-language model: by default the language model alone. Full training says
+    so of every model, because nothing given tells which has a vision model."""
     facts = conversion.facts
     frozen = {part: facts.get(f"freeze_{part}", part != "language_model") for part in _PARTS}
     if facts.get("projector_only"):

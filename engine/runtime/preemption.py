@@ -4,7 +4,9 @@ A rank may get the signal while others are steps ahead on the host, or wait for 
 once. The first to know leaves word in the store; a thread of each rank, which runs whatever its main thread waits for,
 then holds the main thread at its next place between two steps and says which place that is. The furthest of these is
 where all stop: nobody is past it, and everybody can still reach it. All ranks share one store, so rank 0 alone reads
-all places, in one request, and leaves word of the furthest. Until there is a signal this costs a lock a step.
+all places, in one request, and leaves word of the furthest. It may hold the store, so it stays where it is until all
+have heard: with nothing to save it would end at once, and the word with it. Until there is a signal this costs a lock
+a step.
 
 Places are counted, not steps, because an evaluation has some too: it is left where it stands, so that the time that a
 scheduler gives goes to the save. A signal during a save is answered after it.
@@ -40,7 +42,8 @@ SAME_SECONDS = 3.0
 ANSWER_SECONDS = 15.0
 """Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
 _WORD_SECONDS = 3.0
-"""Seconds that the others then give rank 0 to say which these are; to that comes twice the time between two looks."""
+"""Seconds that the others then give rank 0 to say which these are, and rank 0 them to hear where all stop; to
+that comes twice the time between two looks."""
 _LEAVE_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
 
@@ -63,7 +66,8 @@ class Preemption:
         self._lost: str | None = None
         self._wanted: str | None = None
         """What this rank was sent, for the others."""
-        self._told, self._held_since = False, 0.0
+        self._told, self._held_since, self._decided = False, 0.0, 0.0
+        self._word_seconds = _WORD_SECONDS + 2 * seconds_between_looks(world_size)
         self._deadline = math.inf
         """Until when the main thread waits for the others, since this rank knows of a signal."""
         self._old: dict[signal.Signals, object] = {}
@@ -154,11 +158,14 @@ class Preemption:
 
     def _decide(self, store: dist.Store) -> None:
         """Leaves word where all stop, once they have answered; or of who has not, when the time for that is over."""
-        if store.add("stop/answers", 0) == self._world_size:
+        if self._stop_at is not None:
+            heard = store.add("stop/heard", 0) == self._world_size - 1
+            if heard or time.monotonic() - self._decided > self._word_seconds:
+                self._agreed.set()
+        elif store.add("stop/answers", 0) == self._world_size:
             places = store.multi_get([f"stop/{rank}" for rank in range(self._world_size)])
-            stop_at = max(map(int, places))
-            store.set("stop/at", str(stop_at))
-            self._stop(stop_at)
+            self._stop_at, self._decided = max(map(int, places)), time.monotonic()
+            store.set("stop/at", str(self._stop_at))
         elif time.monotonic() - self._held_since > ANSWER_SECONDS:
             missing = some_ranks([rank for rank in range(self._world_size) if not store.check([f"stop/{rank}"])])
             store.set("stop/missing", missing)
@@ -167,10 +174,12 @@ class Preemption:
     def _hear(self, store: dist.Store) -> None:
         late = time.monotonic() - self._held_since - ANSWER_SECONDS
         if store.check(["stop/at"]):
-            self._stop(int(store.get("stop/at")))
+            place = int(store.get("stop/at"))
+            store.add("stop/heard", 1)
+            self._stop(place)
         elif late > 0 and store.check(["stop/missing"]):
             self._give_up(self._without(store.get("stop/missing").decode()))
-        elif late > _WORD_SECONDS + 2 * seconds_between_looks(self._world_size):
+        elif late > self._word_seconds:
             self._give_up(self._without("rank 0"))
 
     def _stop(self, place: int) -> None:
@@ -200,8 +209,7 @@ class Preemption:
 
     def _set_deadline(self) -> None:
         """Gives the thread with the store the time that it may take, and once more that of the last word."""
-        patience = ANSWER_SECONDS + 2 * (_WORD_SECONDS + 2 * seconds_between_looks(self._world_size))
-        self._deadline = min(self._deadline, time.monotonic() + patience)
+        self._deadline = min(self._deadline, time.monotonic() + ANSWER_SECONDS + 2 * self._word_seconds)
 
     def _without(self, missing: str) -> str:
         return (

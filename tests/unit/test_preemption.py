@@ -144,6 +144,26 @@ def test_a_lost_store_matters_only_to_a_stop() -> None:
     assert alone.tick()
 
 
+@pytest.mark.parametrize("hears", [True, False])
+def test_rank_0_waits_until_all_have_heard_where_they_stop(hears: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing to save it would end at once, and take the store with it; a rank that has ended is not awaited."""
+    now = [0.0]
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    first, other = (Preemption(rank=rank, world_size=2, say=lambda line: None) for rank in range(2))
+    store = dist.HashStore()
+    first.request("SIGTERM to rank 0")
+    for one in (first, other, first, first):
+        one.poll(store)
+    assert store.check(["stop/at"]) and not first._agreed.is_set()
+    if hears:
+        other.poll(store)
+    else:
+        now[0] += 5.0
+    first.poll(store)
+    assert first._agreed.is_set() and other._agreed.is_set() == hears
+    assert first.tick() and (other.tick() if hears else True)
+
+
 class _CountingStore:
     """A store in which `calls` are counted for each rank, and the keys they name."""
 
@@ -203,9 +223,12 @@ from engine.runtime import preemption
 preemption.SAME_SECONDS = 0.5
 one = preemption.Preemption(rank=0, world_size=1, say=lambda line: print(line, flush=True))
 one.listen()
+one.tick()  # a signal before the first place would stop the run there, in front of the first step
 print("ready", flush=True)
-while not one.tick():
+while True:
     time.sleep({pause})
+    if one.tick():
+        break
 one.close()
 print("stopped", flush=True)
 """

@@ -21,7 +21,7 @@ from engine.zigzag import ContextPlan, Span
 IGNORE_LABEL = -100
 """Label of a position that carries no loss."""
 
-Record = TypeVar("Record", "Answers", "Batch", "Images", "ExpertTokens", "BidirectionalSpans")
+Record = TypeVar("Record", "Answers", "Completions", "Batch", "Images", "ExpertTokens", "BidirectionalSpans")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +120,32 @@ class Answers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Completions:
+    """The completions of a micro-batch that are made more or less likely, numbered in the order of their documents.
+
+    Args:
+        ids_BS: int64 number of the completion whose document each token belongs to; arbitrary for padding, whose
+            weight is 0.
+        advantages: float32 [N], how much better each is than its group.
+        lengths: float32 [N], target tokens of each, over whole rows; 0 where a completion is kept out of the loss.
+        documents: number of each in the data set, on the host.
+        sampled_logps_BS: float32, log-probability of each label when it was sampled; 0 where there is no target.
+        old_logps_BS: float32, the same under the model that the generation batch began to be trained with; None where
+            that is the model as it is.
+        reference_logps_BS: float32, the same under the reference; None where there is none, or where it is computed
+            with each step.
+    """
+
+    ids_BS: Tensor
+    advantages: Tensor
+    lengths: Tensor
+    documents: tuple[int, ...]
+    sampled_logps_BS: Tensor
+    old_logps_BS: Tensor | None = None
+    reference_logps_BS: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """One micro-batch, or the part of it that a context-parallel rank holds: some columns of every row.
 
@@ -140,6 +166,7 @@ class Batch:
             ranks; None where they are whole.
         embeddings_TH: optional input embeddings that replace the embedding lookup.
         answers: the answers to compare, where the objective compares answers; None otherwise.
+        completions: the completions to train on, where the objective trains on a model's own; None otherwise.
         images: the pictures of the rows, for a model that has a vision tower; None for others. Without pictures it has
             no tiles.
         cross_images: the same pictures in a second resolution, for a model whose layers attend to it; None for others.
@@ -162,6 +189,7 @@ class Batch:
     context_plan: ContextPlan | None = None
     embeddings_TH: Tensor | None = None
     answers: Answers | None = None
+    completions: Completions | None = None
     images: Images | None = None
     cross_images: Images | None = None
     experts: ExpertTokens | None = None
@@ -180,6 +208,14 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.tokens_BS.numel()
+
+    @property
+    def brings_reference(self) -> bool:
+        """Whether what the reference says of the answers or completions was computed before."""
+        answers, completions = self.answers, self.completions
+        return (answers is not None and answers.reference_logps is not None) or (
+            completions is not None and completions.reference_logps_BS is not None
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Returns the same batch on `device`; copies are asynchronous where the source is pinned."""
@@ -202,6 +238,7 @@ class Batch:
         return replace(
             moved,
             answers=None if self.answers is None else _changed(self.answers, change),
+            completions=None if self.completions is None else _changed(self.completions, change),
             images=None if self.images is None else _changed(self.images, change),
             cross_images=None if self.cross_images is None else _changed(self.cross_images, change),
             experts=None if self.experts is None else _changed(self.experts, change),

@@ -23,5 +23,23 @@ LearningRateSchedule = Literal["constant", "linear", "cosine"]
 PipelineSchedule = Literal["1f1b", "interleaved", "zb_h1", "zb_v", "lora"]
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
+ExpertFactors = Literal["per_expert", "shared_outer", "shared"]
+"""Which factors of their adapters the experts of a layer have of their own; see `engine.layers.expert_adapters`."""
+
+AdapterForm = Literal["per_expert", "stacked", "shared_outer"]
+ADAPTER_FORMS: tuple[AdapterForm, ...] = get_args(AdapterForm)
+"""How an exported adapter has the experts' factors; see `engine.conversion.peft_experts`."""
+AdapterReader = Literal["peft", "vllm", "sglang"]
+ADAPTER_READERS: tuple[AdapterReader, ...] = get_args(AdapterReader)
+
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 """What is spread over data-parallel ranks; each spreads more than the one before it."""
+
+PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+"""How the losses of a completion's tokens become one number."""
+
+RewardScale = Literal["group", "batch", "none"]
+"""Whose standard deviation rewards are divided by."""
+
+ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+"""What is done where the sampler's probabilities are not the trainer's."""

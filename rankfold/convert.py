@@ -21,7 +21,7 @@ import argparse
 from math import isfinite
 from pathlib import Path
 
-from engine.choices import BASE_DTYPES
+from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES
 from engine.config.command_line import CommandLine, named_as
 from engine.config.conversion import command as config_conversion
 from engine.config.units import read_gb, read_step
@@ -60,6 +60,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--base-name",
         metavar="NAME",
         help="with peft: name of the base written into the adapter, such as OWNER/NAME on the hub",
+    )
+    exporting.add_argument(
+        "--adapter-form",
+        choices=ADAPTER_FORMS,
+        help="with peft, of a mixture's experts: each expert's factors apart (default; read by PEFT and vLLM), "
+        "stacked as target_parameters (PEFT), or what they share once (SGLang and vLLM, where an option says so)",
+    )
+    exporting.add_argument(
+        "--reader", choices=ADAPTER_READERS, help="who is to read the adapter: refuse a form that it would not"
     )
     exporting.add_argument(
         "--step", type=read_step, help="checkpoint of a run: its step, or best (default: the newest)"
@@ -169,4 +178,6 @@ def _carry_out(arguments: argparse.Namespace) -> None:
             step=arguments.step,
             options=options,
             base_name=arguments.base_name,
+            adapter_form=arguments.adapter_form,
+            reader=arguments.reader,
         )

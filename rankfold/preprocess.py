@@ -120,7 +120,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     log, started = Log(0), time.monotonic()
     total = sum(file.stat().st_size for file in files)
     if chat.template is not None:
-        for warning in load_tokenizer(arguments.tokenizer, chat).chat_warnings():
+        for warning in load_tokenizer(arguments.tokenizer, chat).chat_warnings(training=True):
             log.warning(warning)
     if (slow := slow_checksums()) is not None:
         log.info(f"note: {slow}")
@@ -149,7 +149,7 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     from engine.telemetry.format import counted
 
     tokenizer = load_tokenizer(arguments.tokenizer, chat)
-    for warning in tokenizer.chat_warnings():
+    for warning in tokenizer.chat_warnings(training=True):
         print(f"warning: {warning}", file=sys.stderr)
     family = read_vision_family(arguments.tokenizer, tokenizer)
     pictures = None if family is None else PictureReader(family, arguments.image_folder)

@@ -3,24 +3,46 @@
 rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
 rankfold train --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
+rankfold train --config run.yaml --reward a.py:f --reward exact_match=0.5    # both, as --rollout.rewards
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Sequence
 
 from engine.config.load import load_config
+from engine.errors import UserError
 from engine.telemetry.errors import EXIT_STOPPED
 
 _PROFILE = re.compile(r"^--profile(?=$|=)")
 """A short name of an option."""
+_REWARD = "--reward"
+"""An option that is given once for each function."""
 
 
 def main() -> None:
-    config = load_config([_PROFILE.sub("--log.profile_steps", word) for word in sys.argv[1:]])
+    config = load_config([_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(sys.argv[1:])])
     # imported after the configuration is known to be sound: torch takes seconds to load
     from engine.training.trainer import train
 
     if train(config).stopped is not None:
         sys.exit(EXIT_STOPPED)
+
+
+def with_rewards(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with all --reward put together as one --rollout.rewards."""
+    others, rewards = [], []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != _REWARD:
+            others.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if not value or value.startswith("--"):
+            raise UserError("--reward has no value: write --reward FILE.py:NAME, or --reward exact_match.")
+        rewards.append(value)
+    return [*others, *(["--rollout.rewards", json.dumps(rewards)] if rewards else [])]

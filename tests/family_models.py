@@ -7,17 +7,19 @@ transformers takes seconds to import, so that happens inside the functions: rank
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
 from engine.distributed.mesh import Mesh
-from tests.distributed.cases import Built, Case, build, make_batch
+from tests.distributed.cases import Built, Case, build, make_batch, relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +29,8 @@ _SIZES = {
     "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "attn_implementation": "eager",
     "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_CLAMP = {"swiglu_limit": 0.8} if Version(version("transformers")) >= Version("5.23") else {}
+"""Older versions clamp at 7, whatever the config says."""
 _FACTORS = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.7, "attention_multiplier": 0.31, "logits_scaling": 9.0
 }  # fmt: skip
@@ -43,6 +47,19 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 150.0, "factor": 4.0, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+_LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 14,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 7,
+}
+_GLM4 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -94,18 +111,101 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"head_dim": None, "num_experts": 5, "num_experts_per_tok": 2}),
+    "glm4 moe": (
+        "Glm4Moe",
+        {
+            **_GLM4,
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 4,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "glm4 moe without groups": (
+        "Glm4Moe",
+        {
+            **_GLM4,
+            "head_dim": 12,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 1,
+        },
+    ),
+    "gpt oss": (
+        "GptOss",
+        {
+            "sliding_window": 7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            **_CLAMP,
+            "head_dim": 8,
+            "rope_parameters": _YARN,
+            "intermediate_size": 28,
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **_GLM4,
+            **_LATENT,
+            "q_lora_rank": 18,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek v3 yarn": (
+        "DeepseekV3",
+        {
+            **_GLM4,
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "rope_parameters": {**_YARN, "truncate": True, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
-ROUTED = ("mixtral", "qwen2 moe", "qwen3 moe", "olmoe")
+ROUTED = (
+    "mixtral",
+    "qwen2 moe",
+    "qwen3 moe",
+    "olmoe",
+    "glm4 moe",
+    "glm4 moe without groups",
+    "gpt oss",
+    "deepseek v3",
+    "deepseek v3 yarn",
+)
 """Those with experts that a router chooses."""
 
+_SEEDS = {"gpt oss": 2, "deepseek v3": 12}
+"""Of models that otherwise say the same whatever they are asked."""
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
 
 
-def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
-    """A random model, saved in `folder` as its users have it; every parameter is drawn, norms and biases too."""
+def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrainedModel:
+    """A random model, saved in `folder` as its users have it; every parameter is drawn, norms and biases too.
+
+    Args:
+        more: of its config, in place of what FAMILIES has.
+    """
     import transformers
 
     prefix, changes = FAMILIES[name]
@@ -116,9 +216,11 @@ def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
         }  # fmt: skip
         changes = {**changes, **factors}
     kind = "Gemma3Text" if prefix == "Gemma3" else prefix
-    values = {key: value for key, value in {**_SIZES, **changes}.items() if value is not None or key != "head_dim"}
+    values = {
+        key: value for key, value in {**_SIZES, **changes, **more}.items() if value is not None or key != "head_dim"
+    }
     config = getattr(transformers, f"{kind}Config")(**values)
-    torch.manual_seed(len(name))
+    torch.manual_seed(len(name) + _SEEDS.get(name, 0))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     if name in ROUTED:
         model.set_experts_implementation("eager")  # torch's grouped products, which are the default, have no fp64
@@ -127,6 +229,9 @@ def make_model(name: str, folder: Path | None = None) -> PreTrainedModel:
             torch.nn.init.normal_(parameter, mean=0.0 if "Gemma" in prefix or "bias" in key else 1.0, std=0.2)
         else:
             torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.05)  # so that all experts have tokens
     if folder is not None:
         model.save_pretrained(folder)
         _as_users_have_it(name, folder)
@@ -169,6 +274,13 @@ def engine_model(
     load_parameters([*frozen, *(s for s in built.flat.master_shards() if ".lora_" not in s.name)], source)
     built.flat.publish()
     return built
+
+
+def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative error of each gradient; that of an expert without tokens must be zero, and few experts have none."""
+    without = [key for key, value in expected.items() if ".experts." in key and not value.any()]
+    assert len(without) <= len(expected) / 8 and not any(found[key].any() for key in without), without
+    return {key: relative_error(value, expected[key]) for key, value in found.items() if key not in without}
 
 
 def losses_and_gradients(built: Built, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from engine.batch import IGNORE_LABEL, Batch, Images
 from engine.data.vision.anyres import anyres_grid
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 TEXT = {
     "vocab_size": 67, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": None, "bos_token_id": 1,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": None, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
 TOWER = {
@@ -54,6 +55,16 @@ def _internvl(text: str, tower: dict[str, Any], vocab: int, image: int, side: in
         **{"tie_word_embeddings": False, **changes},
     )  # fmt: skip
     return transformers.InternVLForConditionalGeneration(config)
+
+
+def _next(text: str, vocab: int, image: int, side: int, **changes: Any) -> PreTrainedModel:
+    import transformers
+
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**{**TOWER, "image_size": side}), text_config=_text(text, vocab),
+        image_token_index=image, image_grid_pinpoints=pinpoints(side), **changes,
+    )  # fmt: skip
+    return transformers.LlavaNextForConditionalGeneration(config)
 
 
 def _onevision(text: str, vocab: int, image: int, side: int, **changes: Any) -> PreTrainedModel:
@@ -93,12 +104,14 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "internvl llama": partial(
         _internvl, "Llama", {"use_absolute_position_embeddings": False, "use_mask_token": True}, vision_feature_layer=-2
     ),
+    "llava_next": partial(_next, "Llama"),
+    "llava_next mistral": partial(_next, "Mistral", vision_feature_layer=[-2, 1]),
     "llava_onevision": partial(_onevision, "Qwen2"),
     "llava_onevision llama": partial(_onevision, "Llama", vision_feature_layer=[-2, 1]),
 }
 """Model -> makes it."""
 
-SIDES = {"internvl": 28, "llava_onevision": 23}
+SIDES = {"internvl": 28, "llava_next": 23, "llava_onevision": 23}
 """Pixels on a side of a tile, where that is not 21."""
 
 
@@ -160,7 +173,7 @@ def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None 
     )
 
 
-DOCUMENTS = (44, 84, 70, 58)
+DOCUMENTS = (106, 22, 70, 58)
 """Lengths of the documents, two in a row."""
 PICTURES = ((0, 1), (), (2,), (3,))
 """Of each document."""
@@ -197,21 +210,23 @@ def packed(name: str, vision: VisionConfig, *, seed: int = 0) -> tuple[Batch, li
 
 
 def _grid(name: str, side: int, size: tuple[int, int], *, alone: bool) -> tuple[int, ...]:
-    if not name.startswith("llava_onevision") or not alone:
+    tiled, onevision = name.startswith(("llava_next", "llava_onevision")), name.startswith("llava_onevision")
+    if not tiled or (onevision and not alone):
         return side // 7, side // 7
-    return anyres_grid(size, pinpoints(side), tile=side, side=side // 7, most=2)
+    return anyres_grid(size, pinpoints(side), tile=side, side=side // 7, most=2 if onevision else None)
 
 
 def _given(name: str, tiles: list[Tensor], sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
     if not tiles:
         return {}
-    if not name.startswith("llava_onevision"):
+    if not name.startswith(("llava_next", "llava_onevision")):
         return {"pixel_values": torch.cat(tiles)}
-    return {
-        "pixel_values": torch.stack(tiles),
+    most = max(map(len, tiles))
+    given = {
+        "pixel_values": torch.stack([pad(one, (0, 0) * 3 + (0, most - len(one))) for one in tiles]),
         "image_sizes": torch.tensor([[height, width] for width, height in sizes]),
-        "batch_num_images": torch.tensor([len(tiles)]),
     }
+    return given | ({} if name.startswith("llava_next") else {"batch_num_images": torch.tensor([len(tiles)])})
 
 
 def stock_losses(model: nn.Module, batch: Batch, documents: list[Document]) -> tuple[Tensor, Tensor]:

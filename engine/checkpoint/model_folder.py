@@ -16,8 +16,11 @@ from engine.files.documents import read_json
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import parameter_specs
 from engine.models.dtypes import TORCH_DTYPES
-from engine.models.families import family_of
+from engine.models.families import WRAPPINGS, family_of
 from engine.models.names import NameMap
+
+_TEXTS = ("text_config", "llm_config")
+"""Where config.json may have the language model's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,27 @@ class ModelFolder:
         """Returns logical name -> global shape of every parameter, in forward order."""
         specs = parameter_specs(self.decoder, tensor_rank=0, tensor_size=1)
         return {name: spec.global_shape for name, spec in specs.items()}
+
+    @property
+    def family(self) -> str:
+        """The family's name: where a vision model is in front of another family's language model, that of the whole."""
+        kind = self.hf_config.get("model_type")
+        return str(kind) if kind in WRAPPINGS else self.decoder.family
+
+    def untied(self) -> ModelFolder:
+        """Returns the same model with a head of its own, in config.json too."""
+        config = {**self.hf_config, "tie_word_embeddings": False}
+        for key in _TEXTS:
+            if isinstance(config.get(key), dict):
+                config[key] = {**config[key], "tie_word_embeddings": False}
+        return replace(self, hf_config=config, decoder=replace(self.decoder, tied_embeddings=False))
+
+    @property
+    def says_both(self) -> bool:
+        """Whether config.json has embeddings tied in one place and not in another."""
+        parts = (self.hf_config, *(self.hf_config.get(key) for key in _TEXTS))
+        said = {bool(part["tie_word_embeddings"]) for part in parts if part and "tie_word_embeddings" in part}
+        return len(said) == 2
 
     def config_dtype(self) -> torch.dtype:
         """Returns the dtype that config.json asks for; float32 where it does not say."""
@@ -89,6 +113,7 @@ def open_model(path: str | Path) -> ModelFolder:
         names = replace(names, body=manifest.model["body"], head=manifest.model["head"])
         names = replace(names, vision=manifest.model.get("vision", names.vision))
         names = names.fuse(manifest.model.get("fused", ()))
+        names = names.stack() if manifest.model.get("stacked") else names
     return ModelFolder(path=folder, hf_config=hf_config, decoder=decoder, names=names, manifest=manifest)
 
 

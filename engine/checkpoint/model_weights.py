@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,8 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.verification import PieceChecks
 from engine.errors import UserError
 from engine.models.names import nest
+from engine.models.stacked_experts import ExpertPart
+from engine.quantization import mxfp4
 
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
@@ -33,6 +36,8 @@ OUTSIDE = "outside/"
 TIED_HEAD = "lm_head.weight"
 
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KEPT_DECODED = 2
+"""Linears of experts that stay decoded: one is read in several runs of rows."""
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
 
 # Buffers that old checkpoints carry; every reader recomputes them.
@@ -162,11 +167,14 @@ class HfSource(WeightSource):
         self._tensors = HfTensors(model.path)
         names = nest(model.names, self._tensors.names())
         nested = not names.vision and (names.body, names.head) != (model.names.body, model.names.head)
-        model = ModelFolder(
-            path=model.path, hf_config=model.hf_config, decoder=model.decoder, names=names, manifest=None
-        )
-        super().__init__(model, has_tied_head=self._check_tied_head(model))
+        hf_config = model.hf_config
+        self._is_mxfp4 = any(name.endswith(f".experts.down_proj{mxfp4.ENDINGS[0]}") for name in self._tensors.names())
+        if self._is_mxfp4:
+            hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+        model, has_tied_head = self._with_head(replace(model, names=names, hf_config=hf_config))
+        super().__init__(model, has_tied_head=has_tied_head)
         self._locations = {name: names.to_hf(name) for name in self._shapes}
+        self._decoded = lru_cache(maxsize=_KEPT_DECODED)(self._decode)
         self._checks = PieceChecks(self)
         self._expected: Mapping[str, str] = {}
         self._recorded_by = ""
@@ -176,7 +184,24 @@ class HfSource(WeightSource):
             self._check_dtype(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors.dtype(self._locations[name].name)
+        stored = self._locations[name].name
+        return self._tensors.dtype(stored) if stored in self._tensors else self._decoded_dtype
+
+    @property
+    def _decoded_dtype(self) -> torch.dtype:
+        """That of the tensors beside those in MXFP4: a released config.json does not say one."""
+        return self._tensors.dtype(self._locations["norm.weight"].name)
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.model.hf_config if self._is_mxfp4 else None
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._is_mxfp4:
+            return []
+        dtype = str(self._decoded_dtype).removeprefix("torch.")
+        return [f"experts are stored in MXFP4 and were decoded: they are {dtype} here, and quantization_config is gone"]
 
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
@@ -211,7 +236,8 @@ class HfSource(WeightSource):
         self._checks.view(name, index)
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
-        file, own = self.stored_at(name, index)[0], self._locations[name].name
+        own = self._locations[name].name
+        file, _ = self._tensors.stored_at(self._stored_names(name)[0])
         if name not in self._expected:
             raise UserError(
                 f"{file} is not the same on all machines of the run: {own} has checksum {found} on one and {expected} "
@@ -224,13 +250,27 @@ class HfSource(WeightSource):
 
     def stored_view(self, name: str, index: int) -> Tensor:
         location = self._locations[name]
+        if location.expert is not None:
+            whole = location.name in self._tensors
+            return location.expert.of(self._tensors.view(location.name)) if whole else self._decoded(name)
         tensor = self._tensors.view(location.name)
         if location.num_rows is None:
             return tensor
         return tensor.narrow(0, location.row_offset, location.num_rows)
 
-    def stored_at(self, name: str, index: int) -> tuple[Path, int]:
+    def _decode(self, name: str) -> Tensor:
+        """Returns a linear of one expert, where codes and scales of all experts are stored, by rows of outputs."""
         location = self._locations[name]
+        assert location.expert is not None
+        expert, part = location.expert
+        parts = (self._tensors.view(f"{location.name}{ending}")[expert] for ending in mxfp4.ENDINGS)
+        blocks, scales = (part._replace(transposed=False).of(stored) for stored in parts)
+        return mxfp4.decode(blocks, scales, self._decoded_dtype)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int] | None:
+        location = self._locations[name]
+        if location.expert is not None:
+            return None  # rows that others lie between, columns, or codes
         path, offset = self._tensors.stored_at(location.name)
         row_bytes = math.prod(self._shapes[name][1:]) * self.dtype(name).itemsize
         return path, offset + location.row_offset * row_bytes
@@ -245,23 +285,31 @@ class HfSource(WeightSource):
     def read_outside(self, name: str) -> Tensor:
         return self._tensors.view(name)
 
-    def _check_tied_head(self, model: ModelFolder) -> bool:
-        if not model.decoder.tied_embeddings:
-            return False
+    def _with_head(self, model: ModelFolder) -> tuple[ModelFolder, bool]:
+        """Returns the model, and whether it stores a head that is tied.
+
+        Where config.json has embeddings tied in one place and not in another, they are if the weights are equal, as in
+        transformers.
+
+        Raises:
+            UserError: they are tied, and differ.
+        """
         head, embedding = f"{model.names.head}.weight", model.names.to_hf("embed_tokens.weight").name
-        if head not in self._tensors or embedding not in self._tensors:
-            return False
-        if not torch.equal(self._tensors.view(head), self._tensors.view(embedding)):
-            raise UserError(
-                f"{model.path} has tie_word_embeddings true, but its {head} differs from {embedding}: "
-                "set tie_word_embeddings to false in config.json if the head is meant to be its own."
-            )
-        return True
+        if not model.decoder.tied_embeddings or head not in self._tensors or embedding not in self._tensors:
+            return model, False
+        if torch.equal(self._tensors.view(head), self._tensors.view(embedding)):
+            return model, True
+        if model.says_both:
+            return model.untied(), False
+        raise UserError(
+            f"{model.path} has tie_word_embeddings true, but its {head} differs from {embedding}: "
+            "set tie_word_embeddings to false in config.json if the head is meant to be its own."
+        )
 
     def _check_names(self, nested: bool) -> list[str]:
         """Checks that every tensor of the language model is there, and returns the names of the others."""
         stored = set(self._tensors.names())
-        wanted = {location.name for location in self._locations.values()}
+        wanted = {stored for name in self._locations for stored in self._stored_names(name)}
         names = self.model.names
         if missing := sorted(wanted - stored):
             self._refuse_encoded(missing)
@@ -277,10 +325,17 @@ class HfSource(WeightSource):
         if strange := sorted(set(unknown) - set(outside)):
             self._refuse_encoded(strange)
             raise UserError(
-                f"{self.label} has {_some(strange)}, which a {self.model.decoder.family} model with its config.json "
+                f"{self.label} has {_some(strange)}, which a {self.model.family} model with its config.json "
                 "does not have: it is another architecture, use a supported one."
             )
         return outside
+
+    def _stored_names(self, name: str) -> list[str]:
+        """Returns the names of the stored tensors that a logical one is read from."""
+        location = self._locations[name]
+        if not self._is_mxfp4 or location.expert is None or name.endswith(".bias") or location.name in self._tensors:
+            return [location.name]
+        return [f"{location.name}{ending}" for ending in mxfp4.ENDINGS]
 
     def _refuse_encoded(self, unexpected: list[str]) -> None:
         """Raises UserError where the reason is that the weights are stored in some encoding."""
@@ -300,6 +355,9 @@ class HfSource(WeightSource):
 
     def _check_shape(self, name: str) -> None:
         location, shape = self._locations[name], self._shapes[name]
+        if location.expert is not None:
+            self._check_expert_shape(name, shape, location.expert)
+            return
         stored = self._tensors.shape(location.name)
         if location.num_rows is not None:
             # a part of a fused matrix has the rows that the other parts leave
@@ -310,6 +368,22 @@ class HfSource(WeightSource):
                 f"{self.label} has {location.name} with shape {list(stored)}, but its config.json calls for "
                 f"{list(shape)}: correct config.json or copy the model again."
             )
+
+    def _check_expert_shape(self, name: str, shape: tuple[int, ...], place: ExpertPart) -> None:
+        names = self._stored_names(name)
+        found = [self._tensors.shape(stored) for stored in names]
+        part = place.part if len(names) == 1 else place.part._replace(transposed=False)
+        wanted = [(_num_experts(self.model), *part.whole_shape(shape))]
+        if len(names) > 1:
+            *rows, columns = wanted[0]
+            groups = columns // mxfp4.GROUP
+            wanted = [(*rows, groups, mxfp4.GROUP // 2), (*rows, groups)]
+        for stored, has, expected in zip(names, found, wanted, strict=True):
+            if has != expected:
+                raise UserError(
+                    f"{self.label} has {stored} with shape {list(has)}, but its config.json calls for "
+                    f"{list(expected)}: correct config.json or copy the model again."
+                )
 
 
 class PartitionedSource(WeightSource):
@@ -391,6 +465,11 @@ def open_source(path: str | Path) -> WeightSource:
     """
     model = open_model(path)
     return HfSource(model) if model.manifest is None else PartitionedSource(model)
+
+
+def _num_experts(model: ModelFolder) -> int:
+    assert model.decoder.routed is not None
+    return model.decoder.routed.rule.num_experts
 
 
 def _some(names: list[str]) -> str:

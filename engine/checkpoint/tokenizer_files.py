@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.checkpoint.folder import Companion, Companions, find_companions
+from engine.data.processor_template import PROCESSOR_FILES
 from engine.errors import UserError
 from engine.files.documents import read_json, read_text
 from engine.files.durable import write_durably
@@ -53,12 +54,13 @@ class TrainedTokenizer(NamedTuple):
         return Companions(rest + found.files, (*left_out, *found.left_out))
 
     def write_template(self, folder: Path) -> None:
-        """Writes the chat template beside a tokenizer's files, and into its settings where these have one."""
+        """Writes the chat template beside a tokenizer's files, and into those that have one."""
         if self.chat_template is None:
             return
         write_durably(folder / CHAT_TEMPLATE, self.chat_template)
-        if (settings := folder / SETTINGS).is_file() and "chat_template" in (found := read_json(settings)):
-            _write_json(settings, found | {"chat_template": self.chat_template})
+        for name in (SETTINGS, *PROCESSOR_FILES):
+            if (file := folder / name).is_file() and "chat_template" in (found := read_json(file)):
+                _write_json(file, found | {"chat_template": self.chat_template})
 
 
 BASES_OWN = TrainedTokenizer()

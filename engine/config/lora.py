@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
+from engine.choices import ExpertFactors
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 from engine.config.matching import BLOCK_LINEARS, matches_target
 from engine.config.patterns import PatternFlaw, name_pattern
@@ -44,6 +45,9 @@ class LoraOptions:
             both, and key and value of attention to encoded pictures, "none" none of them. "auto" does what PEFT would:
             one adapter where the checkpoint stores several projections as one matrix (Phi-3's qkv_proj and
             gate_up_proj) and all of them are targets; with lora.init_from, wherever that adapter is fused.
+        experts: Which factors the adapters of a layer's experts share, where a router chooses these: "per_expert" none,
+            "shared_outer" A of gate and up and B of down, the factors on the side of the residual stream, "shared"
+            both. Whether gate and up have one A is for lora.fused to say.
         init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
     """
 
@@ -60,6 +64,7 @@ class LoraOptions:
     bias: bool = False
     init: str = "kaiming"
     fused: Fused = "auto"
+    experts: ExpertFactors = "per_expert"
     init_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +102,7 @@ class LoraOptions:
         )
         require_choice("lora.init", self.init, ("kaiming", "gaussian"))
         require_choice("lora.fused", self.fused, get_args(Fused))
+        require_choice("lora.experts", self.experts, get_args(ExpertFactors))
 
     def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
         """Returns whether an adapter sits on `module`.

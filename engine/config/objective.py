@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.config.checks import require, require_choice, require_positive
+from engine.choices import ImportanceCorrection, PolicyLoss, RewardScale
+from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
 
-Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto"]
+Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "grpo"]
 Reference = Literal["base", "initial"]
 REFERENCE_FREE = ("orpo", "simpo")
+POLICY_GRADIENT = ("grpo",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +22,11 @@ class ObjectiveOptions:
         name: "language_modeling" predicts the next token (pretraining, supervised fine-tuning). The others learn from
             pairs of answers, of which one was preferred: "dpo" (arXiv 2305.18290), "ipo" (2310.12036), "hinge"
             (2305.10425), and without a reference "orpo" (2403.07691) and "simpo" (2405.14734). "kto" (2402.01306)
-            learns from single answers, each with a label that says whether it was liked.
+            learns from single answers, each with a label that says whether it was liked. "grpo" (2402.03300) samples
+            completions of prompts and learns from their rewards.
         beta: How strongly the preference counts against staying near the reference; for orpo the weight of the odds
-            ratio.
+            ratio, for grpo that of the divergence from the reference, which 0 does not compute. null is 0 for grpo and
+            0.1 for the others.
         label_smoothing: Share of pairs that are assumed to be labelled the wrong way round, for dpo and simpo.
         length_normalised: Compare means over an answer's tokens instead of sums, for dpo and hinge.
         margin: By how much simpo wants the preferred answer to be better.
@@ -32,21 +36,57 @@ class ObjectiveOptions:
             step, without a second copy. "initial" is the model as the run starts (with the adapter of lora.init_from,
             or when more than adapters is trained): its log-likelihoods are computed once, before the first step, and
             kept in the run's folder.
+        loss_type: How grpo divides the losses of tokens. "dapo" (2503.14476) by the target tokens of the global batch;
+            "grpo" by those of the completion, and then by the completions; "bnpo" by the target tokens of the
+            micro-batch, so that train.micro_batch_size counts; "dr_grpo" (2503.20783) by rollout.max_completion_length
+            and the completions. "cispo" (2506.13585) divides as dapo does, and clips the importance ratio alone. "gspo"
+            (2507.18071) divides as grpo does, with one importance ratio for each completion.
+        epsilon: By how much the importance ratio may fall below 1 before it is clipped, for grpo.
+        epsilon_high: By how much it may rise above 1; null is objective.epsilon. For cispo, which needs it, the largest
+            ratio itself.
+        delta: Where the ratio is cut off even where clipping does not reach, in completions that were worse than their
+            group (2505.07291); null for nowhere.
+        kl_bias_correction: Multiply the divergence by the importance ratio, which makes its gradient unbiased
+            (2512.02556), for grpo.
+        scale_rewards: What the difference between a reward and its group's mean is divided by, for grpo. The standard
+            deviation of the "group", that of the generation "batch", or "none".
+        num_iterations: How often a generation batch is trained on, for grpo.
+        top_entropy_quantile: Share of the tokens of a micro-batch, over all data-parallel ranks, whose losses count,
+            for grpo. They are those where the model is least sure (2506.01939).
+        importance_correction: What grpo does where the model that is trained and the sampler give a token other
+            probabilities. It weighs the loss with their ratio, of each "token" or of a completion as a whole
+            ("sequence"), which it cuts off at its limits ("truncate") or makes 0 outside of them ("mask").
+        importance_max: The upper limit of that ratio; null for none.
+        importance_min: The lower limit of that ratio; null for none.
     """
 
     name: Name = "language_modeling"
-    beta: float = 0.1
+    beta: float | None = None
     label_smoothing: float = 0.0
     length_normalised: bool = False
     margin: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     reference: Reference = "base"
+    loss_type: PolicyLoss = "dapo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    kl_bias_correction: bool = True
+    scale_rewards: RewardScale = "group"
+    num_iterations: int = 1
+    top_entropy_quantile: float = 1.0
+    importance_correction: ImportanceCorrection = "none"
+    importance_max: float | None = 3.0
+    importance_min: float | None = None
 
     def __post_init__(self) -> None:
         require_choice("objective.name", self.name, get_args(Name))
         require_choice("objective.reference", self.reference, get_args(Reference))
-        require_positive("objective.beta", self.beta, "use for example 0.1")
+        if self.samples_completions:
+            require_not_negative("objective.beta", self.divergence_weight, "use for example 0.04, or 0 for none")
+        else:
+            require_positive("objective.beta", self.preference_strength, "use for example 0.1")
         require(
             0 <= self.label_smoothing < 0.5,
             f"objective.label_smoothing is {self.label_smoothing}, but a share from 0 to below 0.5 is expected: use "
@@ -60,17 +100,102 @@ class ObjectiveOptions:
             ("margin", self.margin, 0.0, ("simpo",)),
             ("desirable_weight", self.desirable_weight, 1.0, ("kto",)),
             ("undesirable_weight", self.undesirable_weight, 1.0, ("kto",)),
+            ("loss_type", self.loss_type, "dapo", POLICY_GRADIENT),
+            ("epsilon", self.epsilon, 0.2, POLICY_GRADIENT),
+            ("epsilon_high", self.epsilon_high, None, POLICY_GRADIENT),
+            ("delta", self.delta, None, POLICY_GRADIENT),
+            ("kl_bias_correction", self.kl_bias_correction, True, POLICY_GRADIENT),
+            ("scale_rewards", self.scale_rewards, "group", POLICY_GRADIENT),
+            ("num_iterations", self.num_iterations, 1, POLICY_GRADIENT),
+            ("top_entropy_quantile", self.top_entropy_quantile, 1.0, POLICY_GRADIENT),
+            ("importance_correction", self.importance_correction, "none", POLICY_GRADIENT),
+            ("importance_max", self.importance_max, 3.0, POLICY_GRADIENT),
+            ("importance_min", self.importance_min, None, POLICY_GRADIENT),
         ):
             require(
                 value == default or self.name in names,
                 f"objective.{option} is {value} and objective.name is {self.name}, but it belongs to "
                 f"{' and '.join(names)}: remove it, or choose one of these.",
             )
+        self._check_clipping()
+        self._check_importance()
+        require_choice("objective.scale_rewards", self.scale_rewards, get_args(RewardScale))
+        require_at_least("objective.num_iterations", self.num_iterations, 1, "use for example 1")
+        require(
+            0 <= self.top_entropy_quantile <= 1,
+            f"objective.top_entropy_quantile is {self.top_entropy_quantile}, but a share from 0 to 1 is expected: use "
+            "for example 0.2, or 1 for all tokens.",
+        )
+
+    def _check_clipping(self) -> None:
+        require_choice("objective.loss_type", self.loss_type, get_args(PolicyLoss))
+        require(
+            0 < self.epsilon < 1,
+            f"objective.epsilon is {self.epsilon}, but a number between 0 and 1 is expected: use for example 0.2.",
+        )
+        if self.epsilon_high is not None:
+            require_positive("objective.epsilon_high", self.epsilon_high, "use for example 0.28")
+        clips_alone = self.loss_type == "cispo"
+        require(
+            not clips_alone or self.epsilon_high is not None,
+            "objective.loss_type is cispo and objective.epsilon_high is null, but it is the largest importance ratio "
+            "of this loss: set objective.epsilon_high to for example 5.0.",
+        )
+        require(
+            not clips_alone or self.epsilon == 0.2,
+            f"objective.loss_type is cispo and objective.epsilon is {self.epsilon}, but this loss has no lower limit: "
+            "remove it.",
+        )
+        if self.delta is None:
+            return
+        require(
+            not clips_alone,
+            f"objective.loss_type is cispo and objective.delta is {self.delta}, but this loss has one limit, "
+            "objective.epsilon_high: remove objective.delta.",
+        )
+        largest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        require(
+            largest < self.delta,
+            f"objective.delta is {self.delta} and importance ratios are clipped at {largest:g}, above which it must "
+            f"lie: set objective.delta to for example {2 * largest:g}.",
+        )
+
+    def _check_importance(self) -> None:
+        require_choice("objective.importance_correction", self.importance_correction, get_args(ImportanceCorrection))
+        low, high = self.importance_min, self.importance_max
+        for option, limit in (("importance_min", low), ("importance_max", high)):
+            if limit is not None:
+                require_positive(f"objective.{option}", limit, "use for example 3.0, or null for no limit")
+        require(
+            low is None or high is None or low < high,
+            f"objective.importance_min is {low} and objective.importance_max is {high}, which leaves no ratio between "
+            "them: set objective.importance_min lower, or to null.",
+        )
+        require(
+            not self.importance_correction.endswith("truncate") or (low, high) != (None, None),
+            f"objective.importance_correction is {self.importance_correction} without a limit to truncate at: set "
+            "objective.importance_max to for example 3.0.",
+        )
+
+    @property
+    def preference_strength(self) -> float:
+        """objective.beta of the losses of judged answers."""
+        return 0.1 if self.beta is None else self.beta
+
+    @property
+    def divergence_weight(self) -> float:
+        """objective.beta of grpo."""
+        return 0.0 if self.beta is None else self.beta
+
+    @property
+    def samples_completions(self) -> bool:
+        """Whether the model is trained on completions that it samples itself."""
+        return self.name in POLICY_GRADIENT
 
     @property
     def compares_answers(self) -> bool:
         """Whether samples are answers that were judged, in pairs or one by one."""
-        return self.name != "language_modeling"
+        return self.name != "language_modeling" and not self.samples_completions
 
     @property
     def compares_pairs(self) -> bool:
@@ -79,4 +204,6 @@ class ObjectiveOptions:
 
     @property
     def has_reference(self) -> bool:
+        if self.samples_completions:
+            return self.divergence_weight > 0
         return self.compares_answers and self.name not in REFERENCE_FREE

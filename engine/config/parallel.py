@@ -30,6 +30,11 @@ class ParallelOptions:
             weights' gradients into the gaps and are for training in full; zb_v holds two stages per rank.
         layers_per_stage: Layers of each stage, in order, as [8, 8, 8, 6]; null splits evenly, counting the head.
         context: Ranks that share each row of tokens (context parallelism).
+        expert: Ranks over which the experts of a mixture are divided (expert parallelism). They are taken from the
+            data, context and, where experts are whole, tensor parallel ranks; each sends its tokens to the ranks of
+            their experts.
+        expert_tensor: Tensor ranks that share each expert's inner features: 1, for whole experts, or parallel.tensor.
+            null means 1 where parallel.expert is above 1, and else parallel.tensor.
         context_method: How attention reaches the tokens of other context ranks. "ring" sends keys and values while
             others are computed; "ulysses" exchanges heads for tokens, which needs enough heads.
         shard: What is spread over the ranks that train on different data (data and context parallel ones; ZeRO, arXiv
@@ -51,13 +56,20 @@ class ParallelOptions:
     layers_per_stage: tuple[int, ...] | None = None
     context: int = 1
     context_method: ContextMethod = "ring"
+    expert: int = 1
+    expert_tensor: int | None = None
     shard: ShardLevel = "none"
     lora_reduce: LoraReduce = "local"
     bucket_mb: float = 25.0
 
     def __post_init__(self) -> None:
-        for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context)):
-            require_at_least(f"parallel.{name}", value, 1, "use 1 to switch it off")
+        for name in ("tensor", "pipeline", "context", "expert"):
+            require_at_least(f"parallel.{name}", getattr(self, name), 1, "use 1 to switch it off")
+        require(
+            self.expert_tensor in (None, 1, self.tensor),
+            f"parallel.expert_tensor is {self.expert_tensor} and parallel.tensor is {self.tensor}, but experts are "
+            f"whole or divided over all tensor ranks: use 1, {self.tensor}, or null.",
+        )
         require_choice("parallel.schedule", self.schedule, ("auto", *SCHEDULES))
         require_choice("parallel.context_method", self.context_method, get_args(ContextMethod))
         if self.virtual is not None:
@@ -81,6 +93,21 @@ class ParallelOptions:
     def sequence_parallel(self) -> bool:
         """Whether sequence parallelism is on: by default on, where there is more than one tensor rank."""
         return self.tensor > 1 and self.sequence is not False
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether tensor ranks share each expert's inner features, instead of each having tokens of its own."""
+        return self.expert == 1 if self.expert_tensor is None else self.expert_tensor == self.tensor
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts are spread over other ranks than the rest of the model."""
+        return self.expert > 1 or (self.tensor > 1 and not self.cuts_experts)
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether tensor ranks divide a micro-batch's tokens anywhere."""
+        return self.sequence_parallel or (self.tensor > 1 and not self.cuts_experts)
 
     @property
     def model_parallel_size(self) -> int:

@@ -14,6 +14,7 @@ from engine.errors import UserError
 PATH_OPTIONS = (
     "model.path",
     "lora.init_from",
+    "rollout.rewards",
     "data.train",
     "data.validation",
     "data.mix",

@@ -18,11 +18,16 @@ SAID: dict[str, tuple[str, ...]] = {
     "model": ("dtype", "base_dtype"),
     "lora": (
         "rank", "alpha", "dropout", "targets", "exclude", "layers", "rank_pattern", "alpha_pattern", "rslora", "dora",
-        "bias", "fused",
+        "bias", "fused", "experts",
     ),
     "objective": (
         "name", "beta", "label_smoothing", "length_normalised", "margin", "desirable_weight", "undesirable_weight",
-        "reference",
+        "reference", "loss_type", "epsilon", "epsilon_high", "delta", "kl_bias_correction", "scale_rewards",
+        "num_iterations", "top_entropy_quantile", "importance_correction", "importance_max", "importance_min",
+    ),
+    "rollout": (
+        "rewards", "num_generations", "max_completion_length", "temperature", "top_k", "top_p", "steps_per_generation",
+        "overlong_buffer", "drop_uniform_groups",
     ),
     "data": (
         "mix", "validation", "validation_split", "format", "seq_length", "packing", "overlong", "mask_prompt",
@@ -52,6 +57,8 @@ SILENT: dict[str, tuple[str, ...]] = {
     # backends with the same update; when a run gives up; the initial loss scale, since the checkpoint has the current
     # one
     "optim": ("backend", "max_skipped_steps", "loss_scale"),
+    # rows that are computed together, processes, and printed samples
+    "rollout": ("slots", "reward_workers", "reward_timeout", "show"),
     # layout; bits within one layout; steps without effect; timeouts; printed samples
     "train": (
         "micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after",
@@ -73,6 +80,8 @@ SILENT: dict[str, tuple[str, ...]] = {
 
 _BEFORE: dict[str, Any] = {"train.last_batch": "full", "optim.lr_pattern": None}
 """The behaviour of runs from before an option existed."""
+_DEFAULTS_BEFORE: dict[str, Any] = {"objective.beta": 0.1}
+"""Defaults of before, of options that have another now and still mean the same by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,11 @@ def changes(saved: str, now: str) -> list[Change]:
     return [
         Change(option, before[option], value)
         for option, value in after.items()
-        if is_said(option) and option in before and before[option] != value
+        if is_said(option)
+        and option in before
+        and before[option] != value
+        # a default that was written down, and the one that is now
+        and not (value is None and option in _DEFAULTS_BEFORE and before[option] == _DEFAULTS_BEFORE[option])
     ]
 
 

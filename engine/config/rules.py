@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from engine.config.checks import require
@@ -35,7 +36,9 @@ def check_config(config: RunConfig) -> None:
     check_warmup(config)
     check_evaluation(config)
     check_objective(config)
+    check_completions(config)
     check_synthetic_steps(config)
+    check_rollouts(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -45,6 +48,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
         UserError: the layout does not fit `world_size` ranks, or rows or the batch do not fit the layout.
     """
     check_layout(config, world_size)
+    check_expert_layout(config, world_size)
     check_sequence_split(config)
     check_context_split(config)
     check_batch(config, world_size)
@@ -63,6 +67,12 @@ def check_files(config: RunConfig) -> None:
     )
     _require_file("data.train", config.data.train)
     _require_file("data.validation", config.data.validation)
+    for source in config.rollout.reward_sources:
+        require(
+            source.file is None or Path(source.file).is_file(),
+            f"rollout.rewards has {source.file}:{source.function}, and {source.file} is not a file: give the path of "
+            "a Python file, or the name of a reward that is built in.",
+        )
     for entry in config.data.mix:
         _require_file("a path of data.mix", split_mix(entry)[0])
     tokenizer = config.data.tokenizer
@@ -282,9 +292,9 @@ def check_synthetic_steps(config: RunConfig) -> None:
     if not steps:
         return
     require(
-        not config.objective.compares_answers,
+        config.objective.name == "language_modeling",
         f"train.synthetic_steps is {steps} and objective.name is {config.objective.name}, but there are no made-up "
-        "pairs of answers: set train.synthetic_steps to 0.",
+        "answers: set train.synthetic_steps to 0.",
     )
     require(
         config.memory.cuda_graph == "none" or config.data.packing == "concatenate",
@@ -294,14 +304,61 @@ def check_synthetic_steps(config: RunConfig) -> None:
     )
 
 
-def check_sequence_split(config: RunConfig) -> None:
-    """Refuses micro-batches whose tokens do not divide evenly under sequence parallelism."""
-    tensor, rows, length = config.parallel.tensor, config.train.micro_batch_size, config.row_length
+def check_rollouts(config: RunConfig) -> None:
+    """Refuses options of rollouts without rollouts, and those of data that rollouts do not take."""
+    rollout, data, name = config.rollout, config.data, config.objective.name
+    if not config.objective.samples_completions:
+        given = next((field.name for field in fields(rollout) if getattr(rollout, field.name) != field.default), None)
+        require(
+            given is None,
+            f"rollout.{given} is set and objective.name is {name}, which samples nothing: remove it, or set "
+            "objective.name to grpo.",
+        )
+        return
     require(
-        not config.parallel.sequence_parallel or config.parallel.context > 1 or rows * length % tensor == 0,
+        len(rollout.rewards) > 0,
+        f"objective.name is {name} and rollout.rewards is [], so that no completion is better than another: name a "
+        "function, such as rewards.py:accuracy, or exact_match.",
+    )
+    batch, members = config.train.global_batch_size, rollout.num_generations
+    require(
+        batch % members == 0,
+        f"train.global_batch_size is {batch}, which counts completions, and rollout.num_generations {members}: use "
+        f"for example train.global_batch_size {max(members, batch - batch % members)}.",
+    )
+    require(
+        data.seq_length > rollout.max_completion_length,
+        f"data.seq_length is {data.seq_length}, which is that of prompt and completion, and "
+        f"rollout.max_completion_length {rollout.max_completion_length}, which leaves no room for a prompt: raise "
+        "data.seq_length.",
+    )
+    for given, wanted in (
+        (f"data.mix is {list(data.mix)}", not data.mix),
+        (f"data.validation is {data.validation}", data.validation is None),
+        (f"data.validation_split is {data.validation_split}", data.validation_split is None),
+        (f"data.format is {data.format}", data.format == "auto"),
+        ("data.mask_prompt is false", data.mask_prompt),
+        ("data.overlong is cut", data.overlong != "cut"),
+    ):
+        require(
+            wanted,
+            f"{given} and objective.name is {name}, whose data are the prompts of data.train, without answers and each "
+            "whole: remove it.",
+        )
+
+
+def check_sequence_split(config: RunConfig) -> None:
+    """Refuses micro-batches whose tokens do not divide evenly over tensor ranks that each take a part of them."""
+    parallel, rows, length = config.parallel, config.train.micro_batch_size, config.row_length
+    tensor = parallel.tensor
+    how, less = ("with sequence parallelism", "set parallel.sequence to false")
+    if not parallel.sequence_parallel:
+        how, less = ("before whole experts", f"set parallel.expert_tensor to {tensor}")
+    require(
+        not parallel.splits_tokens or parallel.context > 1 or rows * length % tensor == 0,
         f"data.seq_length {config.data.seq_length} and train.micro_batch_size {rows} make {rows * length} tokens, "
-        f"which do not divide over parallel.tensor {tensor} with sequence parallelism: make data.seq_length a "
-        f"multiple of {tensor}, or set parallel.sequence to false.",
+        f"which do not divide over parallel.tensor {tensor} {how}: make data.seq_length a multiple of {tensor}, or "
+        f"{less}.",
     )
 
 
@@ -310,9 +367,9 @@ def check_context_split(config: RunConfig) -> None:
     context, length = config.parallel.context, config.row_length
     if context == 1:
         return
-    unit = 2 * context * (config.parallel.tensor if config.parallel.sequence_parallel else 1)
+    unit = 2 * context * (config.parallel.tensor if config.parallel.splits_tokens else 1)
     require(
-        length >= 2 * context and (length % unit == 0 or not config.parallel.sequence_parallel),
+        length >= 2 * context and (length % unit == 0 or not config.parallel.splits_tokens),
         f"data.seq_length {config.data.seq_length} makes rows of {length} tokens, and parallel.context {context} with "
         f"parallel.tensor {config.parallel.tensor} divides each row into {unit} pieces: make data.seq_length a "
         f"multiple of {unit}.",
@@ -365,6 +422,45 @@ def check_objective(config: RunConfig) -> None:
     )
 
 
+def check_completions(config: RunConfig) -> None:
+    """Refuses options that do not go with training on sampled completions, or with its reference."""
+    objective, graph = config.objective, config.memory.cuda_graph
+    if not objective.samples_completions:
+        return
+    require(
+        graph == "none",
+        f"objective.name is {objective.name} and memory.cuda_graph is {graph}, whose size depends on the rows, which "
+        "are not known before they are sampled: set memory.cuda_graph to none.",
+    )
+    require(
+        config.data.packing != "concatenate",
+        f"objective.name is {objective.name} and data.packing is concatenate, which would split completions: set "
+        "data.packing to true or false.",
+    )
+    require(
+        not objective.has_reference or objective.reference == "base",
+        f"objective.name is {objective.name} and objective.reference is {objective.reference}, but completions are "
+        "compared with the model without its adapters: set objective.reference to base, or objective.beta to 0.",
+    )
+    require(
+        not objective.has_reference or not config.trainable,
+        f"objective.beta is {objective.beta} and trainable is {list(config.trainable)}, so that the model without "
+        "adapters, which completions are compared with, would change with training: set objective.beta to 0, or "
+        "trainable to [].",
+    )
+    require(
+        not objective.has_reference or config.lora.rank > 0,
+        f"objective.beta is {objective.beta} and lora.rank is 0, but completions are compared with the model without "
+        "its adapters: set lora.rank to for example 16, or objective.beta to 0.",
+    )
+    require(
+        not objective.has_reference or config.lora.init_from is None,
+        f"objective.beta is {objective.beta} and lora.init_from is {config.lora.init_from}, but completions are "
+        "compared with the model without its adapters, and not with the adapter that the run starts from: merge it "
+        "into the model first, or set objective.beta to 0.",
+    )
+
+
 def check_layout(config: RunConfig, world_size: int) -> None:
     """Refuses a number of ranks that does not divide into whole copies of the model."""
     size = config.parallel.model_parallel_size
@@ -375,6 +471,18 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         f"{config.parallel.tensor} x parallel.pipeline {config.parallel.pipeline} x parallel.context "
         f"{config.parallel.context} needs a multiple of {size}: start torchrun with --nproc-per-node {size}, or change "
         f"{' or '.join(splits)}.",
+    )
+
+
+def check_expert_layout(config: RunConfig, world_size: int) -> None:
+    """Refuses a number of ranks over which experts do not divide."""
+    parallel = config.parallel
+    ranks = world_size // parallel.pipeline // (parallel.tensor if parallel.cuts_experts else 1)
+    of = "data and context" if parallel.cuts_experts else "data, context and tensor"
+    require(
+        ranks % parallel.expert == 0,
+        f"parallel.expert is {parallel.expert}, but a pipeline stage has {ranks} {of} parallel "
+        f"rank{'s' if ranks != 1 else ''} to divide experts over: use a parallel.expert that divides {ranks}.",
     )
 
 

@@ -15,6 +15,7 @@ from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.optim import OptimOptions
 from engine.config.parallel import ParallelOptions
+from engine.config.rollout import RolloutOptions
 from engine.config.train import TrainOptions
 
 
@@ -29,6 +30,7 @@ class RunConfig:
         parallel: How the model is divided over the ranks.
         lora: The adapters.
         objective: Which loss is minimised.
+        rollout: How completions are generated and scored.
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
@@ -43,6 +45,7 @@ class RunConfig:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     train: TrainOptions = field(default_factory=TrainOptions)

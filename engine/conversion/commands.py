@@ -21,9 +21,11 @@ from engine.checkpoint.run.training_state import (
     open_run,
 )
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
+from engine.choices import AdapterForm, AdapterReader
 from engine.config.hub import instead_of
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
+from engine.conversion.expert_factors import EachExpert
 from engine.conversion.import_export import (
     DEFAULT_SHARD_BYTES,
     ConversionReport,
@@ -57,9 +59,14 @@ class TrainedModel:
     weights: WeightSource | None
 
     @property
+    def values(self) -> EachExpert:
+        """The trained values, with those that experts share under the name of each."""
+        return EachExpert(self.checkpoint.trained(), self.model.decoder)
+
+    @property
     def scale(self) -> Scale:
         """The factor on B A; 0 without adapters."""
-        return recorded_scale(self.checkpoint.lora, self.checkpoint.trained(), self.model.names)
+        return recorded_scale(self.checkpoint.lora, self.values, self.model.names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,11 +147,15 @@ def run_export(
     step: int | Literal["best"] | None,
     options: Options,
     base_name: str | None = None,
+    adapter_form: AdapterForm | None = None,
+    reader: AdapterReader | None = None,
 ) -> None:
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
 
     Args:
         base_name: what an adapter calls its base, such as its name on the Hugging Face hub.
+        adapter_form: of the adapters of a mixture's experts; None for "per_expert".
+        reader: who is to read an adapter of experts.
 
     Raises:
         UserError: the options do not fit what `source` is.
@@ -152,16 +163,20 @@ def run_export(
     log = Log()
     if base_name is not None and form == "hf":
         raise UserError("--base-name is written into an adapter, and --format hf writes a whole model: leave it out.")
+    if form == "hf" and (adapter_form is not None or reader is not None):
+        raise UserError(
+            "--adapter-form and --reader are about an adapter, and --format hf writes a whole model: leave them out."
+        )
     if not is_training(source):
         _export_base(source, out, form, merge or base is not None or step is not None, options, log)
         return
     trained = open_trained(open_run(source, step=step), base, log)
-    values = trained.checkpoint.trained()
+    values = trained.values
     tokenizer = trained_tokenizer(trained.checkpoint.state, trained.checkpoint.folder / MANIFEST)
     if form == "peft":
         if merge:
             raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
-        weights = trained.weights
+        weights, chosen = trained.weights, adapter_form or "per_expert"
         report = export_peft(
             values,
             trained.checkpoint.lora,
@@ -169,12 +184,14 @@ def run_export(
             out,
             overwrite=options.overwrite,
             inputs=[trained.checkpoint.folder],
-            proof=partial(prove_adapter, base=weights, trained=values, scale=trained.scale)
+            proof=partial(prove_adapter, base=weights, trained=values, scale=trained.scale, form=chosen)
             if options.proof and weights is not None
             else None,
             tokenizer=tokenizer,
             base_name=base_name,
             facts=training_facts(trained.checkpoint),
+            form=chosen,
+            reader=reader,
         )
         _say(log, report)
         return

@@ -100,6 +100,14 @@ class DecodedSource(WeightSource):
     def identity(self) -> dict[str, Any]:
         return {"base_dtype": self.base_dtype, "encoded": sorted(self._names)}
 
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.base.changed_config
+
+    @property
+    def notes(self) -> list[str]:
+        return self.base.notes
+
     def changed_names(self) -> list[str]:
         return [name for name in self.tensor_names() if name in self._names]
 

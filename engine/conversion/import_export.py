@@ -28,6 +28,7 @@ from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
+from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -125,6 +126,7 @@ def import_checkpoint(
         streamed = write_files(staging, files, journal, threads=work.threads, progress=work.progress)
         seconds = time.monotonic() - begin
         companions.copy_to(staging)
+        _write_changed_config(staging, source)
         manifest = Manifest(
             kind="base",
             engine_version=ENGINE_VERSION,
@@ -141,7 +143,12 @@ def import_checkpoint(
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
     report = _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
-    return replace(report, notes=companions.left_out)
+    return replace(report, notes=(*source.notes, *companions.left_out))
+
+
+def _write_changed_config(folder: Path, source: WeightSource) -> None:
+    if source.changed_config is not None:
+        write_durably(folder / CONFIG, json.dumps(source.changed_config, indent=2, sort_keys=True) + "\n")
 
 
 def _report(
@@ -233,6 +240,7 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "head": model.names.head,
         "vision": dict(model.names.vision),
         "fused": list(stored_names(model).fused),
+        "stacked": stored_names(model).is_stacked,
         "has_tied_head": source.has_tied_head,
     }
 
@@ -268,8 +276,9 @@ def export_hf(
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
     """
     work = work or Work(overwrite=overwrite, progress=progress)
-    parts = _hf_parts(source, hf_names(source.model, fusing))
-    files = _planned_shards(source, parts, max_shard_bytes)
+    names = hf_names(source.model, fusing)
+    parts = _hf_parts(source, names)
+    files = _planned_shards(source, names, parts, max_shard_bytes)
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
     companions = tokenizer.companions(source.model.companions(), with_model=True)
     total = sum(file.num_bytes for file in files)
@@ -287,8 +296,7 @@ def export_hf(
             _write_index(staging / INDEX, files, total)
         companions.copy_to(staging)
         tokenizer.write_template(staging)
-        if source.changed_config is not None:
-            write_durably(staging / CONFIG, json.dumps(source.changed_config, indent=2, sort_keys=True) + "\n")
+        _write_changed_config(staging, source)
         _check_names(staging, source, files)
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
@@ -305,7 +313,8 @@ def stored_names(model: ModelFolder) -> NameMap:
     """
     if model.manifest is None:
         return model.names
-    return replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
+    names = replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
+    return names.stack() if model.manifest.model.get("stacked") else names
 
 
 def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
@@ -340,8 +349,10 @@ def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
     return {hf_name: [name for _, name in sorted(members)] for hf_name, members in parts.items()}
 
 
-def _planned_shards(source: WeightSource, parts: dict[str, list[str]], max_shard_bytes: int) -> list[PlannedFile]:
-    pieces = [_assembled(source, hf_name, members) for hf_name, members in parts.items()]
+def _planned_shards(
+    source: WeightSource, names: NameMap, parts: dict[str, list[str]], max_shard_bytes: int
+) -> list[PlannedFile]:
+    pieces = [_assembled(source, names, hf_name, members) for hf_name, members in parts.items()]
     pieces += [_outside_piece(source, name) for name in source.outside_names()]
     shards: list[list[Piece]] = [[]]
     filled = 0
@@ -365,13 +376,18 @@ def _planned_shards(source: WeightSource, parts: dict[str, list[str]], max_shard
     ]
 
 
-def _assembled(source: WeightSource, hf_name: str, members: list[str]) -> Piece:
+def _assembled(source: WeightSource, names: NameMap, hf_name: str, members: list[str]) -> Piece:
     contents: list[Content] = [source.content(name, Box()) for name in members]
-    shape = source.shape(members[0])
+    shape, dtype = source.shape(members[0]), source.dtype(members[0])
+    places = [place for name in members if (place := names.to_hf(name).expert) is not None]
+    if places:
+        shapes = map(source.shape, members)
+        stacked = StackedContent([Member(*one) for one in zip(places, shapes, contents, strict=True)], dtype)
+        return Piece(key=hf_name, dtype=dtype, shape=stacked.shape, content=stacked)
     if len(members) > 1:
         shape = (sum(source.shape(name)[0] for name in members), *shape[1:])
     content = contents[0] if len(contents) == 1 else Concatenated(contents)
-    return Piece(key=hf_name, dtype=source.dtype(members[0]), shape=shape, content=content)
+    return Piece(key=hf_name, dtype=dtype, shape=shape, content=content)
 
 
 def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], streamed: Streaming) -> list[str]:

@@ -17,6 +17,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.run.training_state import TrainingCheckpoint, best_step, list_checkpoints, open_run
 from engine.checkpoint.safetensors_file import dtype_name, num_bytes
 from engine.conversion.commands import is_training
+from engine.conversion.expert_stacks import is_stack
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_config import PeftSettings, read_settings
 from engine.conversion.peft_read import adapter_file, stored_adapter
@@ -63,12 +64,13 @@ def _verify(folder: Path, pieces: PieceReader | None) -> None:
 
 def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
     model, decoder = weights.model, weights.model.decoder
+    family = model.family if model.family == decoder.family else f"{model.family} with {decoder.family}"
     heads = f"{decoder.num_heads} heads ({decoder.num_kv_heads} key/value) of {decoder.head_dim}"
     rows = [
         ("kind", "partitioned base checkpoint" if model.manifest else "Hugging Face model"),
         (
             "model",
-            f"{decoder.family}: {decoder.num_layers} layers, hidden {decoder.hidden}, MLP {decoder.intermediate}, "
+            f"{family}: {decoder.num_layers} layers, hidden {decoder.hidden}, MLP {decoder.intermediate}, "
             f"{heads}, vocabulary {decoder.vocab_size}, {'tied' if decoder.tied_embeddings else 'untied'} head",
         ),
         *_tensor_rows(weights),
@@ -134,6 +136,8 @@ def adapter_rows(folder: Path) -> list[tuple[str, str]]:
         ("lora", f"rank {settings.rank}, alpha {settings.alpha:g}, {counted(len(ranks), 'module')}"),
         ("targets", names),
     ]
+    if stacks := sum(map(is_stack, tensors)) // 2:
+        rows.append(("experts", f"{counted(stacks, 'stack')} of the factors of all experts of a layer"))
     others = [name for name, rank in ranks.items() if _exception(settings, name, rank)]
     rows += [("", _exception(settings, name, ranks[name])) for name in others[:_MAX_EXCEPTIONS_SHOWN]]
     if len(others) > _MAX_EXCEPTIONS_SHOWN:

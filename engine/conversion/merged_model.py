@@ -11,7 +11,6 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +106,25 @@ class MergedSource(WeightSource):
         self._unties = model.decoder.tied_embeddings and (bool(ends) or TIED_HEAD in self._full)
         self.live_config = model.decoder
         has_tied_head = not self._unties and base is not None and base.has_tied_head
-        super().__init__(_untied(model) if self._unties else model, has_tied_head=has_tied_head)
+        super().__init__(model.untied() if self._unties else model, has_tied_head=has_tied_head)
         if TIED_HEAD in self._full:
             self.live_config = self.model.decoder
         self._check(model.path)
 
     @property
     def changed_config(self) -> dict[str, Any] | None:
-        return self.model.hf_config if self._unties else None
+        before = None if self.base is None else self.base.changed_config
+        return self.model.hf_config if self._unties else before
 
     @property
     def notes(self) -> list[str]:
+        notes = [] if self.base is None else self.base.notes
         if not self._unties:
-            return []
+            return notes
         return [
+            *notes,
             "the base ties its head to its embedding, and training one of them makes them differ: both are "
-            "written, and tie_word_embeddings is false in config.json"
+            "written, and tie_word_embeddings is false in config.json",
         ]
 
     def changed_names(self) -> list[str]:
@@ -261,12 +263,3 @@ class MergedSource(WeightSource):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
             )
-
-
-def _untied(model: ModelFolder) -> ModelFolder:
-    config = dict(model.hf_config)
-    for key in ("text_config", "llm_config"):
-        if isinstance(config.get(key), dict):
-            config[key] = {**config[key], "tie_word_embeddings": False}
-    config["tie_word_embeddings"] = False
-    return replace(model, hf_config=config, decoder=replace(model.decoder, tied_embeddings=False))

@@ -1,21 +1,39 @@
-"""The adapters of a mixture of experts that a PEFT folder can hold.
+"""The forms that the adapters of a mixture of experts have in a folder, and what each of them can hold.
 
-A folder has each expert's factors apart, by the names of the checkpoint. vLLM reads them as they are. PEFT stacks them,
-as transformers stacks the experts, and has rules of its own:
+| form         | the experts' factors                                    | who reads it                             |
+|--------------|---------------------------------------------------------|------------------------------------------|
+| per_expert   | each expert's apart, by the names of the checkpoint     | PEFT, vLLM                               |
+| stacked      | a stack for each parameter, PEFT's `target_parameters`  | PEFT; vLLM for models that are stored so |
+| shared_outer | a stack for each linear, what all experts share once    | SGLang and vLLM, where an option says so |
+
+PEFT stacks what is apart, as transformers stacks the experts, and has rules of its own:
 
 * a target such as `gate_proj` means the experts of all layers, and never an MLP beside them;
 * gate and up of all experts are one parameter, whose adapter has twice the rank and twice the alpha.
 
-What these rules would change is refused, because PEFT would load it without a word.
+vLLM finds the stacks of a model that it knows with experts apart in no module, and computes without them: it skips its
+check of names where one holds `base_layer`. What a reader would load otherwise than it was trained, or not at all, is
+refused, because it would not say a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
+from engine.choices import AdapterForm, AdapterReader
+from engine.conversion.expert_stacks import expert_module, routed_layers
 from engine.models.decoder_config import DecoderConfig
+from engine.models.names import fused_parts, is_shared_factor
 
 _EXPERTS = ".mlp.experts."
+_ROUTER = ".mlp.router"
+_STACKED_ALONE = ("gpt_oss",)
+"""Families of which PEFT reads no adapters of single experts, and whose stacks are transposed, gate and up in turns."""
+_OTHER_ROUTERS = ("glm4_moe", "deepseek_v3", "gpt_oss")
+"""Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours."""
+STACKED_IN_VLLM: frozenset[str] = frozenset()
+"""Families whose experts vLLM knows stacked, so that it finds PEFT's stacks."""
 
 
 def is_expert(module: str) -> bool:
@@ -23,44 +41,142 @@ def is_expert(module: str) -> bool:
     return _EXPERTS in module
 
 
-def obstacle(
-    adapted: Collection[str],
-    in_full: Iterable[str],
-    decoder: DecoderConfig,
-    *,
-    alike: bool,
-    rslora: bool,
-) -> str | None:
-    """Returns the reason why PEFT would not compute with the adapters as they were trained; None where it does.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedAdapters:
+    """What a run trained, as far as a folder's form depends on it.
 
     Args:
-        adapted: engine modules that have an adapter.
+        adapters: engine module -> rank and scale of its adapter; of each expert, also where they share factors.
         in_full: engine modules that were trained in full.
-        decoder: of the base.
-        alike: all adapters have one rank and one alpha.
+        shared: names of the factors that all experts of a layer share.
         rslora: scales are alpha / sqrt(rank).
     """
+
+    adapters: Mapping[str, tuple[int, float]]
+    in_full: Collection[str]
+    shared: Collection[str]
+    rslora: bool
+
+    @property
+    def experts(self) -> list[str]:
+        return [module for module in self.adapters if is_expert(module)]
+
+
+def obstacle(
+    trained: TrainedAdapters, decoder: DecoderConfig, form: AdapterForm, reader: AdapterReader | None = None
+) -> str | None:
+    """Returns the reason why a reader would not compute with the adapters as they were trained; None where it does.
+
+    Args:
+        decoder: of the base.
+        reader: None for those that `form` is made for.
+    """
     if decoder.routed is None:
-        return None
-    for module in in_full:
+        return None if form == "per_expert" else f"{decoder.family} models have no experts that a router chooses"
+    for module in trained.in_full:
         if ".mlp." in module:
             return f"{module} was trained in full, and PEFT saves no part of a layer with experts"
-    experts = set(filter(is_expert, adapted))
-    beside = sorted(module for module in adapted if ".mlp." in module and module not in experts)
+    routers = [module for module in trained.adapters if _ROUTER in module]
+    if routers and decoder.family in _OTHER_ROUTERS:
+        return f"{routers[0]} has an adapter, but to PEFT a router of a {decoder.family} model is no linear"
+    beside = sorted(one for one in trained.adapters if ".mlp." in one and not is_expert(one) and _ROUTER not in one)
     if beside:
         return f"{beside[0]} has an adapter, whose name means the experts to PEFT"
-    if not experts:
-        return None
-    leaves = {module.rpartition(".")[2] for module in experts}
-    if ("gate_proj" in leaves) != ("up_proj" in leaves):
-        return "of the experts' gate_proj and up_proj, which are one parameter to PEFT, one alone has adapters"
-    layers = [index for index in range(decoder.num_layers) if decoder.routed_at(index) is not None]
-    count = decoder.routed.rule.num_experts
-    every = {f"layers.{i}{_EXPERTS}{e}.{leaf}" for i in layers for e in range(count) for leaf in leaves}
-    if missing := sorted(every - experts):
-        return f"{missing[0]} has no adapter, and PEFT gives one to all experts or to none"
-    if not alike:
+    if routers and (form == "shared_outer" or reader in ("vllm", "sglang")):
+        return f"{routers[0]} has an adapter, and vLLM and SGLang compute routers without"
+    if not trained.experts:
+        return None if form == "per_expert" else "no expert has an adapter"
+    if decoder.family in _STACKED_ALONE:
+        first = min(trained.experts)
+        return f"{first} has an adapter of its own, and PEFT has one for all experts of a {decoder.family} model"
+    if form == "stacked":
+        return _of_stacks(trained, decoder, reader)
+    if form == "shared_outer":
+        return _of_outer(trained, decoder, reader)
+    return _of_each(trained, decoder, reader)
+
+
+def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
+    if reader == "sglang":
+        return "SGLang has no form in which gate and up of the experts are one parameter"
+    if reader == "vllm" and decoder.family not in STACKED_IN_VLLM:
+        return f"vLLM knows the experts of {decoder.family} apart, and would load their stacks and compute without them"
+    for layer in routed_layers(decoder):
+        for parts in (("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",)):
+            scales = {
+                scale
+                for module in trained.experts
+                if module.startswith(f"layers.{layer}.") and module.rpartition(".")[2] in parts
+                for scale in (trained.adapters[module][1],)
+            }
+            if len(scales) > 1:
+                return f"the adapters of {parts[0]} in layer {layer} differ in scale, and their stack has one"
+    return None
+
+
+def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
+    if reader == "sglang":
+        return "SGLang is only known to read experts in the form of shared outer factors"
+    if reason := _incomplete(trained, decoder, "PEFT"):
+        return reason
+    routers = {module for module in trained.adapters if _ROUTER in module}
+    if routers and (without := [i for i in routed_layers(decoder) if f"layers.{i}{_ROUTER}" not in routers]):
+        return f"layers.{without[0]}{_ROUTER} has no adapter, and PEFT gives one to all routers or to none"
+    if len(set(trained.adapters.values())) > 1:
         return "the adapters differ in rank or alpha, which PEFT does not read of experts"
-    if rslora and "gate_proj" in leaves:
+    leaves = {module.rpartition(".")[2] for module in trained.experts}
+    if trained.rslora and leaves & {"gate_proj", "gate_up_proj"}:
         return "lora.rslora is true, whose scale PEFT changes when it joins the experts' gate_proj and up_proj"
     return None
+
+
+def _of_outer(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
+    if reader == "peft":
+        return "PEFT has no form in which experts share factors"
+    if not any(is_shared_factor(name) for name in trained.shared):
+        return "the experts share no factors (lora.experts per_expert)"
+    if reason := _incomplete(trained, decoder, "a server"):
+        return reason
+    leaves = {part.rpartition(".")[2] for module in trained.experts for part in fused_parts(module)}
+    if missing := [leaf for leaf in ("gate_proj", "up_proj", "down_proj") if leaf not in leaves]:
+        return f"the experts' {missing[0]} has no adapter, and vLLM reads this form with all three"
+    if len(set(trained.adapters.values())) > 1:
+        return "the adapters differ in rank or alpha, of which this form has one"
+    return None
+
+
+def _incomplete(trained: TrainedAdapters, decoder: DecoderConfig, reader: str) -> str | None:
+    """Returns the reason where a linear of some expert has no adapter and that of another has."""
+    leaves = {module.rpartition(".")[2] for module in trained.experts}
+    if "gate_up_proj" not in leaves and ("gate_proj" in leaves) != ("up_proj" in leaves):
+        return f"of the experts' gate_proj and up_proj, which are one parameter to {reader}, one alone has adapters"
+    assert decoder.routed is not None
+    count = decoder.routed.rule.num_experts
+    every = {expert_module(i, e, leaf) for i in routed_layers(decoder) for e in range(count) for leaf in leaves}
+    if missing := sorted(every - set(trained.experts)):
+        return f"{missing[0]} has no adapter, and {reader} gives one to all experts or to none"
+    return None
+
+
+def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
+    """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
+    forms: tuple[AdapterForm, ...] = ("per_expert", "stacked", "shared_outer")
+    fitting = [
+        form for form in forms if decoder.routed is not None and obstacle(trained, decoder, form, reader) is None
+    ]
+    return f"export with --adapter-form {fitting[0]}" if fitting else "export with --format hf --merge"
+
+
+def readers_line(form: AdapterForm, decoder: DecoderConfig) -> str:
+    """Returns the line that says who reads a folder of this form."""
+    if form == "shared_outer":
+        return (
+            "the experts' factors are in the form of shared outer factors: SGLang reads them with "
+            "--experts-shared-outer-loras, vLLM with --enable-moe-shared-loras, and PEFT not at all"
+        )
+    if form == "per_expert":
+        return "each expert's factors are apart: PEFT and vLLM read them so"
+    servers = (
+        "and vLLM" if decoder.family in STACKED_IN_VLLM else "alone: vLLM would load them and compute without them"
+    )
+    return f"the experts' factors are stacked (target_parameters): read by PEFT {servers}"

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.choices import VISION
+from engine.conversion.expert_stacks import GATE_UP, StoredStack, expert_module, is_stack, router_key, stored_stacks
 from engine.conversion.lora_scales import Scale, one_or_each
 from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.conversion.peft_config import read_settings
@@ -41,11 +43,12 @@ _KEY = re.compile(
 
 
 class _Place(NamedTuple):
-    """The place of a tensor inside a stored one: rows and columns, None for all."""
+    """The place of a tensor inside a stored one: rows and columns, of one of the experts where all are in it."""
 
     key: str
     rows: slice = slice(None)
     columns: slice = slice(None)
+    expert: int | None = None
 
 
 class AdapterSource(TensorReader):
@@ -84,8 +87,17 @@ class AdapterSource(TensorReader):
         present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
         names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys])
         names = replace(names, rows=part_rows(decoder)).fuse(present)
+        stacks = stored_stacks(keys, self._file.shape, names, decoder, KEY_PREFIX)
+        if self.settings.has_stacks and not stacks:
+            raise UserError(
+                f"{self.folder} says target_parameters in its adapter_config.json, but has no adapter on a stack of "
+                "this model's experts: remove it there, or give the model that the adapter is for."
+            )
+        stacked = {key for one in stacks for key in one.keys.values()}
         self._places: dict[str, tuple[_Place, ...]] = {
-            _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),) for key in keys
+            _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),)
+            for key in keys
+            if key not in stacked
         }
         self._names = names
         stored = {module: names.module_to_hf(module) for module in self.modules()}
@@ -99,6 +111,8 @@ class AdapterSource(TensorReader):
         self._decoder = decoder
         for module in self.modules():
             self._split(module, fused)
+        for one in stacks:
+            self._take_apart(one, fused)
         self._check_pairs()
         for module in fused or ():
             self._fuse(module)
@@ -186,6 +200,8 @@ class AdapterSource(TensorReader):
 
     def _view(self, place: _Place) -> Tensor:
         tensor = self._file.view(place.key)
+        if place.expert is not None:  # there is one alone of what all share
+            tensor = tensor[place.expert if tensor.shape[0] > 1 else 0]
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
 
     def _split(self, module: str, fused: Collection[str] | None) -> None:
@@ -227,6 +243,43 @@ class AdapterSource(TensorReader):
             columns = slice(number * rank, (number + 1) * rank)
             inside += int(self._view(b._replace(rows=rows, columns=columns)).count_nonzero())
         return inside == int(self._view(b).count_nonzero())
+
+    def _take_apart(self, stack: StoredStack, fused: Collection[str] | None) -> None:
+        """Presents a stack as adapters of each expert: of gate and up together, or of each of them."""
+        assert self._decoder.routed is not None
+        count, height = self._decoder.routed.rule.num_experts, self._decoder.routed.intermediate
+        hf_name = f"{self._names.body}layers.{stack.layer}.mlp.experts.{stack.leaf}"
+        rank, scale = self.settings.rank_of(hf_name), self.settings.scale_of(hf_name)
+        keys, parts = stack.keys, [(stack.leaf, slice(None), 0, rank)]
+        stored = self._file.shape(keys[LORA_A])[-2] // (count if stack.flat else 1)
+        if stack.linears == GATE_UP and stored == rank:
+            halves = [slice(0, height), slice(height, 2 * height)]
+            blocks = self._stack_has_blocks(keys[LORA_B], rank, halves)
+            whole = expert_module(stack.layer, 0, stack.leaf)
+            if whole not in fused if fused is not None else blocks:
+                width = rank // 2 if blocks else rank
+                starts = (0, width) if blocks else (0, 0)
+                parts = [(leaf, *one, width) for leaf, *one in zip(GATE_UP, halves, starts, strict=True)]
+        for expert, (leaf, rows, first, width) in product(range(count), parts):
+            module = expert_module(stack.layer, expert, leaf)
+            if stack.flat:
+                start = expert * stored + first
+                a = _Place(keys[LORA_A], rows=slice(start, start + (width if len(parts) > 1 else stored)))
+                columns = slice(first * count + expert, (first + width) * count if len(parts) > 1 else None, count)
+                b = _Place(keys[LORA_B], rows=rows, columns=columns)
+            else:
+                a, b = (_Place(keys[leaf], expert=expert) for leaf in (LORA_A, LORA_B))
+            self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"] = (a,), (b,)
+            self._ranks[module], self._scales[module] = width, scale
+
+    def _stack_has_blocks(self, key: str, rank: int, halves: Sequence[slice]) -> bool:
+        """Returns whether gate and up of all experts have adapters of their own, B being zero outside of these."""
+        b = self._file.view(key)
+        if rank == self.settings.rank or rank % 2:
+            return False
+        width = b.shape[1] // 2  # columns of one rank of all experts lie together
+        off = b[halves[0], width:].any() or b[halves[1], :width].any()
+        return not bool(off) and bool(b.any())
 
     def _check_pairs(self) -> None:
         for module in self.modules():
@@ -295,7 +348,7 @@ class StoredAdapter(NamedTuple):
     """What an adapter's file holds, by PEFT's names; copies of the base's weights are left out.
 
     Args:
-        ranks: module of the base -> rank of the adapter on it.
+        ranks: module of the base -> rank of the adapter on it; without those of all experts together.
         tensors: all of the adapter's.
         in_full: those of modules that were trained in full.
     """
@@ -310,7 +363,9 @@ def stored_adapter(file: SafetensorsReader) -> StoredAdapter:
     tensors = [key for key in file.names() if not key.endswith(_COPY)]
     matches = {key: _KEY.match(key) for key in tensors}
     ranks = {
-        one[1]: file.shape(key)[0] for key, one in matches.items() if one and (one[2] == "lora_A" or one[3] == "A")
+        one[1]: file.shape(key)[0]
+        for key, one in matches.items()
+        if one and (one[2] == "lora_A" or one[3] == "A") and not is_stack(key)
     }
     return StoredAdapter(ranks, tensors, [key for key, one in matches.items() if one is None])
 
@@ -325,7 +380,7 @@ def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool
     # a module of a vision model may have parameters of other names
     if full is not None and (leaf in ("weight", "bias") or full.startswith(VISION)):
         return f"{full}.{leaf}"
-    match = _KEY.match(key)
+    match = _KEY.match(router_key(key, names))
     module = names.module_from_hf(match[1]) if match else None
     if match is None or module is None:
         raise UserError(

@@ -19,7 +19,18 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
-from engine.choices import VISION
+from engine.choices import VISION, AdapterForm, AdapterReader
+from engine.config.lora import adapter_scale
+from engine.conversion.expert_factors import EachExpert
+from engine.conversion.expert_stacks import (
+    PEFT_LEAVES,
+    expert_module,
+    live_name,
+    outer_tensors,
+    peft_tensors,
+    routed_layers,
+    stack,
+)
 from engine.conversion.import_export import ConversionReport, Proof, stored_names
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import (
@@ -34,13 +45,13 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_experts import is_expert, obstacle
+from engine.conversion.peft_experts import TrainedAdapters, advice, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
 from engine.models.families import FAMILIES
-from engine.models.names import FUSED, fused_parts
+from engine.models.names import FUSED, fused_parts, is_shared_factor
 
 
 def export_peft(
@@ -55,6 +66,8 @@ def export_peft(
     tokenizer: TrainedTokenizer = BASES_OWN,
     base_name: str | None = None,
     facts: Mapping[str, str] = MappingProxyType({}),
+    form: AdapterForm = "per_expert",
+    reader: AdapterReader | None = None,
 ) -> ConversionReport:
     """Writes adapter_model.safetensors and adapter_config.json, with the tokenizer and a model card beside them.
 
@@ -63,7 +76,7 @@ def export_peft(
     trained in full beside the adapters go into `modules_to_save`.
 
     Args:
-        trained: trained values by logical name.
+        trained: trained values by logical name; what experts share, under the name of each.
         lora: "rank", "alpha", "alpha_pattern", "dropout", "rslora" and "dora" of the run.
         model: the base that they belong to.
         out: folder to make.
@@ -73,6 +86,8 @@ def export_peft(
         tokenizer: what was trained with.
         base_name: what the adapter calls its base; None for the folder it is in here.
         facts: what else the model card says of the training, name -> value.
+        form: of the factors of a mixture's experts.
+        reader: who is to read the folder; None for those that `form` is made for.
 
     Raises:
         UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
@@ -87,18 +102,18 @@ def export_peft(
             "export with --format hf --merge."
         )
     parts = [part for module in modules for part in fused_parts(module)]
-    _check_experts(trained, modules, described, lora)
     saved = _modules_to_save(fully_trained(names), parts, model)
-    alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
-    tensors, adapters = _tensors(trained, modules, model, alphas, rslora=bool(lora["rslora"]))
-    config = _adapter_config(lora, _target_modules(parts, model), saved, model)
-    if any(is_expert(module) for module in modules):
-        config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
-    config |= patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
+    adapters = _trained_adapters(trained, modules, described, lora)
+    if (reason := obstacle(adapters, model.decoder, form, reader)) is not None:
+        raise UserError(f"{reason}: {advice(adapters, model.decoder, reader)}.")
+    tensors, config = _contents(trained, adapters, described, model, lora, form)
+    config["modules_to_save"] = saved or None
     if base_name is not None:
         config["base_model_name_or_path"] = base_name
     companions = tokenizer.companions(model.companions(), with_model=False)
     notes = [*_notes(modules, parts, saved, model, config, base_name, float(lora["dropout"])), *companions.left_out]
+    if adapters.experts:
+        notes.append(readers_line(form, model.decoder))
     notes += _refuse_zeros(trained, modules)
     check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -121,15 +136,90 @@ def export_peft(
     )
 
 
-def _check_experts(trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]) -> None:
-    """Refuses what PEFT would read otherwise than it was trained."""
-    if model.decoder.routed is None:
-        return
-    adapters = {(trained.shape(f"{one}.{LORA_A}")[0], recorded_alpha(lora, one, model.names)) for one in modules}
-    full = [name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())]
-    reason = obstacle(modules, full, model.decoder, alike=len(adapters) == 1, rslora=bool(lora["rslora"]))
-    if reason is not None:
-        raise UserError(f"{reason}: export with --format hf --merge.")
+def _trained_adapters(
+    trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]
+) -> TrainedAdapters:
+    """Returns what the forms of experts' adapters depend on."""
+    rslora = bool(lora["rslora"])
+    ranks = {module: trained.shape(f"{module}.{LORA_A}")[0] for module in modules}
+    scales = {one: adapter_scale(ranks[one], recorded_alpha(lora, one, model.names), rslora=rslora) for one in modules}
+    return TrainedAdapters(
+        adapters={module: (ranks[module], scales[module]) for module in modules},
+        in_full=[name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())],
+        shared=set(trained.stored.values()) if isinstance(trained, EachExpert) else (),
+        rslora=rslora,
+    )
+
+
+def _contents(
+    trained: TensorReader,
+    found: TrainedAdapters,
+    described: ModelFolder,
+    model: ModelFolder,
+    lora: Mapping[str, Any],
+    form: AdapterForm,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors of a folder by PEFT's keys, and its adapter_config.json.
+
+    Args:
+        described: the base as it is stored, by whose names patterns are.
+        model: the same with the names of transformers' modules.
+    """
+    rslora, modules = bool(lora["rslora"]), list(found.adapters)
+    alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
+    apart = modules if form == "per_expert" else [module for module in modules if not is_expert(module)]
+    tensors, adapters = _tensors(trained, apart, model, alphas, rslora=rslora)
+    config = _adapter_config(lora, _target_modules([part for one in apart for part in fused_parts(one)], model), model)
+    if found.experts:
+        config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
+    if form == "stacked":
+        scales = {module: scale for module, (_, scale) in found.adapters.items()}
+        stacks, more = _stacked(trained, model, scales, rslora=rslora)
+        tensors, adapters, config["target_parameters"] = tensors | stacks, adapters | more, sorted(more)
+    elif form == "shared_outer":
+        leaves = {part.rpartition(".")[2] for module in found.experts for part in fused_parts(module)}
+        tensors |= _outer(trained, model)
+        config["target_modules"] = sorted({*config["target_modules"], *leaves})
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
+    return tensors, config | patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
+
+
+def _stacked(
+    trained: TensorReader, model: ModelFolder, scales: Mapping[str, float], *, rslora: bool
+) -> tuple[dict[str, Tensor], Adapters]:
+    """Returns PEFT's stacks of the experts' factors, and their ranks and alphas by the parameters that have them."""
+    tensors: dict[str, Tensor] = {}
+    adapters: Adapters = {}
+    for layer in routed_layers(model.decoder):
+        found = {
+            leaf: one
+            for linears, leaf in PEFT_LEAVES.items()
+            if (one := stack(trained, model.decoder, layer, linears, scales.__getitem__)) is not None
+        }
+        experts = f"{model.names.body}layers.{layer}.mlp.experts"
+        tensors |= peft_tensors(found, KEY_PREFIX + experts)
+        for leaf, one in found.items():
+            rank = one.a_ERI.shape[1]
+            adapters[f"{experts}.{leaf}"] = rank, one.scale * (math.sqrt(rank) if rslora else rank)
+    return tensors, adapters
+
+
+def _outer(trained: TensorReader, model: ModelFolder) -> dict[str, Tensor]:
+    """Returns the experts' factors with what all share once."""
+    assert isinstance(trained, EachExpert)
+    tensors: dict[str, Tensor] = {}
+    for layer in routed_layers(model.decoder):
+        experts = model.names.module_to_hf(expert_module(layer, 0, "down_proj")).rpartition(".experts.")[0]
+        tensors |= outer_tensors(
+            trained,
+            lambda name: is_shared_factor(trained.stored[name]),
+            model.decoder,
+            layer,
+            f"{KEY_PREFIX}{experts}.experts",
+        )
+    return tensors
 
 
 _KEYS = {
@@ -146,15 +236,12 @@ Adapters = dict[str, tuple[int, float]]
 def _tensors(
     trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
 ) -> tuple[dict[str, Tensor], Adapters]:
-    """Returns the adapters and fully trained tensors by PEFT's keys; all of them finite."""
+    """Returns the adapters and fully trained tensors by PEFT's keys."""
     tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
     blocks, more = _block_tensors(trained, modules, model, alphas, rslora=rslora)
     tensors, adapters = tensors | blocks, adapters | more
     for name in fully_trained(trained.tensor_names()):
         tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
-    for key, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
     return tensors, adapters
 
 
@@ -169,7 +256,7 @@ def _adapter_tensors(
         whole = read_adapter(trained, module)
         split = {module: whole} if _is_stored_fused(module, model) else split_adapter(whole, module, model.decoder)
         for part, own in split.items():
-            name = model.names.module_to_hf(part)
+            name = live_name(model.names.module_to_hf(part))
             keys = _EMBEDDING_KEYS if part == "embed_tokens" else _KEYS
             adapters[name] = own[LORA_A].shape[0], alphas[module]
             tensors |= {f"{KEY_PREFIX}{name}.{keys[leaf]}": tensor for leaf, tensor in own.items()}
@@ -245,8 +332,7 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
             "the tied embedding was trained in full beside adapters, and a PEFT folder would untie it: "
             "export with --format hf --merge."
         )
-    bare = {f"{VISION}{root}" for root in model.names.parameters}
-    if alone := [module for module in modules if module in bare]:
+    if alone := [module for module in modules if model.names.is_parameter(module)]:
         raise UserError(
             f"{alone[0].removeprefix(VISION)} was trained in full beside adapters, and is no module but a parameter, "
             "which a PEFT folder cannot hold: export with --format hf --merge."
@@ -281,9 +367,7 @@ def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
     return sorted(leaves) if meant == set(full) else sorted(full)
 
 
-def _adapter_config(
-    lora: Mapping[str, Any], targets: list[str], saved: list[str], model: ModelFolder
-) -> dict[str, Any]:
+def _adapter_config(lora: Mapping[str, Any], targets: list[str], model: ModelFolder) -> dict[str, Any]:
     alpha = float(lora["alpha"])
     return {
         "peft_type": "LORA",
@@ -296,7 +380,6 @@ def _adapter_config(
         "use_dora": bool(lora.get("dora", False)),
         "lora_bias": bool(lora.get("bias", False)),
         "target_modules": targets,
-        "modules_to_save": saved or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -341,7 +424,11 @@ def _notes(
             "the adapters differ in rank or alpha, which adapter_config.json says in rank_pattern and alpha_pattern: "
             "PEFT reads these, vLLM and SGLang use r and lora_alpha for all, so for them merge with --format hf --merge"
         )
-    if any(fused_parts(module) != [module] and not _is_stored_fused(module, model) for module in modules):
+    stacked = "target_parameters" in config
+    if any(
+        fused_parts(module) != [module] and not _is_stored_fused(module, model) and not (stacked and is_expert(module))
+        for module in modules
+    ):
         notes.append(
             "an adapter over several modules is written as one for each that share A, which is exact; PEFT would "
             "continue to train them separately"

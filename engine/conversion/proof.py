@@ -23,10 +23,11 @@ from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
+from engine.choices import AdapterForm
 from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
 from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource
-from engine.conversion.peft_read import ADAPTER_WEIGHTS
+from engine.conversion.peft_read import ADAPTER_WEIGHTS, AdapterSource
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
@@ -100,8 +101,14 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     return _agreement(tokens, reader, difference)
 
 
-def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale: Scale) -> str:
-    """Compares a PEFT folder with the live model, as `prove_model` does."""
+def prove_adapter(
+    folder: Path, base: WeightSource, trained: TensorReader, scale: Scale, form: AdapterForm = "per_expert"
+) -> str:
+    """Compares a PEFT folder with the live model, as `prove_model` does.
+
+    Args:
+        form: of the factors of a mixture's experts.
+    """
     model = base.model
     if model.decoder.cross_attention is not None:
         return _NEEDS_PICTURES
@@ -113,14 +120,20 @@ def prove_adapter(folder: Path, base: WeightSource, trained: TensorReader, scale
         return f"logits not compared: {obstacle}"
     live = live_model(model.decoder, base, trained, scale)
     tokens = proof_tokens(model.decoder.vocab_size)
-    found = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder)
+    if form == "shared_outer":
+        written = AdapterSource(folder, names=model.names, decoder=model.decoder, with_saved_modules=True)
+        again = live_model(model.decoder, base, written, written.scale)
+        found, reader = live_logits(*again[:2], tokens, again.plan), "the engine (PEFT has no such form)"
+    else:
+        found, reader = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder), "PEFT"
     difference = _difference(found, live_logits(*live[:2], tokens, live.plan))
     if not difference <= SAME:
         raise UserError(
-            f"PEFT's logits with this adapter differ from the live model's by {difference:.1e} of the largest, "
-            f"at most {SAME:.0e} was expected, so nothing was exported: report this with the base's config.json."
+            f"with this adapter {reader} gives logits that differ from the live model's by {difference:.1e} of the "
+            f"largest, at most {SAME:.0e} was expected, so nothing was exported: report this with the base's "
+            "config.json."
         )
-    return _agreement(tokens, "PEFT", difference)
+    return _agreement(tokens, reader, difference)
 
 
 def _agreement(tokens: Tensor, reader: str, difference: float) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Answers, Batch
+from engine.batch import IGNORE_LABEL, Answers, Batch, Completions
 from engine.data.dataset import TokenDataset
 from engine.data.vision.row_pictures import RowPictures, held_experts, held_images
 from engine.tile_shares import ENCODES_ALL, EncoderRank
@@ -90,7 +90,7 @@ def build_batch(
         UserError: a picture that cannot be read.
     """
     assert dataset.family is not None or dataset.vision is None, "pictures need a family that reads them"
-    pictures = None if dataset.family is None else RowPictures(dataset.family, dataset.vision)
+    pictures = None if dataset.family is None else RowPictures(dataset.family, dataset.vision, dataset.decoded)
     shape = (len(rows), length)
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
     labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
@@ -133,6 +133,7 @@ def build_batch(
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
         document_lengths=tuple(document_lengths),
         answers=_answers(dataset, rows, length, labels_BS) if dataset.compares else None,
+        completions=None if dataset.completions is None else _completions(dataset, rows, length, labels_BS),
         images=None if found is None else found.images,
         cross_images=None if found is None else found.cross_images,
         experts=None if found is None else found.experts,
@@ -141,8 +142,24 @@ def build_batch(
     )
 
 
-def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]) -> Answers:
-    """Returns which answer each token belongs to, where documents are answers."""
+class _Numbered(NamedTuple):
+    """The documents of a micro-batch.
+
+    Args:
+        ids_BS: int64 number of each token's document; 0 for padding.
+        documents: number of each in the data set.
+        lengths: float32 [N], target tokens of each.
+    """
+
+    ids_BS: NDArray[np.int64]
+    documents: list[int]
+    lengths: NDArray[np.float32]
+
+
+def _numbered(
+    dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]
+) -> _Numbered:
+    """Returns which document each token belongs to."""
     ids_BS = np.zeros((len(rows), length), dtype=np.int64)
     documents: list[int] = []
     for b, row in enumerate(rows):
@@ -152,14 +169,50 @@ def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, lab
             ids_BS[b, start:end] = len(documents)
             documents.append(document)
             start = end
-    is_target = labels_BS != IGNORE_LABEL
-    known = dataset.reference_logps
+    lengths = np.bincount(ids_BS[labels_BS != IGNORE_LABEL], minlength=len(documents))
+    return _Numbered(ids_BS, documents, lengths.astype(np.float32))
+
+
+def _answers(dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]) -> Answers:
+    """Returns which answer each token belongs to, where documents are answers."""
+    found, known = _numbered(dataset, rows, length, labels_BS), dataset.reference_logps
     return Answers(
-        ids_BS=torch.from_numpy(ids_BS),
-        signs=torch.from_numpy(dataset.signs[documents]),
-        lengths=torch.from_numpy(np.bincount(ids_BS[is_target], minlength=len(documents)).astype(np.float32)),
-        documents=tuple(documents),
-        reference_logps=None if known is None else torch.from_numpy(known[documents]),
+        ids_BS=torch.from_numpy(found.ids_BS),
+        signs=torch.from_numpy(dataset.signs[found.documents]),
+        lengths=torch.from_numpy(found.lengths),
+        documents=tuple(found.documents),
+        reference_logps=None if known is None else torch.from_numpy(known[found.documents]),
+    )
+
+
+def _completions(
+    dataset: TokenDataset, rows: Sequence[int | None], length: int, labels_BS: NDArray[np.int64]
+) -> Completions:
+    """Returns what is known of the completions, that of a token in the column of its label."""
+    found, columns = _numbered(dataset, rows, length, labels_BS), dataset.completions
+    assert columns is not None, "documents that are no completions"
+    logps_BS: dict[str, Tensor | None] = {}
+    for name, known in columns.of_tokens().items():
+        logps_BS[f"{name}_BS"] = None
+        if known is None:
+            continue
+        values_BS = np.zeros((len(rows), length), dtype=np.float32)
+        for b, row in enumerate(rows):
+            start = 0
+            for document in () if row is None else dataset.rows.row(row).tolist():
+                first, end = int(dataset.starts[document]), start + int(dataset.lengths[document])
+                values_BS[b, start : end - 1] = known[first + 1 : first + end - start]
+                start = end
+        logps_BS[f"{name}_BS"] = torch.from_numpy(np.where(labels_BS != IGNORE_LABEL, values_BS, np.float32(0)))
+    sampled_BS = logps_BS.pop("sampled_logps_BS")
+    assert sampled_BS is not None
+    return Completions(
+        ids_BS=torch.from_numpy(found.ids_BS),
+        advantages=torch.from_numpy(columns.advantages[found.documents]),
+        lengths=torch.from_numpy(found.lengths),
+        documents=tuple(found.documents),
+        sampled_logps_BS=sampled_BS,
+        **logps_BS,
     )
 
 
@@ -178,6 +231,8 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
     answers = batch.answers
     if answers is not None:
         answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
+    if batch.completions is not None:
+        held["completions"] = _held_completions(batch.completions, columns)
     if batch.images is not None:
         held["images"] = held_images(batch.images, columns, batch.row_length)
     if batch.grid_positions_3BS is not None:
@@ -185,6 +240,16 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
     if batch.experts is not None:
         held["experts"] = held_experts(batch.experts, columns, batch.row_length)
     return replace(batch, context_plan=make_plan(layout, rank), answers=answers, **held)
+
+
+def _held_completions(completions: Completions, columns: Tensor) -> Completions:
+    """Returns the completions with these columns of every row."""
+    held = {
+        field.name: value[:, columns]
+        for field in fields(completions)
+        if field.name.endswith("_BS") and (value := getattr(completions, field.name)) is not None
+    }
+    return replace(completions, **held)
 
 
 def rank_batch(

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.data import FORMATS, OVERLONG, Packing
+from engine.data.completions import Completion, CompletionColumns, RowWeight
 from engine.data.concatenate import concatenate
 from engine.data.data_report import DatasetReport, DroppedPlaces
 from engine.data.document import Document
@@ -31,6 +32,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.data.vision.columns import Extras, VisionColumns, vision_columns
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.reader import PictureReader
+from engine.data.vision.row_pictures import Decoded
 from engine.errors import UserError
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
@@ -94,12 +96,14 @@ class TokenDataset:
         sizes: int64 [groups], the length of each for packing; None for its tokens.
         mismatched: the same questions, each with another question's answer, in the same rows; None where the objective
             needs none.
+        completions: what is known of the documents, where they are completions to train on; None otherwise.
         report: counts of the records so far; completed here.
         vision: pictures and odd labels of the documents, of a vision-language model; None where there are none.
         stored: how much of a token store each document is, where the arrays are mapped from files and must not be read
             as a whole.
 
-    A row's weight in the loss (`target_counts`) is its target tokens, or, where answers are compared, its groups.
+    A row's weight in the loss (`target_counts`) is its target tokens, or, where answers are compared, its groups; that
+    of completions is what their `row_weight` says.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class TokenDataset:
         signs: NDArray[np.float32] | None = None,
         sizes: NDArray[np.int64] | None = None,
         mismatched: TokenDataset | None = None,
+        completions: CompletionColumns | None = None,
         vision: VisionColumns | None = None,
         report: DatasetReport | None = None,
         stored: Stored | None = None,
@@ -136,10 +141,18 @@ class TokenDataset:
         self.compares = signs is not None
         """Whether documents are answers that are compared."""
         self.mismatched = mismatched
+        assert completions is None or (len(completions.advantages), len(completions.sampled_logps)) == (
+            len(lengths),
+            len(tokens),
+        ), (len(completions.advantages), len(lengths), len(completions.sampled_logps), len(tokens))
+        self.completions = completions
+        """What is known of the documents, of completions to train on; replaced where log-probabilities are added."""
         self.vision = vision
         """What the documents have beside their tokens."""
         self.family: VisionFamily | None = None
         """What reads the pictures, of a vision-language model; see `read_with`."""
+        self.decoded: Decoded | None = None
+        """Pictures that are kept once they are decoded; None keeps none."""
         self.signs = np.ones(len(lengths), dtype=np.float32) if signs is None else signs
         self.reference_logps: NDArray[np.float32] | None = None
         """float32 [D], log-likelihood of each answer under the reference, where it was computed before training."""
@@ -150,8 +163,9 @@ class TokenDataset:
         self.rows: Packs = packs.of_groups(group)
         self.document_targets: NDArray[np.int64] = stored.targets
         in_row_order = stored.targets[self.rows.documents]
+        counts_documents = completions is not None and completions.row_weight == "completions"
         self.target_counts: NDArray[np.int64] = (
-            _sum_rows(in_row_order, self.rows.offsets) if signs is None else np.diff(packs.offsets)
+            np.diff(packs.offsets) if self.compares or counts_documents else _sum_rows(in_row_order, self.rows.offsets)
         )
         self.row_lengths: NDArray[np.int64] = _sum_rows(lengths[self.rows.documents], self.rows.offsets)
         report = report or DatasetReport()
@@ -172,11 +186,15 @@ class TokenDataset:
             return len(self.lengths)
         return int((np.diff(self.vision.picture_offsets) == 0).sum())
 
-    def read_with(self, family: VisionFamily | None) -> None:
-        """Sets the family of a vision-language model, which reads pictures and places features; it is no data."""
-        self.family = family
+    def read_with(self, family: VisionFamily | None, decoded: Decoded | None = None) -> None:
+        """Sets the family of a vision-language model, which reads pictures and places features; it is no data.
+
+        Args:
+            decoded: where pictures are kept, for few of them that are read often; None keeps none.
+        """
+        self.family, self.decoded = family, decoded
         if self.mismatched is not None:
-            self.mismatched.read_with(family)
+            self.mismatched.read_with(family, decoded)
 
     def most_features(self) -> int:
         """Returns how many tokens features of pictures replace in the row where they are most."""
@@ -210,6 +228,8 @@ class TokenDataset:
             arrays += [self.tokens, self.targets]
         if self.compares:
             arrays.append(self.signs)
+        if self.completions is not None:
+            arrays += [self.completions.advantages, self.completions.sampled_logps]
         if self.vision is not None and self._identity is None:
             arrays += self.vision.identity()
         for array in arrays:
@@ -220,7 +240,8 @@ class TokenDataset:
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """Returns a hash of everything that training reads: tokens, targets, documents, rows and preferences."""
+        """Returns a hash of everything that training reads: tokens, targets, documents, rows, preferences, and what is
+        known of completions since they were sampled."""
         return self._digest
 
     @classmethod
@@ -241,6 +262,36 @@ class TokenDataset:
             seq_length=seq_length,
             packing=packing,
             vision=vision,
+        )
+
+    @classmethod
+    def from_completions(
+        cls, completions: Sequence[Completion], *, seq_length: int, packing: bool = False, row_weight: RowWeight
+    ) -> TokenDataset:
+        """Returns a dataset of completions, none of which is longer with its prompt than `seq_length`.
+
+        Args:
+            completions: in the order of the documents.
+            seq_length, packing: as for all data sets.
+            row_weight: what a row weighs in the loss, which the objective says.
+        """
+        assert all(one.prompt and len(one.tokens) == len(one.sampled_logps) > 0 for one in completions)
+        documents = [
+            ([*one.prompt, *one.tokens], [False] * len(one.prompt) + [one.trained] * len(one.tokens))
+            for one in completions
+        ]
+        logps = [logp for one in completions for logp in (*[0.0] * len(one.prompt), *one.sampled_logps)]
+        return cls(
+            np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
+            np.array([flag for _, targets in documents for flag in targets], dtype=bool),
+            np.cumsum([0, *(len(tokens) for tokens, _ in documents)], dtype=np.int64),
+            seq_length=seq_length,
+            packing=packing,
+            completions=CompletionColumns(
+                advantages=np.array([one.advantage for one in completions], dtype=np.float32),
+                sampled_logps=np.array(logps, dtype=np.float32),
+                row_weight=row_weight,
+            ),
         )
 
     @classmethod

@@ -23,6 +23,7 @@ from engine.config.train import LastBatch
 from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
+from engine.data.vision.family import VisionFamily
 from engine.errors import UserError
 from engine.tile_shares import ENCODES_ALL, EncoderRank
 
@@ -119,6 +120,20 @@ class DataLoader:
         self.stalled = 0.0
         """Seconds that consumers of `stream` have waited for batches so far, without the first of each stream,
         which nothing could hide."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows."""
+        return len(self.dataset)
+
+    @property
+    def family(self) -> VisionFamily | None:
+        """What reads the pictures, of a vision-language model."""
+        return self.dataset.family
+
+    def fingerprint(self) -> str:
+        """Returns a hash of everything that training reads."""
+        return self.dataset.fingerprint()
 
     def target_count(self, consumed: int) -> float:
         """Returns the sum of the loss weights of the whole global batch, over all data ranks and micro-batches."""

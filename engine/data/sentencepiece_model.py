@@ -94,7 +94,7 @@ class SentencePieceTokenizer:
     ) -> tuple[list[int], list[bool]]:
         raise UserError(no_template(self._path))
 
-    def chat_warnings(self) -> list[str]:
+    def chat_warnings(self, *, training: bool = False) -> list[str]:
         return []
 
     def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:

@@ -30,6 +30,7 @@ Learn = Literal["answers", "last", "all"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = (BEGIN, END, MARK)
+_ANSWER = "An answer"
 _ALWAYS = 2**20
 """Maximum characters that a template may write for any conversation."""
 
@@ -95,15 +96,14 @@ class ChatTemplate:
         return text, spans
 
     def ending(self) -> str | None:
-        """Returns what the template writes after an answer at the end of a conversation; None where that cannot be
-        found.
-        """
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        """Returns what is trained on behind an answer at the end of a conversation; None where that cannot be found."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
-            with self._limits():
-                _, found, behind = self._rendered(chat, False).partition(MARK)
+            text, spans = self.render_with_targets(chat)
         except UserError:  # reported where a conversation of the data is refused
             return None
+        start, end = spans[-1] if spans else (0, 0)
+        _, found, behind = text[start:end].rpartition(_ANSWER)
         return behind if found else None
 
     def _rendered(self, messages: Sequence[Message], prompt: bool) -> str:

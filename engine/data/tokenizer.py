@@ -21,6 +21,7 @@ from engine.config.hub import instead_of
 from engine.data.chat import Message, covered_tokens, without_tail
 from engine.data.named_templates import template_text
 from engine.data.placeholders import Placeholders
+from engine.data.processor_template import processor_template
 from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
 from engine.data.template import ChatTemplate, Learn, no_template
 from engine.errors import UserError
@@ -106,8 +107,12 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def chat_warnings(self) -> list[str]:
-        """Returns warnings about a chat template that was chosen for this tokenizer."""
+    def chat_warnings(self, *, training: bool = False) -> list[str]:
+        """Returns warnings about a chat template that was chosen for this tokenizer.
+
+        Args:
+            training: about the tokenizer's own too, which a model knows before it is trained.
+        """
         ...
 
     def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
@@ -185,12 +190,18 @@ class HuggingFaceTokenizer:
         ids, offsets = self._encode(text)
         return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
 
-    def chat_warnings(self) -> list[str]:
-        if self._template is None or self._chat.template is None:
+    def chat_warnings(self, *, training: bool = False) -> list[str]:
+        if self._template is None or (self._chat.template is None and not training):
             return []
         ending = self._template.ending()
         if ending is None or self._template.control.search(ending):
             return []
+        if self._chat.template is None:
+            return [
+                f"the chat template of {self._template.where} ends an answer with {ending.strip()!r}, in which this "
+                "tokenizer has no control token, so training teaches no end of an answer: to teach one, write a "
+                f"template with {self._tokenizer.eos_token} behind answers to a file, for data.chat_template."
+            ]
         return [
             f"the chat template {self._chat.template} ends an answer with {ending.strip()!r}, in which this tokenizer "
             "has no control token, so generation does not stop there unless --stop names it; llama2, mistral, zephyr, "
@@ -302,10 +313,14 @@ def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
     if not isinstance(content.get("model"), dict) or not isinstance(content.get("added_tokens"), list):
         raise UserError(f"{file} has no model and added_tokens; replace it by the model's tokenizer.json.")
     opened: Any = PreTrainedTokenizerFast
+    beside = None
+    if source.is_dir():
+        _check_settings(source)
+        beside = processor_template(source)
     try:
         if source.is_dir():
-            _check_settings(source)
             tokenizer = opened.from_pretrained(str(source), local_files_only=True)
+            tokenizer.chat_template = beside or tokenizer.chat_template
         else:
             tokenizer = opened(tokenizer_file=str(source))
     except Exception as error:

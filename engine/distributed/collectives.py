@@ -258,7 +258,8 @@ def local_part(tensor: Tensor, axis: Axis) -> Tensor:
     """Returns this rank's slice of dim 0, as a view."""
     if axis.size == 1:
         return tensor
-    length = tensor.shape[0] // axis.size
+    length, rest = divmod(tensor.shape[0], axis.size)
+    assert not rest, f"{tensor.shape[0]} rows do not divide over {axis.size} ranks"
     return tensor[axis.rank * length : (axis.rank + 1) * length]
 
 

@@ -4,6 +4,7 @@
 |---------------------------------|-----------------------------------|
 | reduce (all-reduce)             | identity                          |
 | split tokens (local slice)      | all-gather (no sum)               |
+| join tokens (all-gather)        | local slice                       |
 | copy                            | all-reduce                        |
 | gather tokens (all-gather)      | reduce-scatter                    |
 | scatter the sum (reduce-scatter)| all-gather                        |
@@ -43,6 +44,17 @@ class _SplitTokens(torch.autograd.Function):
         return all_gather(dy, ctx.axis), None
 
 
+class _JoinTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return local_part(dy, ctx.axis), None
+
+
 def reduce_from_all(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis whose gradient passes unchanged."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
@@ -51,6 +63,12 @@ def reduce_from_all(x: Tensor, axis: Axis) -> Tensor:
 def split_tokens(x: Tensor, axis: Axis) -> Tensor:
     """[T, ...] equal on all ranks -> this rank's [T / size, ...]; the gradient is gathered."""
     return x if axis.size == 1 else _SplitTokens.apply(x, axis)
+
+
+def join_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's [T / size, ...] -> [T, ...] on all ranks, where all do the same with it: their gradients are
+    equal."""
+    return x if axis.size == 1 else _JoinTokens.apply(x, axis)
 
 
 class _Copy(torch.autograd.Function):

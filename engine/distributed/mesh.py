@@ -8,7 +8,7 @@ backend by its axes, which is what NCCL's watchdog prints, and is connected befo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -38,7 +38,7 @@ class Axis:
     """One axis of the mesh as a rank sees it.
 
     Args:
-        name: "tp", "cp", "dp", "pp", or a subgroup's name.
+        name: "tp", "cp", "dp", "pp", "ep", or the name of another set of ranks.
         size, rank: number of ranks on the axis and this one's place.
         group: the process group; None when there is nobody to talk to (size 1, or shapes only).
     """
@@ -47,6 +47,21 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertAxes:
+    """How the experts of a mixture are spread over ranks.
+
+    Args:
+        ep: ranks that hold different experts, and send each other their tokens.
+        tp: ranks that share each expert's inner features; of size 1 where experts are whole.
+        data: name of the axis of the ranks that hold the same parts of the same experts, see `ShardSpec.data`.
+    """
+
+    ep: Axis
+    tp: Axis
+    data: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +74,8 @@ class Mesh:
         dp_cp: data and context parallel ranks together: those that sum gradients.
         kv_replica: tensor-parallel ranks that hold the same key/value heads (size 1 unless kv heads < tp).
         pp_ends: the first and the last pipeline rank, which share tied embeddings; size 1 on ranks in between.
+        ep: ranks that hold different experts.
+        edp: ranks that hold the same experts and sum their gradients, where these are not those of dp_cp.
     """
 
     grid: RankGrid
@@ -69,6 +86,15 @@ class Mesh:
     dp_cp: Axis
     kv_replica: Axis
     pp_ends: Axis
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    edp: Axis = field(default_factory=lambda: Axis("edp"))
+
+    @property
+    def experts(self) -> ExpertAxes:
+        """How experts are spread."""
+        grid = self.grid
+        tp = self.tp if grid.cuts_experts else Axis("tp")
+        return ExpertAxes(ep=self.ep, tp=tp, data="edp" if grid.folds_experts else "dp_cp")
 
     @property
     def is_writer(self) -> bool:
@@ -83,7 +109,7 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """Returns the axis called `name`, as a ShardSpec names it."""
-        axes = (self.tp, self.cp, self.dp, self.pp, self.kv_replica, self.pp_ends)
+        axes = (self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.kv_replica, self.pp_ends, self.ep, self.edp)
         return next(axis for axis in axes if axis.name == name)
 
 
@@ -105,7 +131,18 @@ def shape_mesh(grid: RankGrid, rank: int = 0, num_kv_heads: int | None = None) -
         dp_cp=Axis("dp_cp", grid.dp * grid.cp, place["dp"] * grid.cp + place["cp"]),
         kv_replica=Axis("kv_replica", copies, place["tp"] % copies),
         pp_ends=_ends(place["pp"], grid.pp),
+        **{name: _shape_axis(name, sets, rank) for name, sets in _expert_sets(grid).items()},
     )
+
+
+def _shape_axis(name: str, sets: list[list[int]], rank: int) -> Axis:
+    ranks = next(ranks for ranks in sets if rank in ranks)
+    return Axis(name, len(ranks), ranks.index(rank))
+
+
+def _expert_sets(grid: RankGrid) -> dict[str, list[list[int]]]:
+    """Returns the sets of ranks of the experts' axes, none where the rest of the model has the same."""
+    return grid.expert_groups() if grid.folds_experts else {}
 
 
 def _ends(rank: int, size: int) -> Axis:
@@ -127,6 +164,7 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
     sets["dp_cp"] = grid.groups("dp", "cp")
     sets["kv_replica"] = _kv_groups(grid, num_kv_heads)
     sets["pp_ends"] = _end_groups(grid)
+    sets |= _expert_sets(grid)
     with communicating("making the process groups"):
         groups = _Groups(sets, _default_timeout(device_type), alone=_groups_alone(grid))
         axes = {name: groups.axis(name) for name in sets}
@@ -165,9 +203,11 @@ def _groups_alone(grid: RankGrid) -> frozenset[str]:
     """Returns the axes that share no process group, since a group's operations run one after the other.
 
     What the ends of a pipeline sum must not queue up behind a receive that was posted ahead, nor keys and values of
-    context attention, which a layer waits for, behind the gradients of the layers above it.
+    context attention, which a layer waits for, behind the gradients of the layers above it; nor tokens on their way to
+    experts.
     """
-    return frozenset({"pp_ends", "dp_cp"} if grid.cp > 1 and grid.dp == 1 else {"pp_ends"})
+    alone = {"pp_ends", "ep", "edp"}
+    return frozenset(alone | {"dp_cp"} if grid.cp > 1 and grid.dp == 1 else alone)
 
 
 class _Groups:

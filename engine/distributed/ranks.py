@@ -11,12 +11,21 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGrid:
-    """Sizes of the mesh axes: tensor, context, data and pipeline parallelism."""
+    """Sizes of the mesh axes: tensor, context, data and pipeline parallelism.
+
+    Args:
+        tp, cp, dp, pp: of the axes of which every rank has a place of its own.
+        ep: ranks that hold different experts of a mixture, taken from those of a pipeline stage.
+        cuts_experts: tensor ranks share each expert's inner features, and `ep` is taken from dp x cp. Otherwise experts
+            are whole, tensor ranks have tokens of their own before them, and `ep` is taken from dp x cp x tp.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
+    cuts_experts: bool = True
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -38,6 +47,23 @@ class RankGrid:
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Global rank at a position."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts are spread over other ranks than the rest of the model."""
+        return self.ep > 1 or (self.tp > 1 and not self.cuts_experts)
+
+    def expert_groups(self) -> dict[str, list[list[int]]]:
+        """The sets of ranks that hold different experts ("ep") and those that hold the same ("edp"), in rank order.
+
+        Experts are folded into the ranks of a stage, neighbours first (MoE Parallel Folding, arXiv 2504.14960).
+        """
+        pools = self.groups("dp", "cp") if self.cuts_experts else self.groups("dp", "cp", "tp")
+        assert all(len(ranks) % self.ep == 0 for ranks in pools), self
+        return {
+            "ep": [ranks[start : start + self.ep] for ranks in pools for start in range(0, len(ranks), self.ep)],
+            "edp": [ranks[place :: self.ep] for ranks in pools for place in range(self.ep)],
+        }
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All sets of ranks that differ only along `axes`, each in rank order."""

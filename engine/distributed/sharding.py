@@ -37,9 +37,12 @@ class ShardSpec:
             for every dimension, 0 for `dim`. Empty where it holds the other dimensions whole.
         encoding: how the bytes mean numbers: "plain", or the name of the encoding whose parts hold a frozen weight.
         grad_reduce: names of the groups over which this rank's gradient is still a partial sum after backward
-            ("tp", "kv_replica"); the data-parallel sum is implied for all.
+            ("tp", "kv_replica"); the sum over `data` is implied for all.
         replicated: names of the groups whose ranks hold equal copies of this tensor.
-        owner: whether this rank is the one that saves the tensor and counts it in the gradient norm.
+        data: name of the axis of the ranks that hold copies for different tokens, and sum their gradients: "dp_cp", or
+            "edp" for experts that are spread otherwise.
+        owner: whether this rank is the one that saves the tensor and counts it in the gradient norm, of those with the
+            same place on `data`.
     """
 
     global_shape: tuple[int, ...]
@@ -50,6 +53,7 @@ class ShardSpec:
     encoding: str = "plain"
     grad_reduce: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
+    data: str = "dp_cp"
     owner: bool = True
 
     def __post_init__(self) -> None:

@@ -12,8 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+import torch.distributed as dist
+
 from engine.data.vision.columns import PlacedPicture
 from engine.data.vision.family import VisionFamily
+from engine.distributed.collectives import all_reduce
+from engine.distributed.mesh import Axis
 from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.inference.model_part import InferenceStage
@@ -47,14 +52,16 @@ class Answer:
     Args:
         request: the prompt.
         ids: the new tokens, the one that ended the row included.
-        text: of them, without what ended the row.
+        text: of them, without what ended the row; "" where no text was asked for.
         ending: why the row ended.
+        logps: log-probability of each of `ids`, where the stage keeps them.
     """
 
     request: Request
     ids: tuple[int, ...]
     text: str
     ending: Ending
+    logps: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -80,9 +87,10 @@ class Speed:
 @dataclass(slots=True)
 class _Row:
     request: Request
-    stream: TextStream
+    stream: TextStream | None
     next_position: int
     ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
     ending: Ending | None = None
 
     @property
@@ -139,25 +147,31 @@ class Generator:
         stage: this rank's part.
         limits: when rows end.
         tokenizer: of the model.
+            None makes no text.
         family: of a model with a vision tower, which reads pictures; None where no prompt has any.
         speed: figures to add to; None for new ones.
+        in_step_with: ranks with other prompts that must run as many passes as this one, because they gather weights
+            from each other in each, or send each other tokens; None where there are none.
     """
 
     def __init__(
         self,
         stage: InferenceStage,
         limits: Limits,
-        tokenizer: TokenDecoder,
+        tokenizer: TokenDecoder | None,
         *,
         family: VisionFamily | None = None,
         speed: Speed | None = None,
+        in_step_with: Axis | None = None,
     ) -> None:
-        assert limits.slots <= stage.cache.slots, (limits.slots, stage.cache.slots)
+        assert tokenizer is not None or not limits.stop_texts, "stop texts are found in a text"
+        assert limits.slots <= stage.slots, (limits.slots, stage.slots)
         self.stage, self._limits, self._tokenizer, self._family = stage, limits, tokenizer, family
-        row_limit = stage.model.config.max_row_length
+        row_limit = stage.config.max_row_length
         # the prompts of one pass are in one row of tokens
         self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
         self.speed = Speed() if speed is None else speed
+        self._others = in_step_with
 
     def run(
         self,
@@ -180,23 +194,32 @@ class Generator:
             UserError: a picture that cannot be read; on all ranks.
         """
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
-        while waiting or rows:
+        while self._continues(bool(waiting or rows)):
+            if not waiting and not rows:
+                self.stage.idle()
+                continue
             free = self._limits.slots - len(rows)
             first = len(rows) if waiting and free else 0
             tokens = self._prefill(waiting, rows) if waiting and free else self._decode(rows)
             LOG.progressed()
-            for row, token in zip(rows[first:], tokens, strict=True):
+            for number, (row, token) in enumerate(zip(rows[first:], tokens, strict=True)):
+                row.logps += self.stage.logps[number : number + 1]
                 self._take(row, token, on_text)
             for row in rows:
                 if row.ending is not None:
-                    answer = answers[row.request.row] = Answer(
-                        request=row.request, ids=tuple(row.ids), text=row.stream.text, ending=row.ending
-                    )
+                    answer = answers[row.request.row] = _answer(row, row.ending)
                     if on_answer is not None:
                         on_answer(answer)
             self._close_gaps(rows)
         self.stage.finish()
         return [answers[request.row] for request in requests]
+
+    def _continues(self, busy: bool) -> bool:
+        """Returns whether there is another pass, for this rank's rows or for those of others."""
+        if self._others is None or self._others.size == 1:
+            return busy
+        any_busy = torch.tensor(int(busy), device=self.stage.device)
+        return bool(all_reduce(any_busy, self._others, dist.ReduceOp.MAX))
 
     def _prefill(self, waiting: deque[Request], rows: list[_Row]) -> list[int]:
         """Prefills the next prompts, as many as there are slots and tokens for; their rows are the last of `rows`."""
@@ -223,7 +246,10 @@ class Generator:
         self.speed.prefill_seconds += self.stage.now() - began
         self.speed.prefill_tokens += total
         for request, position in zip(starting, coordinates.next_positions, strict=True):
-            rows.append(_Row(request, TextStream(self._tokenizer, self._limits.stop_texts, request.ids), position))
+            stream = None
+            if self._tokenizer is not None:
+                stream = TextStream(self._tokenizer, self._limits.stop_texts, request.ids)
+            rows.append(_Row(request, stream, position))
         return tokens
 
     def _decode(self, rows: list[_Row]) -> list[int]:
@@ -240,18 +266,19 @@ class Generator:
 
     def _take(self, row: _Row, token: int, on_text: Callable[[Request, str], None] | None) -> None:
         row.ids.append(token)
-        text = ""
+        text, stream = "", row.stream
         if token in self._limits.stop_ids:
             row.ending = "stop_token"
         else:
-            text = row.stream.push(token)
-            if row.stream.stopped:
+            if stream is not None:
+                text = stream.push(token)
+            if stream is not None and stream.stopped:
                 row.ending = "stop_text"
             elif len(row.ids) == self._limits.max_new_tokens:
                 row.ending = "length"
-        if row.ending is not None:
-            text += row.stream.finish()
-            if row.stream.stopped and row.ending == "length":
+        if row.ending is not None and stream is not None:
+            text += stream.finish()
+            if stream.stopped and row.ending == "length":
                 row.ending = "stop_text"
         if text and on_text is not None:
             on_text(row.request, text)
@@ -267,3 +294,8 @@ class Generator:
             if last.ending is None:
                 self.stage.move(len(rows), slot)
                 rows[slot] = last
+
+
+def _answer(row: _Row, ending: Ending) -> Answer:
+    text = "" if row.stream is None else row.stream.text
+    return Answer(request=row.request, ids=tuple(row.ids), text=text, ending=ending, logps=tuple(row.logps))

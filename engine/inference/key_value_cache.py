@@ -14,7 +14,7 @@ attention N are heads and K encoded rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.kernels.records import Documents
-from engine.models.decoder import Decoder
+from engine.models.decoder import DecoderLayer
 from engine.ops.attention.cross import EncodedRows, EncodedSpan, cross_attention
 from engine.ops.kernels import Attention
 
@@ -32,6 +32,7 @@ class _LayerCache:
     keys: Tensor
     values: Tensor
     softcap: float | None
+    sinks_H: Tensor | None
 
     @property
     def capacity(self) -> int:
@@ -54,21 +55,24 @@ class KeyValues:
     """Storage for `slots` rows of up to `length` tokens.
 
     Args:
-        model: the part of it on this rank, whose layers have their number of heads here and their window.
+        layers: of the model on this rank; they have their number of heads here and their window.
         slots, length: maximum rows at a time, and their maximum length.
         device, dtype: of keys and values.
     """
 
-    def __init__(self, model: Decoder, *, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: Iterable[DecoderLayer], *, slots: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.slots, self.length = slots, length
         self.layers: dict[str, _LayerCache] = {}
-        for layer in model.layers:
+        for layer in layers:
             attention = layer.attention
             window = attention.kind.window
             capacity = length if window is None else min(length, window)
             shape = (slots, attention.num_kv_heads, capacity, attention.head_dim)
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-            self.layers[attention.prefix] = _LayerCache(keys, values, attention.kind.softcap)
+            sinks = None if attention.sinks is None else attention.sinks.scores.parameter
+            self.layers[attention.prefix] = _LayerCache(keys, values, attention.kind.softcap, sinks)
         self._device = device
         self._encoded: dict[str, dict[int, _EncodedPictures]] = {}
 
@@ -228,7 +232,9 @@ class NextPass(_Pass):
         mask = self._mask(kept.capacity)
         # the query heads of one key/value head take the query dimension, so that keys are not repeated
         q_NKGD = q_THD.view(rows, keys.shape[1], -1, q_THD.shape[-1])
-        if kept.softcap is None:
+        if kept.sinks_H is not None:
+            out = _sink_attention(q_NKGD, keys, values, mask, scale, kept.sinks_H)
+        elif kept.softcap is None:
             out = scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask, scale=scale)
         else:
             out = _capped_attention(q_NKGD, keys, values, mask, scale, kept.softcap)
@@ -253,3 +259,13 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf)
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _sink_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks_H: Tensor) -> Tensor:
+    """Computes attention in fp32; a head's sink takes its share of each softmax."""
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf)
+    sinks = sinks_H.float().view(1, k.shape[1], -1, 1)
+    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)
+    return ((scores - total).exp_() @ v.float()).to(q.dtype)

@@ -1,28 +1,43 @@
-"""A rank's part of the model for inference: the layers are split over the pipeline ranks, which run in turn.
+"""A rank's parts of the model for inference: the layers are split over the pipeline ranks, which run in turn.
 
 Every rank runs the same passes in the same order. The residual stream is sent from part to part, and the tokens that
-the last one has chosen are sent back to all. There is no sequence parallelism: a pass has few tokens.
+the last one has chosen are sent back to all. A model that was built for training runs as it is: where its layers split
+tokens over tensor ranks, a pass is filled up to a multiple of them, with a row of its own that nobody reads.
 
 Legend: T tokens of a pass, N rows of it, V vocabulary, R tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
-from engine.distributed.collectives import Handle, all_reduce, post_async
+from engine.distributed.collectives import Handle, all_gather, all_reduce, local_part, post_async
 from engine.distributed.mesh import Axis
 from engine.inference.key_value_cache import KeyValues
 from engine.inference.pictures import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the model that a rank holds, where those are several.
+
+    Args:
+        models: by the stage that they are, at least one.
+        stage_rank: the pipeline rank of each stage.
+    """
+
+    models: Mapping[int, Decoder]
+    stage_rank: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -33,20 +48,23 @@ class Waits:
 
 
 class InferenceStage:
-    """A rank's part of the model with its cache.
+    """A rank's parts of the model with their cache.
 
     Args:
-        model: the part; without sequence parallelism.
+        model: the part, of a rank that holds one; else its parts.
         tp, pp: this rank's axes.
         sampling: how tokens are chosen.
         slots, length: of the cache.
         device: of the model.
         synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
+        with_logps: keep the log-probability of each chosen token in `logps`.
+        tokens_multiple: tokens of a pass are filled up to a multiple of it. Products of other shapes may be computed in
+            another order: with the number of slots, a row's numbers do not depend on how many rows there are.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | Parts,
         *,
         tp: Axis,
         pp: Axis,
@@ -55,27 +73,49 @@ class InferenceStage:
         length: int,
         device: torch.device,
         synchronise: bool = False,
+        with_logps: bool = False,
+        tokens_multiple: int = 1,
     ) -> None:
-        self.model, self.tp, self.pp, self.device = model, tp, pp, device
-        self.cache = KeyValues(model, slots=slots, length=length, device=device, dtype=model.dtype)
+        parts = model if isinstance(model, Parts) else Parts({pp.rank: model}, range(pp.size))
+        self._parts, self._stage_rank = dict(sorted(parts.models.items())), parts.stage_rank
+        first = next(iter(self._parts.values()))
+        self.config, self._splits_tokens = first.config, first.layout.splits_tokens
+        self.tp, self.pp, self.device = tp, pp, device
+        divides = self._splits_tokens or first.layout.routes_apart
+        self._multiple = math.lcm(tokens_multiple, tp.size if divides else 1)
+        # the last slot is that of what fills a pass
+        fills = self._multiple > 1
+        layers = [layer for part in self._parts.values() for layer in part.layers]
+        self.cache = KeyValues(
+            layers,
+            slots=-(-slots // self._multiple) * self._multiple + fills,
+            length=length,
+            device=device,
+            dtype=first.dtype,
+        )
+        self.slots = slots
         self.waits = Waits()
         self._synchronise = synchronise and device.type == "cuda"
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._sent: tuple[Tensor, list[Handle]] | None = None
-        self._chooser = None
-        if model.head is not None:
-            pieces = model.vocab_spec.pieces
+        self._chooser, self._with_logps = None, with_logps
+        self.logps: list[float] = []
+        """Log-probabilities of the tokens of the last pass, under logits / temperature and the whole vocabulary."""
+        last = self._parts[max(self._parts)]
+        if last.head is not None:
+            pieces = last.vocab_spec.pieces
             self._chooser = Chooser(
                 sampling,
                 tp=tp,
-                first_id=pieces[0].global_offset if pieces else model.config.vocab_size,
+                first_id=pieces[0].global_offset if pieces else last.config.vocab_size,
                 num_ids=pieces[0].length if pieces else 0,
-                vocab_size=model.config.vocab_size,
+                vocab_size=last.config.vocab_size,
                 slots=slots,
                 device=device,
             )
+            self._loss_kernels = last.layout.kernels.loss
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode, whose tensors training could not take where both share a buffer
     def prefill(
         self,
         prompts: Sequence[Sequence[int]],
@@ -100,20 +140,24 @@ class InferenceStage:
             for slot, ids in zip(slots, tokens.split(lengths), strict=True):
                 self._chooser.start_row(slot, ids)
         positions = coordinates.positions_T.to(self.device)
+        kept_slots, kept_lengths = [*slots], lengths
+        if fill := -sum(lengths) % self._multiple:
+            tokens, positions = (torch.cat((one, one.new_zeros(fill))) for one in (tokens, positions))
+            kept_slots, kept_lengths = [*slots, self.cache.slots - 1], [*lengths, fill]
         batch = replace(
-            _batch(tokens[None], positions[None], tuple(lengths)),
+            _batch(tokens[None], positions[None], tuple(kept_lengths)),
             images=coordinates.images,
             cross_images=coordinates.cross_images,
             experts=coordinates.experts,
             bidirectional=coordinates.bidirectional,
             grid_positions_3BS=coordinates.grid_positions_3BS,
         )
-        batch = (batch if self.model.embedding is not None else batch.without_pixels()).to(self.device)
+        batch = (batch if 0 in self._parts else batch.without_pixels()).to(self.device)
         lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        logits = self._logits(batch, self.cache.first_pass(slots, lengths), lasts)
+        logits = self._logits(batch, self.cache.first_pass(kept_slots, kept_lengths), lasts)
         return self._choose(logits, slots, rows, lengths)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(
         self, tokens: Sequence[int], places: Sequence[int], positions: Sequence[int], rows: Sequence[int]
     ) -> list[int]:
@@ -128,11 +172,23 @@ class InferenceStage:
         Returns:
             The next token of each; the same on all ranks.
         """
-        column = torch.tensor(tokens, device=self.device)[:, None]
-        rotations = torch.tensor(positions, device=self.device)[:, None]
-        batch = _batch(column, rotations, (1,) * len(tokens))
-        logits = self._logits(batch, self.cache.next_pass(places), None)
-        return self._choose(logits, range(len(tokens)), rows, [place + 1 for place in places])
+        count = len(tokens)
+        fill = [0] * (-count % self._multiple)  # the slots behind the active ones, where nothing is kept
+        column = torch.tensor([*tokens, *fill], device=self.device)[:, None]
+        rotations = torch.tensor([*positions, *fill], device=self.device)[:, None]
+        batch = _batch(column, rotations, (1,) * len(column))
+        logits = self._logits(batch, self.cache.next_pass([*places, *fill]), None)
+        logits = None if logits is None else logits[:count]
+        return self._choose(logits, range(count), rows, [place + 1 for place in places])
+
+    @torch.no_grad()
+    def idle(self) -> None:
+        """Runs a pass that computes nothing of use. Where weights are gathered from ranks that have other rows, all of
+        them run as many passes."""
+        fill = [0] * self._multiple
+        column = torch.tensor(fill, device=self.device)[:, None]
+        self._logits(_batch(column, column.clone(), (1,) * len(column)), self.cache.next_pass(fill), None)
+        self.finish()
 
     def move(self, source: int, target: int) -> None:
         """Moves a row to another slot."""
@@ -154,48 +210,73 @@ class InferenceStage:
         return time.perf_counter()
 
     def _logits(self, batch: Batch, cache: KeyValueCache, lasts: Tensor | None) -> Tensor | None:
-        """Returns [N, V / R] logits of each row's last token on the last pipeline rank; None on the others."""
-        model = self.model
-        if model.embedding is not None:
-            x, encoded_KC = model.embed(batch), None
-        else:
-            x, encoded_KC = model.unpack(self._receive(model.message_rows(batch, model.part.first)), batch)
-        context = replace(model.context(batch, self._step, training=False, encoded_KC=encoded_KC), cache=cache)
-        x = model.run_layers(x, context)
-        if model.head is None:
-            self._send(model.pack(x, context))
-            return None
-        return model.logits(x if lasts is None else x[lasts], context)
+        """Returns [N, V / R] logits of the rows' last tokens (of all tokens where there is one each) on the last
+        pipeline rank; None on the others."""
+        message: Tensor | None = None
+        for number, model in self._parts.items():
+            if model.embedding is not None:
+                x, encoded_KC = model.embed(batch), None
+            else:
+                if message is None:
+                    message = self._receive(model, batch, self._stage_rank[number - 1])
+                x, encoded_KC = model.unpack(message, batch)
+            context = replace(model.context(batch, self._step, training=False, encoded_KC=encoded_KC), cache=cache)
+            x = model.run_layers(x, context)
+            if model.head is not None:
+                return model.logits(x if lasts is None else self._rows(x, lasts), context)[
+                    : None if lasts is None else len(lasts)
+                ]
+            message = model.pack(x, context)
+            if (target := self._stage_rank[number + 1]) != self.pp.rank:
+                self._send(message, target)
+                message = None
+        return None
+
+    def _rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Returns rows of the residual stream, split over tensor ranks where the stream is."""
+        if not self._splits_tokens:
+            return x[index]
+        fill = -len(index) % self.tp.size
+        chosen = all_gather(x, self.tp)[torch.cat((index, index.new_zeros(fill)))]
+        return local_part(chosen, self.tp).contiguous()
 
     def _choose(
         self, logits: Tensor | None, slots: Sequence[int], rows: Sequence[int], positions: Sequence[int]
     ) -> list[int]:
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        logps = torch.zeros(len(rows), dtype=torch.float64, device=self.device) if self._with_logps else None
         if self._chooser is not None:
             assert logits is not None
             places = (torch.tensor(list(values), device=self.device) for values in (slots, rows, positions))
             tokens = self._chooser.choose(logits, *places)
+            if logps is not None:
+                logps = self._chooser.logps(logits, tokens, self._loss_kernels).double()
         if self.pp.size == 1:
+            self.logps = [] if logps is None else logps.tolist()
             return tokens.tolist()
         began = self.now()
-        all_reduce(tokens, self.pp)
-        chosen: list[int] = tokens.tolist()
+        # one message: fp64 holds both exactly
+        found = tokens.double()[None] if logps is None else torch.stack((tokens.double(), logps))
+        found = all_reduce(found, self.pp).cpu()
         if self._chooser is None:
             self.waits.seconds += self.now() - began
+        self.logps = [] if logps is None else found[1].tolist()
+        chosen: list[int] = found[0].long().tolist()
         return chosen
 
-    def _receive(self, num_rows: int) -> Tensor:
-        x = torch.empty(num_rows, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
+    def _receive(self, model: Decoder, batch: Batch, source: int) -> Tensor:
+        num_rows = model.message_rows(batch, model.part.first)
+        x = torch.empty(num_rows, model.config.hidden, dtype=model.dtype, device=self.device)
         began = self.now()
-        for handle in post_async([(False, x, self.pp.rank - 1)], self.pp):
+        for handle in post_async([(False, x, source)], self.pp):
             handle.wait()
         self.waits.seconds += self.now() - began
         return x
 
-    def _send(self, x: Tensor) -> None:
+    def _send(self, x: Tensor, target: int) -> None:
         self.finish()  # the buffer of the previous pass
         x = x.contiguous()
-        self._sent = x, post_async([(True, x, self.pp.rank + 1)], self.pp)
+        self._sent = x, post_async([(True, x, target)], self.pp)
 
 
 def _batch(tokens_BS: Tensor, positions_BS: Tensor, lengths: tuple[int, ...]) -> Batch:

@@ -23,7 +23,9 @@ from torch import Tensor
 from engine.distributed.collectives import all_gather, all_reduce
 from engine.distributed.mesh import Axis
 from engine.inference.options import Sampling
+from engine.kernels.linear_cross_entropy import LossKernels, combine_statistics
 from engine.kernels.philox import philox4x32
+from engine.ops.cross_entropy import over_axis
 
 _MASK = 0xFFFFFFFF
 _SITE = 0x67656E21
@@ -97,6 +99,27 @@ class Chooser:
             repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(self._seen[slots], repeated, scores)
         return scores if self._settings.greedy else scores / self._settings.temperature
+
+    def logps(self, logits_NV: Tensor, ids: Tensor, kernels: LossKernels) -> Tensor:
+        """Returns the log-probability of each row's token under softmax(logits / temperature) over the whole
+        vocabulary, whatever bound it was drawn with; collective over the tensor-parallel ranks, the same on all.
+
+        The arithmetic is that of training's loss, with training's kernels.
+
+        Args:
+            logits_NV: as for `choose`.
+            ids: int64 [N] tokens.
+            kernels: the backend's.
+
+        Returns:
+            fp32 [N].
+        """
+        held = logits_NV[:, : self._num_ids]
+        held = held.clone() if self._settings.greedy else held / self._settings.temperature
+        targets = ids - self._first_id
+        targets = torch.where((targets >= 0) & (targets < self._num_ids), targets, -1)
+        local = kernels.shard_statistics(held, targets)
+        return -combine_statistics(local, **over_axis(self._tp)).losses()
 
     def _note(self, slots: Tensor, ids: Tensor) -> None:
         assert self._seen is not None

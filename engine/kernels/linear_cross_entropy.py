@@ -28,9 +28,31 @@ GPU_TOKENS = 1024
 """`tokens_multiple` of a GPU. Its library cuts a product into tiles of 128 x 256: 1024 tokens leave none of them in
 part, and the input gradient of a hidden size of 4096 has 128 of them, a wave of the 132 multiprocessors of an H100."""
 
+MOMENT_NUMBERS = 2**22
+"""Logits whose wide copies `entropy_moment` holds at a time."""
 
 Combine = Callable[[Tensor], Tensor]
 """Maximum, or sum, of a tensor over the shards of the vocabulary; may work in place."""
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype that statistics are kept in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def entropy_moment(logits_CV: Tensor) -> Tensor:
+    """Returns sum of exp(logit - maximum) (logit - maximum), fp32 (or fp64) [C]; some tokens at a time, so that no wide
+    copy of all logits exists.
+    """
+    moment_C = torch.empty(logits_CV.shape[0], dtype=_wide(logits_CV), device=logits_CV.device)
+    count = max(1, MOMENT_NUMBERS // max(1, logits_CV.shape[1]))
+    for start in range(0, logits_CV.shape[0], count):
+        block = slice(start, start + count)
+        shifted = logits_CV[block].to(moment_C.dtype)
+        shifted = shifted - shifted.amax(-1, keepdim=True)
+        # a logit of -inf adds nothing
+        moment_C[block] = shifted.exp().mul_(shifted.clamp_(min=torch.finfo(shifted.dtype).min)).sum(-1)
+    return moment_C
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,22 +64,30 @@ class LossKernels:
             this shard; the target's logit is 0 where the target lies elsewhere. May overwrite the logits.
         gradient: (logits_CV, targets_C, local_max_C, max_C, total_C, scale_C) -> (softmax - onehot) * scale, written
             over what `statistics` left; local_max is this shard's, max and total the whole vocabulary's.
+        moment: logits_CV -> sum of exp(logit - maximum) (logit - maximum) of this shard, [C], from which entropies are
+            computed. Called before `statistics`, and leaves the logits as they are.
         product: as torch.mm, with `out`.
         tokens_multiple: products with the head use the machine well for so many tokens, or a multiple.
     """
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    moment: Callable[[Tensor], Tensor] = entropy_moment
     product: Callable[..., Tensor] = torch.mm
     tokens_multiple: int = 1
 
-    def shard_statistics(self, logits_CV: Tensor, targets_C: Tensor) -> Statistics:
-        """Returns `statistics`, also for a shard of padding alone: it has no maximum, and adds nothing."""
+    def shard_statistics(self, logits_CV: Tensor, targets_C: Tensor, *, with_moment: bool = False) -> Statistics:
+        """Returns `statistics`, also for a shard of padding alone: it has no maximum, and adds nothing.
+
+        Args:
+            logits_CV, targets_C: as for `statistics`.
+            with_moment: the moment too.
+        """
         if logits_CV.shape[1] > 0:
-            return Statistics(*self.statistics(logits_CV, targets_C))
-        wide = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
-        nothing_C = torch.zeros(logits_CV.shape[0], dtype=wide, device=logits_CV.device)
-        return Statistics(nothing_C - float("inf"), nothing_C, nothing_C)
+            moment_C = self.moment(logits_CV) if with_moment else None
+            return Statistics(*self.statistics(logits_CV, targets_C), moment_C)
+        nothing_C = torch.zeros(logits_CV.shape[0], dtype=_wide(logits_CV), device=logits_CV.device)
+        return Statistics(nothing_C - float("inf"), nothing_C, nothing_C, nothing_C if with_moment else None)
 
 
 class Statistics(NamedTuple):
@@ -67,16 +97,23 @@ class Statistics(NamedTuple):
         maximum: of the logits.
         total: sum of exp(logit - maximum).
         target: the target's logit; 0 where it lies elsewhere.
+        moment: sum of exp(logit - maximum) (logit - maximum); None where no entropies are wanted.
     """
 
     maximum: Tensor
     total: Tensor
     target: Tensor
+    moment: Tensor | None = None
 
     def losses(self) -> Tensor:
         """Returns -log softmax(logits)[target]."""
         # large logits cancel first, before anything small is added
         return self.total.log() + (self.maximum - self.target)
+
+    def entropies(self) -> Tensor:
+        """Returns -sum of p log p, p = softmax(logits), of the whole vocabulary's statistics."""
+        assert self.moment is not None, "statistics without the moment"
+        return self.total.log() - self.moment / self.total
 
 
 def linear_cross_entropy(
@@ -91,6 +128,7 @@ def linear_cross_entropy(
     combine_max: Combine | None = None,
     combine_sum: Combine | None = None,
     chunk_tokens: int = 1024,
+    entropies_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns token losses, and the gradient of sum(scale * loss) with respect to `hidden`.
 
@@ -103,6 +141,8 @@ def linear_cross_entropy(
         first_id, num_ids: the ids this shard holds; `num_ids` None for all rows of `weight`.
         combine_max, combine_sum: over the shards; None with one shard. Every shard must have the same tokens.
         chunk_tokens: tokens at a time; the buffer is [chunk_tokens, V] in hidden's dtype.
+        entropies_T: fp32 [T] that the entropies of all tokens' distributions are written to; None where nobody wants
+            them.
 
     Returns:
         fp32 [T] losses (0 without a label), the same on every shard; and [T, h] in hidden's dtype, this shard's partial
@@ -114,7 +154,7 @@ def linear_cross_entropy(
     counted_T = labels_T >= 0
     local_T = labels_T - first_id
     targets_T = torch.where(counted_T & (local_T >= 0) & (local_T < num_rows), local_T, -1)
-    wide = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+    wide = _wide(hidden_TH)
     scale_T = None if scale_T is None else torch.where(counted_T, scale_T.to(wide), 0.0)
     loss_T = torch.empty(num_tokens, dtype=wide, device=hidden_TH.device)
     dhidden_TH = None if scale_T is None else torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
@@ -123,9 +163,11 @@ def linear_cross_entropy(
         chunk = slice(start, start + chunk_tokens)
         targets_C = targets_T[chunk]
         logits_CV = kernels.product(hidden_TH[chunk], weight_VH.t(), out=buffer[: targets_C.shape[0]])
-        local = kernels.shard_statistics(logits_CV, targets_C)
-        whole = combine_statistics(*local, combine_max=combine_max, combine_sum=combine_sum)
+        local = kernels.shard_statistics(logits_CV, targets_C, with_moment=entropies_T is not None)
+        whole = combine_statistics(local, combine_max=combine_max, combine_sum=combine_sum)
         loss_T[chunk] = whole.losses()
+        if entropies_T is not None:
+            entropies_T[chunk] = whole.entropies()
         if dhidden_TH is not None and scale_T is not None:
             if num_rows > 0:
                 kernels.gradient(logits_CV, targets_C, local.maximum, whole.maximum, whole.total, scale_T[chunk])
@@ -133,15 +175,18 @@ def linear_cross_entropy(
     return torch.where(counted_T, loss_T, 0.0), dhidden_TH
 
 
-def combine_statistics(
-    maximum: Tensor, total: Tensor, target: Tensor, *, combine_max: Combine | None, combine_sum: Combine | None
-) -> Statistics:
+def combine_statistics(local: Statistics, *, combine_max: Combine | None, combine_sum: Combine | None) -> Statistics:
     """Returns the statistics of the whole vocabulary from a shard's; the same where there is one shard."""
     if combine_max is None or combine_sum is None:
-        return Statistics(maximum, total, target)
-    whole_max = combine_max(maximum.clone())
-    both = combine_sum(torch.stack((total * torch.exp(maximum - whole_max), target)))
-    return Statistics(whole_max, both[0], both[1])
+        return local
+    whole_max = combine_max(local.maximum.clone())
+    share = torch.exp(local.maximum - whole_max)
+    parts = [local.total * share, local.target]
+    if local.moment is not None:
+        # relative to the maximum of all; a shard of padding alone has no maximum and adds nothing
+        further = torch.where(local.total > 0, (local.maximum - whole_max) * local.total, 0.0)
+        parts.append((local.moment + further) * share)
+    return Statistics(whole_max, *combine_sum(torch.stack(parts)).unbind())
 
 
 def bytes_moved(num_tokens: int, hidden: int, num_rows: int, itemsize: int) -> int:

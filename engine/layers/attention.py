@@ -12,10 +12,12 @@ from engine.errors import UserError
 from engine.layers.context import LayerContext, TensorLayout
 from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.norm import QueryKeyNorm, RMSNorm
 from engine.ops.attention.bidirectional import with_spans
 from engine.ops.attention.context_parallel import context_attention
 from engine.ops.attention.masked import MaskedAttention
+from engine.ops.attention.sinks import with_sinks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.head_norm import norm_rotate
@@ -37,6 +39,7 @@ class AttentionKind:
         qk_norm_over: queries and keys are normalised within a head, or over all heads together.
         norm_offset: added to the weights of norms within a head.
         bidirectional: tokens of a picture see the whole picture.
+        sinks: each head has a score of its own in every softmax; see ops.attention.sinks.
     """
 
     window: int | None = None
@@ -48,6 +51,7 @@ class AttentionKind:
     qk_norm_over: Literal["head", "all"] = "head"
     norm_offset: float = 0.0
     bidirectional: bool = False
+    sinks: bool = False
 
 
 PLAIN = AttentionKind()
@@ -116,6 +120,11 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: b
 
 
 def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
+    if layout.cp.size > 1 and kind.sinks:
+        raise UserError(
+            f"the model's attention has sinks, which attention over parallel.context {layout.cp.size} does not "
+            "compute: set parallel.context to 1."
+        )
     if layout.cp.size > 1 and layout.context_method == "ring":
         what = "tokens of pictures that see what comes after them"
         if kind.softcap is not None:
@@ -128,11 +137,20 @@ def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
         )
 
 
-def _attention_of(kind: AttentionKind, layout: TensorLayout) -> AttentionOp:
-    """Returns the backend's attention, or the one that has windows, soft caps and bidirectional spans."""
+def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | None = None) -> AttentionOp:
+    """Returns the backend's attention, or the one that has windows, soft caps, bidirectional spans and sinks."""
     plain, is_masked = layout.kernels.attention, kind.window is not None or kind.softcap is not None
-    if is_masked or kind.bidirectional:
+    if is_masked or kind.bidirectional or kind.sinks:
         _check_method(kind, layout)
+    if sinks is not None:
+        assert kind.softcap is None and not kind.bidirectional, "sinks with a soft cap or spans"
+        return with_sinks(
+            plain,
+            layout.attention_blocks,
+            window=kind.window,
+            sinks_H=sinks.parameter,
+            gradient=sinks.sink,
+        )
     if kind.bidirectional:
         plain = with_spans(plain, layout.attention_blocks)
     return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap) if is_masked else plain
@@ -154,6 +172,16 @@ def _qkv_linear(
         build=build,
         fused_adapter=f"{prefix}.qkv_proj",
     )
+
+
+class _Sinks(ShardedModule):
+    """A score for each query head, split over tensor ranks as the heads are."""
+
+    def __init__(self, prefix: str, heads: int, *, build: LayerContext) -> None:
+        super().__init__()
+        tp, name = build.layout.tp, f"{prefix}.sinks"
+        spec = split_spec((heads,), 0, rank=tp.rank, size=tp.size, what="the number of attention heads")
+        self.scores = self.own(f"{name}.weight", build.empty(spec.local_shape), spec, trainable=build.plan.trains(name))
 
 
 class Attention(nn.Module):
@@ -194,7 +222,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)
         self.prefix, self.head_dim, self.layout, self.kind = prefix, head_dim, layout, kind
         self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
-        self.attention = _attention_of(kind, layout)
+        self.sinks = _Sinks(prefix, num_heads, build=build) if kind.sinks else None
+        self.attention = attention_of(kind, layout, None if self.sinks is None else self.sinks.scores)
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
         heads = _Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
@@ -261,23 +290,39 @@ class Attention(nn.Module):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         q, k, v = self._split(self.qkv(u, source, context), context)
-        return self.o_proj(self._attend(q, k, v, context).flatten(1), GivenInput(), context)
+        out = attend(self.prefix, self.attention, self.layout, self.scale, q, k, v, context)
+        return self.o_proj(out.flatten(1), GivenInput(), context)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
-        layout, scale = self.layout, self.scale
-        if context.cache is not None:
-            return context.cache.attend(self.prefix, q, k, v, self.attention, context.documents, scale=scale)
-        if context.context_plan is None:
-            return self.attention(q, k, v, context.documents, scale=scale)
-        return context_attention(
-            q,
-            k,
-            v,
-            context.context_plan,
-            layout.cp,
-            method=layout.context_method,
-            scale=scale,
-            blocks=layout.attention_blocks,
-            attention=self.attention,
-            documents=context.documents,
-        )
+
+def attend(
+    name: str,
+    attention: AttentionOp,
+    layout: TensorLayout,
+    scale: float,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    context: TokenContext,
+) -> Tensor:
+    """Computes attention where the tokens are: in a cache, here, or on several context ranks.
+
+    Args:
+        name: of the layer's attention.
+        attention: within documents that are here.
+    """
+    if context.cache is not None:
+        return context.cache.attend(name, q_THD, k_TKD, v_TKD, attention, context.documents, scale=scale)
+    if context.context_plan is None:
+        return attention(q_THD, k_TKD, v_TKD, context.documents, scale=scale)
+    return context_attention(
+        q_THD,
+        k_TKD,
+        v_TKD,
+        context.context_plan,
+        layout.cp,
+        method=layout.context_method,
+        scale=scale,
+        blocks=layout.attention_blocks,
+        attention=attention,
+        documents=context.documents,
+    )

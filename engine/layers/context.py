@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.distributed.mesh import Axis
+from engine.choices import ExpertFactors
+from engine.distributed.mesh import Axis, ExpertAxes
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.attention.context_parallel import Method
 from engine.ops.encoded_weight import BaseEncoding
@@ -54,12 +55,14 @@ class TrainingPlan:
         adapter: engine module name -> its adapter, or None.
         fused: engine module name, `layers.{i}.attention.qkv_proj` or `layers.{i}.mlp.gate_up_proj` -> whether one
             adapter, asked for by that name, stands over all of its parts instead of one on each.
+        experts: the factors that the adapters of a layer's experts share.
         seed: of dropout masks and initial weights.
     """
 
     trains: Callable[[str], bool] = _nothing
     adapter: Callable[[str], AdapterSettings | None] = _no_adapter
     fused: Callable[[str], bool] = _nothing
+    experts: ExpertFactors = "per_expert"
     seed: int = 0
 
 
@@ -79,6 +82,8 @@ class TensorLayout:
         context_method: how attention reaches the tokens of other ranks; see ops.context_attention.
         attention_blocks: the backend of attention between ranks.
         base: how linears store weights that do not train; None for the dtype they compute in.
+        experts: how the experts of a mixture are spread; None where tensor ranks share each one's inner features and
+            nothing else divides them.
     """
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
@@ -92,6 +97,17 @@ class TensorLayout:
     context_method: Method = "ring"
     attention_blocks: AttentionBlocks = REFERENCE_BLOCKS
     base: BaseEncoding | None = None
+    experts: ExpertAxes | None = None
+
+    @property
+    def expert_axes(self) -> ExpertAxes:
+        """How experts are spread."""
+        return self.experts or ExpertAxes(ep=Axis("ep"), tp=self.tp, data="dp_cp")
+
+    @property
+    def routes_apart(self) -> bool:
+        """Whether each tensor rank has tokens of its own before whole experts."""
+        return self.tp.size > self.expert_axes.tp.size
 
     @property
     def splits_tokens(self) -> bool:

@@ -276,7 +276,7 @@ def _with_columns(spec: ShardSpec, columns: int) -> ShardSpec:
     return replace(spec, global_shape=(spec.global_shape[0], columns), local_shape=(spec.local_shape[0], columns))
 
 
-def _concatenated(sections: list[Section], name: str) -> Section:
+def concatenated(sections: list[Section], name: str) -> Section:
     """Joins the rows of row-split sections, one after the other, as one: its spec has one piece for each section."""
     pieces: tuple[Piece, ...] = ()
     global_rows = local_rows = 0
@@ -316,7 +316,7 @@ class ColumnParallelLinear(_ParallelLinear):
         whole = None if fused_adapter is None or not build.plan.fused(fused_adapter) else fused_adapter
         super().__init__(
             sections,
-            adaptable=sections if whole is None else [_concatenated(sections, whole)],
+            adaptable=sections if whole is None else [concatenated(sections, whole)],
             bias=bias,
             site=site,
             joint=joint,

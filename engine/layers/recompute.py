@@ -37,6 +37,7 @@ from engine.errors import UserError
 from engine.layers.attention import Attention
 from engine.layers.cross_attention import CrossAttention
 from engine.layers.experts import ExpertPair
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
 from engine.layers.routed_experts import RoutedMLP
@@ -130,7 +131,7 @@ class LastLinear(nn.Module):
 
 def apply_level(
     level: Level,
-    attention: Attention,
+    attention: Attention | LatentAttention,
     mlp: MLP | ExpertPair | RoutedMLP,
     cross_attention: CrossAttention | None = None,
 ) -> None:
@@ -138,6 +139,10 @@ def apply_level(
     mlps = _mlps(mlp)
     if level == "none":
         _wrap(attention, "qkv", _keeping)
+        if isinstance(attention, LatentAttention):
+            _wrap(attention, "kv_b", _keeping)
+            if attention.q_b is not None:
+                _wrap(attention, "q_b", _keeping)
         if cross_attention is not None:
             _wrap(cross_attention, "query", _keeping)
         for one in mlps:

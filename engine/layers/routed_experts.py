@@ -2,11 +2,19 @@
 
 An expert's matrices are parameters of their own, `<prefix>.experts.{e}.{gate_proj,up_proj,down_proj}.weight`, 2D as in
 checkpoints, and so are its adapters. On a rank they lie one behind the other in one storage, of which the parameters
-are views, so that one grouped product serves all experts without a copy (see ops.routed_experts).
+are views, so that one grouped product serves all experts without a copy (see ops.routed_experts). Where the run stores
+its base encoded and none of the weights trains, they lie in an `EncodedStorage` (see ops.encoded_experts).
 
-Every expert's inner features are split over tensor ranks, like a dense MLP's. Between the two boundaries with the
+Experts may be divided over ranks: these send each other their tokens (ops.expert_exchange). Tensor ranks meet them in
+one of two ways.
+
+*Cut*: every expert's inner features are split over them, like a dense MLP's. Between the two boundaries with the
 residual stream, outputs and all gradients are partial sums over these ranks; the router's gradient too, because it
 comes from outputs that are. x is gathered, or just copied, at the first boundary, and outputs are summed at the second.
+
+*Whole*: each tensor rank routes tokens of its own: those that it has under sequence parallelism, else its part of them,
+whose outputs are gathered. Nothing in an expert is a partial sum; the router's gradient is one, over tokens. The shared
+expert is an MLP as in a model without a mixture.
 """
 
 from __future__ import annotations
@@ -16,20 +24,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.distributed.differentiable import from_partial, to_partial
+from engine.distributed.collectives import local_part
+from engine.distributed.differentiable import from_partial, join_tokens, split_tokens, to_partial
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
 from engine.kernels.records import AdapterPlace
-from engine.layers.context import AdapterSettings, LayerContext
+from engine.layers.context import LayerContext
+from engine.layers.encoded_storage import EncodedStorage
+from engine.layers.expert_adapters import ExpertAdapter, expert_adapters, sharing
 from engine.layers.experts import expert_context
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.router import Router
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
+from engine.ops.encoded_experts import EncodedExperts
+from engine.ops.expert_exchange import plan_exchange
 from engine.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
-from engine.ops.inputs import GivenInput, LinearInput, made_input
-from engine.ops.routed_experts import GroupedLowRank, GroupedOperands, routed_experts
-from engine.ops.routing import RoutingRule, route, sink_linear
+from engine.ops.inputs import ClampedGLUInput, GivenInput, LinearInput, made_input
+from engine.ops.routed_experts import SWIGLU, Blocks, GroupedLowRank, GroupedOperands, routed_experts
+from engine.ops.routing import RoutingRule, sink_linear
 
 _ALL = slice(None)
 
@@ -42,13 +56,24 @@ class RoutedSizes:
         rule: how the router chooses.
         intermediate: inner features of an expert.
         shared: inner features of the expert that all tokens share; 0 without one.
+        gates_shared: that expert's output is multiplied by a gate of its own, a sigmoid of each token.
         dense_layers: the layers that have an MLP after all.
+        has_biases: every linear of an expert has one.
+        clamp: steepness and limit of the clamped gate (see ops.inputs.ClampedGLUInput); None for SwiGLU.
     """
 
     rule: RoutingRule
     intermediate: int
     shared: int = 0
+    gates_shared: bool = True
     dense_layers: tuple[int, ...] = ()
+    has_biases: bool = False
+    clamp: tuple[float, float] | None = None
+
+
+def _is_gpu(build: LayerContext) -> bool:
+    """Returns whether one launch serves all experts; without numbers, whether it would where the backend is used."""
+    return build.device.type == "cuda" or (build.device.type == "meta" and build.layout.kernels.name == "triton")
 
 
 class GroupedLinear(ShardedModule):
@@ -60,7 +85,10 @@ class GroupedLinear(ShardedModule):
         spec: shard of the weight of each.
         site: dropout site of the input.
         first_feature: the first of the input's features here.
-        num_experts: of the layer.
+        experts: of the layer, those on this rank.
+        num_experts: of the layer, on all ranks.
+        bias: every expert's linears have one.
+        fused: name of the one adapter that may stand over all leaves.
 
     Raises:
         UserError: adapters that experts cannot have, or sizes that the device's grouped products do not take.
@@ -74,62 +102,83 @@ class GroupedLinear(ShardedModule):
         *,
         site: int,
         first_feature: int = 0,
+        experts: range,
         num_experts: int,
+        bias: bool = False,
+        fused: str | None = None,
         build: LayerContext,
     ) -> None:
         super().__init__()
         self._prefix, self._names, self._spec, self._build = prefix, leaves, spec, build
-        self._experts = range(num_experts)
+        self._experts, self._num_experts = experts, num_experts
         rows, self._in = spec.local_shape
-        settings = {leaf: self._common_settings(leaf) for leaf in leaves}
-        adapted = {leaf: found for leaf, found in settings.items() if found is not None}
-        rank = sum(found.rank for found in adapted.values())
+        adapters = expert_adapters(prefix, leaves, spec, fused, num_experts, build.plan)
+        rank = sum(adapter.rank for adapter in adapters)
         padded = -(-rank // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
         if build.device.type == "cuda":
             self._check_device(rows * len(leaves))
-        self.storage = build.empty((num_experts, rows * len(leaves), self._in + padded))
-        blocks = tuple(self._own_weights(expert, rows) for expert in self._experts)
+        self.encoded = self._encode()
+        self._sharing = sharing(build.plan.experts, reads_stream=spec.dim == 0)
+        beside = 0 if self._sharing.b else padded
+        holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
+        self.storage = holder.empty((len(experts), rows * len(leaves), self._in + beside))
+        blocks: Blocks = ()
+        if self.encoded is None:
+            blocks = tuple(self._own_weights(expert, rows) for expert in self._experts)
+        bias_EO: Tensor | None = None
+        bias_blocks: Blocks = ()
+        if bias:
+            bias_EO = build.empty((len(experts), rows * len(leaves)))
+            bias_blocks = tuple(map(self._own_biases, bias_EO, self._experts))
         self.trained: list[ShardEntry] = [entry for entry in self.entries if entry.sink is not None]
-        low_rank = None
-        if adapted:
-            low_rank = self._build_adapters(adapted, rows, padded, site, first_feature)
+        low_rank, b_EOR = None, self.storage[..., self._in :]
+        if self.encoded is not None:
+            b_EOR = build.empty(tuple(b_EOR.shape))
+        if adapters:
+            low_rank = self._build_adapters(adapters, b_EOR, padded, site, first_feature)
+        trains = any(build.plan.trains(f"{prefix}.{expert}.{leaf}") for expert in range(num_experts) for leaf in leaves)
+        self._stands_in = not self.trained and (bool(adapters) or trains)
         self.operands = GroupedOperands(
             extended_EOI=self.storage,
             in_features=self._in,
             weight_blocks=blocks,
             low_rank=low_rank,
             kernels=build.layout.kernels,
+            bias_EO=bias_EO,
+            bias_blocks=bias_blocks if any(bias_blocks) else (),
+            adds_bias=spec.dim == 0 or build.layout.expert_axes.tp.rank == 0,
+            encoded=self._decoded_operand(b_EOR if beside else None),
         )
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """Every tensor that trains."""
+        """Every tensor that trains; of other ranks' experts a stand-in, since all have to go through backward."""
+        if self._stands_in:
+            return (torch.zeros(0, requires_grad=True),)
         return tuple(entry.parameter for entry in self.trained)
 
-    def _common_settings(self, leaf: str) -> AdapterSettings | None:
-        """Returns the settings of the experts' adapters; some experts may have none."""
-        plan = self._build.plan
-        names = [f"{self._prefix}.{expert}.{leaf}" for expert in self._experts]
-        found: dict[AdapterSettings, str] = {}
-        for name in names:
-            if (settings := plan.adapter(name)) is not None:
-                found.setdefault(settings, name)
-        if not found:
+    def _encode(self) -> EncodedStorage | None:
+        """Returns where the weights are stored encoded; None where one of them trains."""
+        modules = [f"{self._prefix}.{expert}.{leaf}" for expert in self._experts for leaf in self._names]
+        layout = self._build.layout
+        if layout.base is None or any(map(self._build.plan.trains, modules)):
             return None
-        if len(found) > 1:
-            first, second, *_ = found.values()
-            raise UserError(
-                f"{first} and {second} are to have adapters of different rank or alpha, but the adapters of one "
-                "layer's experts are one product: write lora.rank_pattern and lora.alpha_pattern so that they agree."
-            )
-        ((common, name),) = found.items()
-        for option, asked in (("dora", common.dora), ("bias", common.bias)):
-            if asked:
-                raise UserError(
-                    f"lora.{option} is true and {name} is to have an adapter, but experts that a router chooses have "
-                    f"plain adapters alone: set lora.{option} to false, or leave that module out of lora.targets."
-                )
-        return common
+        sections = [(module, self._spec) for module in modules]
+        return EncodedStorage(sections, layout.base, tp=layout.expert_axes.tp, device=self._build.device)
+
+    def _decoded_operand(self, b_EOR: Tensor | None) -> EncodedExperts | None:
+        base = self._build.layout.base
+        if self.encoded is None or base is None:
+            return None
+        experts = EncodedExperts(
+            weight=self.encoded.weight,
+            num_experts=len(self._experts),
+            b_EOR=b_EOR,
+            dtype=self._build.dtype,
+            scratch=base.scratch,
+        )
+        experts.announce(together=_is_gpu(self._build))
+        return experts
 
     def _check_device(self, rows: int) -> None:
         """Checks what torch's grouped product takes on a GPU."""
@@ -149,67 +198,126 @@ class GroupedLinear(ShardedModule):
         blocks = []
         for index, leaf in enumerate(self._names):
             module, part = f"{self._prefix}.{expert}.{leaf}", slice(index * rows, (index + 1) * rows)
-            weight = self.storage[expert, part, : self._in]
+            weight = self.storage[expert - self._experts.start, part, : self._in]
             entry = self.own(f"{module}.weight", weight, self._spec, trainable=self._build.plan.trains(module))
             if entry.sink is not None:
                 blocks.append(GradientBlock(entry.sink, part, _ALL))
         return tuple(blocks)
 
+    def _own_biases(self, bias_O: Tensor, expert: int) -> tuple[GradientBlock, ...]:
+        """Takes a bias for each linear of an expert: cut as the rows of its weight, or whole, where one rank's output
+        has it."""
+        tp, spec = self._build.layout.expert_axes.tp, self._spec
+        outputs, rows = spec.global_shape[0], spec.local_shape[0]
+        own_spec = replicated_spec((outputs,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        own_spec = replace(own_spec, data=spec.data)
+        if spec.dim == 0:
+            own_spec = replace(spec, global_shape=(outputs,), local_shape=(rows,))
+        blocks = []
+        for index, leaf in enumerate(self._names):
+            module, part = f"{self._prefix}.{expert}.{leaf}", slice(index * rows, (index + 1) * rows)
+            entry = self.own(f"{module}.bias", bias_O[part], own_spec, trainable=self._build.plan.trains(module))
+            if entry.sink is not None:
+                blocks.append(GradientBlock(entry.sink, part, _ALL))
+        return tuple(blocks)
+
     def _build_adapters(
-        self, adapted: dict[str, AdapterSettings], rows: int, padded: int, site: int, first_feature: int
+        self, adapters: list[ExpertAdapter], b_EOR: Tensor, padded: int, site: int, first_feature: int
     ) -> GroupedLowRank:
-        """Makes A as rows of one stacked tensor, and B as columns of the storage."""
-        stacked = self._build.empty((len(self._experts), padded, self._in))
+        """Makes A as rows of one stacked tensor; B as columns of another, of the storage where there is one, or one
+        matrix where experts share it."""
+        shares, build, count = self._sharing, self._build, len(self._experts)
+        stacked = build.empty((padded, self._in) if shares.a else (count, padded, self._in))
+        b_shared = build.empty((self.storage.shape[1], padded)) if shares.b else None
+        a_blocks: list[list[GradientBlock]] = [[] for _ in range(1 if shares.a else count)]
+        b_blocks: list[list[GradientBlock]] = [[] for _ in range(1 if shares.b else count)]
         places, first = [], 0
-        a_blocks: list[list[GradientBlock]] = [[] for _ in self._experts]
-        b_blocks: list[list[GradientBlock]] = [[] for _ in self._experts]
-        for leaf, settings in adapted.items():
-            start, rank = self._names.index(leaf) * rows, settings.rank
-            part, ranks = slice(start, start + rows), slice(first, first + rank)
+        scales = torch.zeros(count, padded, dtype=torch.float32)
+        for adapter in adapters:
+            rows, common = adapter.rows, slice(first, first + adapter.rank)
             places.append(
                 AdapterPlace(
-                    first_column=start, num_columns=rows, first_row=first, num_ranks=rank, scale=settings.scale
+                    first_column=rows.start,
+                    num_columns=rows.stop - rows.start,
+                    first_row=first,
+                    num_ranks=adapter.rank,
+                    scale=adapter.present[0].scale,
                 )
             )
-            spec_a, spec_b = self._factor_specs(rank)
-            for expert in self._experts:
-                module = f"{self._prefix}.{expert}.{leaf}"
-                if self._build.plan.adapter(module) is None:
+            shared = f"{self._prefix}.{adapter.leaf}"
+            common_a, common_b = self._common_specs(adapter.spec, adapter.rank)
+            if shares.a:
+                self._own_factor(f"{shared}.lora_A", stacked[common], common_a, a_blocks[0], common, _ALL)
+            for place, expert in enumerate(self._experts):
+                settings = adapter.settings[expert]
+                if settings is None:
                     continue
-                b_columns = slice(self._in + first, self._in + first + rank)
-                a = self.own(f"{module}.lora_A", stacked[expert, ranks], spec_a, trainable=True)
-                b = self.own(f"{module}.lora_B", self.storage[expert, part, b_columns], spec_b, trainable=True)
-                assert a.sink is not None and b.sink is not None
-                self.trained += [a, b]
-                a_blocks[expert].append(GradientBlock(a.sink, ranks, _ALL))
-                b_blocks[expert].append(GradientBlock(b.sink, part, ranks))
-            first += rank
+                scales[place, common] = settings.scale
+                module, ranks = f"{self._prefix}.{expert}.{adapter.leaf}", slice(first, first + settings.rank)
+                spec_a, spec_b = self._factor_specs(adapter.spec, settings.rank)
+                if not shares.a:
+                    a = stacked[place, ranks]
+                    self._own_factor(f"{module}.lora_A", a, spec_a, a_blocks[place], ranks, _ALL)
+                if not shares.b:
+                    self._own_factor(
+                        f"{module}.lora_B", b_EOR[place, rows, ranks], spec_b, b_blocks[place], rows, ranks
+                    )
+            if b_shared is not None:
+                self._own_factor(f"{shared}.lora_B", b_shared[rows, common], common_b, b_blocks[0], rows, common)
+            first += adapter.rank
+        differ = any(len({one.scale for one in adapter.present}) > 1 for adapter in adapters)
         dropout = None
-        if (probability := next(iter(adapted.values())).dropout) > 0:
+        if (probability := adapters[0].present[0].dropout) > 0:
             dropout = DropoutSite(
-                probability=probability, seed=self._build.plan.seed, site=site, feature_offset=first_feature
+                probability=probability, seed=build.plan.seed, site=site, feature_offset=first_feature
             )
         return GroupedLowRank(
             a_ERI=stacked,
+            b_OR=b_shared,
             places=tuple(places),
+            scales_ER=scales.to(build.device) if differ else None,
             a_blocks=tuple(map(tuple, a_blocks)),
             b_blocks=tuple(map(tuple, b_blocks)),
             dropout=dropout,
         )
 
-    def _factor_specs(self, rank: int) -> tuple[ShardSpec, ShardSpec]:
+    def _own_factor(
+        self, name: str, tensor: Tensor, spec: ShardSpec, blocks: list[GradientBlock], rows: slice, columns: slice
+    ) -> None:
+        """Owns a factor, whose gradient is these rows and columns of what its operand's product gives."""
+        entry = self.own(name, tensor, spec, trainable=True)
+        assert entry.sink is not None
+        self.trained.append(entry)
+        blocks.append(GradientBlock(entry.sink, rows, columns))
+
+    def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
         """Returns the shards of A and B: one is cut as the weight, the gradient of the other is a partial sum."""
-        tp, spec = self._build.layout.tp, self._spec
+        tp = self._build.layout.expert_axes.tp
         outputs, inputs = spec.global_shape
         if spec.dim == 0:
             cut = replace(spec, global_shape=(outputs, rank), local_shape=(spec.local_shape[0], rank))
-            return replicated_spec((rank, inputs), rank=tp.rank, size=tp.size, grad_reduce=("tp",)), cut
+            whole = replicated_spec((rank, inputs), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+            return replace(whole, data=spec.data), cut
         cut = replace(spec, global_shape=(rank, inputs), local_shape=(rank, spec.local_shape[1]))
-        return cut, replicated_spec((outputs, rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        whole = replicated_spec((outputs, rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        return cut, replace(whole, data=spec.data)
+
+    def _common_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
+        """Returns the shards of A and B that all experts share: every rank of the data has rows for them, and every
+        tensor rank too where these have whole experts."""
+        tp, cuts = self._build.layout.tp, self._build.layout.expert_axes.tp.size > 1
+
+        def common(one: ShardSpec) -> ShardSpec:
+            if one.dim is not None and cuts:
+                return replace(one, data="dp_cp")
+            return replicated_spec(one.global_shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+
+        spec_a, spec_b = self._factor_specs(spec, rank)
+        return common(spec_a), common(spec_b)
 
 
 class _TokenWeight(ShardedModule):
-    """A small matrix that every rank has whole: the router's, or the gate's of the shared expert.
+    """A small matrix that every rank has whole: the gate's of the shared expert.
 
     Args:
         name: engine module name.
@@ -233,13 +341,13 @@ class RoutedMLP(nn.Module):
 
     Args:
         prefix: engine module name, such as `layers.3.mlp`.
-        sizes: of the mixture; the output of a shared expert is multiplied by a gate of its own.
+        sizes: of the mixture.
         hidden: features of the residual stream.
         first_site: dropout site of the experts' input; that of their inner features is the next one.
-        shared_site: the same of the shared expert.
+        shared_site: the same of the shared expert; the one after these two is the router's.
 
     Raises:
-        UserError: the frozen base is to be stored encoded; else see `GroupedLinear`.
+        UserError: experts do not divide, or are to be stored encoded on several ranks; else see `GroupedLinear`.
     """
 
     def __init__(
@@ -254,34 +362,49 @@ class RoutedMLP(nn.Module):
     ) -> None:
         super().__init__()
         layout = build.layout
-        tp, rule, intermediate = layout.tp, sizes.rule, sizes.intermediate
-        if layout.base is not None:
+        axes, rule, intermediate = layout.expert_axes, sizes.rule, sizes.intermediate
+        tp, self._ep = axes.tp, axes.ep
+        self._cut = not layout.routes_apart
+        here = rule.num_experts // self._ep.size
+        experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
+        if layout.base is not None and (self._ep.size > 1 or layout.routes_apart):
             raise UserError(
-                "model.base_dtype asks for an encoded base, but the model has experts that a router chooses, and their "
-                "products take plain weights alone: set model.base_dtype to null."
+                f"model.base_dtype encodes the base, but parallel.expert is {self._ep.size} and an expert is on "
+                f"{layout.expert_axes.tp.size} of {layout.tp.size} tensor ranks, where encoded experts are on all: set "
+                "model.base_dtype to null, or leave parallel.expert and parallel.expert_tensor out."
             )
-        self._rule, self._layout = rule, layout
-        self._loops = build.device.type != "cuda"
+        self._layout = layout
+        self.rows_E = torch.zeros(rule.num_experts, dtype=torch.int64, device=build.device)
+        """Rows that this rank's tokens have sent to each expert in training, since somebody set it to zero."""
+        self._loops = not _is_gpu(build)
         inner = expert_context(build)
-        self.router = _TokenWeight(f"{prefix}.router", rule.num_experts, hidden, build=inner)
+        self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)
         what = "the experts' intermediate size"
         self.gate_up = GroupedLinear(
             f"{prefix}.experts",
             ("gate_proj", "up_proj"),
-            split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what=what),
+            replace(split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what=what), data=axes.data),
             site=first_site,
+            experts=experts,
             num_experts=rule.num_experts,
+            bias=sizes.has_biases,
+            fused="gate_up_proj",
             build=inner,
         )
         self.down = GroupedLinear(
             f"{prefix}.experts",
             ("down_proj",),
-            split_spec((hidden, intermediate), 1, rank=tp.rank, size=tp.size, what=what),
+            replace(split_spec((hidden, intermediate), 1, rank=tp.rank, size=tp.size, what=what), data=axes.data),
             site=first_site + 1,
+            experts=experts,
             first_feature=tp.rank * (intermediate // tp.size),
             num_experts=rule.num_experts,
+            bias=sizes.has_biases,
             build=inner,
         )
+        self._gated: LinearInput = SWIGLU
+        if sizes.clamp is not None:
+            self._gated = ClampedGLUInput(alpha=sizes.clamp[0], limit=sizes.clamp[1])
         self.shared: MLP | None = None
         self.shared_gate: _TokenWeight | None = None
         if sizes.shared:
@@ -291,16 +414,46 @@ class RoutedMLP(nn.Module):
                 intermediate=sizes.shared,
                 bias=False,
                 first_site=shared_site,
-                build=inner,
+                build=inner if self._cut else build,
             )
-            self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
+            if sizes.gates_shared:
+                self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         layout = self._layout
-        x = to_partial(made_input(u, source, layout.kernels), layout.tp, splits_tokens=layout.splits_tokens)
-        weights, slots = route(self.router(x), self._rule, loops=self._loops)
-        leaves = (*self.gate_up.leaves, *self.down.leaves)
-        y = routed_experts(x, weights, slots, self.gate_up.operands, self.down.operands, context, leaves)
-        if self.shared is not None and self.shared_gate is not None:
-            y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x, GivenInput(), context)
+        x = made_input(u, source, layout.kernels)
+        if not self._cut:
+            return self._whole(x, context)
+        x = to_partial(x, layout.tp, splits_tokens=layout.splits_tokens)
+        y = self._routed(x, context)
+        if self.shared is not None:
+            shared = self.shared(x, GivenInput(), context)
+            y = y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
         return from_partial(y, layout.tp, splits_tokens=layout.splits_tokens)
+
+    def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Returns the mixture's output where each tensor rank routes tokens of its own."""
+        layout = self._layout
+        joins = not layout.splits_tokens
+        own = split_tokens(x, layout.tp) if joins else x
+        index = local_part(context.token_index, layout.tp) if joins else context.local_token_index
+        y = self._routed(own, replace(context, token_index=index))
+        if self.shared is None or self.shared_gate is None:
+            y = join_tokens(y, layout.tp) if joins else y
+            return y if self.shared is None else y + self.shared(x, GivenInput(), context)
+        gate = torch.sigmoid(self.shared_gate(own))
+        if joins:
+            y, gate = join_tokens(torch.cat([y, gate], dim=1), layout.tp).split([y.shape[1], 1], dim=1)
+        return y + gate * self.shared(x, GivenInput(), context)
+
+    def _routed(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Returns what the experts that the router chooses make of these tokens."""
+        travels = self._ep.size > 1
+        weights, slots = self.router(x, context, loops=self._loops and not travels)
+        if context.training:
+            ends = slots.groups.ends
+            self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
+        exchange = plan_exchange(slots.groups, self._ep, loops=self._loops)
+        leaves = (*self.gate_up.leaves, *self.down.leaves)
+        operands = self.gate_up.operands, self.down.operands
+        return routed_experts(x, weights, slots, *operands, context, leaves, exchange, gated=self._gated)

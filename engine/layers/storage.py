@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from engine.distributed.mesh import Axis
@@ -57,14 +58,16 @@ class WeightPlacement:
     Args:
         axis: ranks that hold copies of the same parameters (the mesh's dp_cp), over which all weights are sharded; of
             size 1, nothing is sharded.
+        expert_axis: the same of experts that are spread over other ranks than the rest (the mesh's edp).
         host: host memory in which frozen weights wait; None leaves them on the device. Not beside sharded weights.
 
     Where neither is asked for, every unit just computes.
     """
 
-    def __init__(self, axis: Axis, host: HostMemory | None = None) -> None:
-        assert axis.size == 1 or host is None, "sharded weights and host memory"
+    def __init__(self, axis: Axis, host: HostMemory | None = None, *, expert_axis: Axis | None = None) -> None:
         self.axis, self._host = axis, host
+        self._axes = {one.name: one for one in (axis, expert_axis or Axis("edp"))}
+        assert not self.is_sharded or host is None, "sharded weights and host memory"
         self._sharded: dict[int, ShardedStorage] = {}
         self._away: dict[int, HostStorage] = {}
         self._transfers: dict[int, StorageGather | HostFetch] = {}
@@ -73,7 +76,7 @@ class WeightPlacement:
 
     @property
     def is_sharded(self) -> bool:
-        return self.axis.size > 1
+        return any(axis.size > 1 for axis in self._axes.values())
 
     def attach_storage(self, users: Iterable[StorageUser]) -> list[PrefetchUnit]:
         """Gives every storage of a part of the model its place, and lays the order in which memory is fetched ahead.
@@ -115,11 +118,17 @@ class WeightPlacement:
         return list(dict.fromkeys(transfers))
 
     def _shard(self, storages: dict[int, list[ShardEntry]]) -> None:
-        sharded = {key: ShardedStorage(held[0].parameter.data, self.axis) for key, held in storages.items()}
-        self._sharded.update(sharded)
-        for dtype in dict.fromkeys(one.whole.dtype for one in sharded.values()):
-            alike = {key: one for key, one in sharded.items() if one.whole.dtype == dtype}
-            self._transfers.update(dict.fromkeys(alike, StorageGather(list(alike.values()), self.axis)))
+        alike: dict[tuple[str, torch.dtype], dict[int, ShardedStorage]] = {}
+        for key, held in storages.items():
+            first = held[0]
+            axis = self._axes[first.spec.data]
+            if axis.size > 1:
+                sharded = ShardedStorage(first.parameter.data, axis)
+                alike.setdefault((axis.name, sharded.whole.dtype), {})[key] = sharded
+        for (name, _), together in alike.items():
+            self._sharded.update(together)
+            gather = StorageGather(list(together.values()), self._axes[name])
+            self._transfers.update(dict.fromkeys(together, gather))
 
     def _send_away(self, storages: dict[int, list[ShardEntry]], host: HostMemory) -> None:
         away = {key: HostStorage(held, host) for key, held in storages.items() if is_kept_in_host_memory(held)}
@@ -166,7 +175,7 @@ class WeightPlacement:
         storage = self.storage(view)
         if storage is None:
             return [entry.shard]
-        return storage.shards(entry.name, view, entry.spec, *storage.run(view, self.axis.rank))
+        return storage.shards(entry.name, view, entry.spec, *storage.run(view, self._axes[entry.spec.data].rank))
 
     @contextmanager
     def materialize(self, view: Tensor) -> Iterator[None]:

@@ -21,7 +21,6 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
 from engine.kernels.reference import rope_tables
-from engine.layers.attention import Attention, AttentionKind
 from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.cross_attention import CrossAttention
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
@@ -37,21 +36,22 @@ from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.layers.vision import VisionEncoder
 from engine.models import stage_message
-from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, Rope
+from engine.models.attention_of_layers import build_attention
+from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
+from engine.models.head_figures import TokenFigures, head_figures, is_frozen
+from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.cross import document_spans, pair_spans
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
-from engine.ops.cross_entropy import cross_entropy
-from engine.ops.head_loss import frozen_head_losses
 from engine.ops.inputs import GivenInput, LinearInput
-from engine.ops.rope import inverse_frequencies
 
 SITES_PER_LAYER = 4
 """Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
 
 The head's comes after those of all layers, and then three for each layer's cross attention, or its shared expert."""
-_VISION_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
-"""First sites of a vision model's linears, and of those of the encoder that layers attend to."""
+_VISION_SITES, _ENCODER_SITES, _LATENT_SITES = 1 << 20, 1 << 21, 1 << 22
+"""First sites of a vision model's linears, of those of the encoder that layers attend to, and of what latent attention
+makes queries, keys and values from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,21 +73,6 @@ def split_parts(layers: Sequence[int]) -> list[Part]:
     ]
 
 
-def _attention_kind(config: DecoderConfig, index: int) -> AttentionKind:
-    layer = config.layer_kind(index)
-    return AttentionKind(
-        window=layer.window,
-        softcap=config.attention_softcap,
-        scale=config.attention_scale,
-        rotary_dim=config.rotary_dim,
-        rope=int(layer.second_rope),
-        num_ropes=len(config.ropes),
-        qk_norm_over=config.qk_norm_over,
-        norm_offset=config.norm_offset,
-        bidirectional=config.bidirectional_pictures,
-    )
-
-
 def _input(norm: RMSNorm | None) -> LinearInput:
     return GivenInput() if norm is None else norm.as_input()
 
@@ -101,25 +86,6 @@ def _experts(batch: Batch, token_index: Tensor) -> Experts:
     return Experts(
         PackedTokens(language, token_index.index_select(0, language)),
         PackedTokens(vision, token_index.index_select(0, vision)),
-    )
-
-
-def _frequencies(rope: Rope, rotary_dim: int) -> Tensor:
-    """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
-    if rope.theta is None:
-        return torch.zeros(rotary_dim // 2)
-    scaling = rope.scaling
-    if scaling is None:
-        return inverse_frequencies(rotary_dim, rope.theta)
-    return inverse_frequencies(
-        rotary_dim,
-        rope.theta,
-        kind=scaling.kind,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_length=scaling.original_length,
-        factors=scaling.factors,
     )
 
 
@@ -153,21 +119,7 @@ class DecoderLayer(nn.Module):
             return RMSNorm(f"{prefix}.{name}", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
 
         self.input_norm = norm("input_norm", "inputs", "both")
-        self.attention = Attention(
-            f"{prefix}.attention",
-            hidden=config.hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            first_site=site,
-            kind=_attention_kind(config, index),
-            vision_qkv_bias=config.vision_qkv_bias if config.token_experts else None,
-            build=build,
-        )
+        self.attention = build_attention(index, config, build, first_site=site, inner_site=_LATENT_SITES + 2 * index)
         self.attention_output_norm = norm("attention_output_norm", "outputs", "both", build=build)
         self.cross_norm: RMSNorm | None = None
         self.cross_attention: CrossAttention | None = None
@@ -308,7 +260,9 @@ class Decoder(nn.Module):
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
         self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self.inverse_frequencies = tuple(
-            _frequencies(rope, config.rotary_dim or config.head_dim).to("cpu" if device.type == "meta" else device)
+            rotary_frequencies(rope, config.rotary_dim or config.head_dim).to(
+                "cpu" if device.type == "meta" else device
+            )
             for rope in config.ropes
         )
         self._rope_axes = torch.tensor(config.rope_axes, dtype=torch.int64).to(device) if config.rope_axes else None
@@ -355,7 +309,7 @@ class Decoder(nn.Module):
                 module=self.head,
                 borrowed=() if shared is None else (shared,),
                 resident=tuple(self.norm.entries),
-                needs_backward=not self._head_is_frozen,
+                needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
 
@@ -405,11 +359,11 @@ class Decoder(nn.Module):
                 model's positions allow.
         """
         tp = self.layout.tp
-        if self.layout.splits_tokens and batch.num_tokens % tp.size:
+        if (self.layout.splits_tokens or self.layout.routes_apart) and batch.num_tokens % tp.size:
+            other = "parallel.sequence false" if self.layout.splits_tokens else f"parallel.expert_tensor {tp.size}"
             raise UserError(
-                f"a micro-batch of {batch.num_rows} rows x {batch.row_length} tokens does not divide over "
-                f"parallel.tensor {tp.size} for sequence parallelism: use a data.seq_length that is a multiple of "
-                f"{tp.size}, or parallel.sequence false."
+                f"a micro-batch of {batch.num_rows} rows x {batch.row_length} tokens does not divide over the ranks of "
+                f"parallel.tensor {tp.size}: use a data.seq_length that is a multiple of {tp.size}, or {other}."
             )
         self._check_row_length(batch.row_length * self.layout.cp.size)
         cos, sin = self._rope_tables(batch)
@@ -567,32 +521,32 @@ class Decoder(nn.Module):
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """Returns fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
-        return self._units[-1].run(partial(self._token_losses, batch=batch, context=context), x)
+        return self.token_figures(x, batch, context).losses_T
 
-    @property
-    def _head_is_frozen(self) -> bool:
-        assert self.head is not None
-        return self.head.operands.low_rank is None and not self.head.operands.trains_weight
+    def token_figures(
+        self, x: Tensor, batch: Batch, context: TokenContext, *, temperature: float = 1.0, entropies: bool = False
+    ) -> TokenFigures:
+        """Returns what an objective is made of; see `engine.models.head_figures`."""
+        found: list[TokenFigures] = []
 
-    def _token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
-        assert self.norm is not None and self.head is not None
-        pieces = self.vocab_spec.pieces
-        first_id = pieces[0].global_offset if pieces else self.config.vocab_size
-        num_ids = pieces[0].length if pieces else 0
-        labels, operands = batch.labels_BS.flatten(), self.head.operands
-        if self._head_is_frozen:
-            source = self.norm.as_input(self.config.logits_divisor)
-            return frozen_head_losses(
-                x, source, operands, labels, first_id=first_id, num_ids=num_ids, leaves=source.leaves()
+        def losses(x: Tensor) -> Tensor:
+            assert self.norm is not None and self.head is not None
+            found.append(
+                head_figures(
+                    x,
+                    batch.labels_BS.flatten(),
+                    context,
+                    norm=self.norm,
+                    head=self.head,
+                    vocab_spec=self.vocab_spec,
+                    config=self.config,
+                    temperature=temperature,
+                    entropies=entropies,
+                )
             )
-        return cross_entropy(
-            self._uncapped_logits(x, context),
-            labels,
-            first_id=first_id,
-            num_ids=num_ids,
-            axis=self.layout.tp,
-            kernels=operands.kernels,
-        )
+            return found[0].losses_T
+
+        return TokenFigures(self._units[-1].run(losses, x), found[0].entropies_T)
 
     def forward(self, batch: Batch, step: Tensor, *, training: bool = True) -> Tensor:
         """Returns the token losses of the whole model. See `token_losses`."""

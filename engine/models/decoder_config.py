@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from engine.layers.latent_attention import LatentSizes
 from engine.layers.routed_experts import RoutedSizes
 from engine.layers.vision import VisionConfig
 
@@ -17,21 +18,25 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings.
 
     Args:
-        kind: "linear" (position interpolation, arXiv 2306.15595), "llama3" (Llama 3.1's smooth band-wise scaling) or
-            "longrope" (a factor for each frequency, arXiv 2402.13753).
+        kind: "linear" (position interpolation, arXiv 2306.15595), "llama3" (Llama 3.1's smooth band-wise scaling),
+            "yarn" (band-wise by pairs of features, arXiv 2309.00071) or "longrope" (a factor for each frequency, arXiv
+            2402.13753).
         factor: how much longer the new context is; unused by "longrope".
-        low_freq_factor, high_freq_factor, original_length: the band edges of "llama3"; unused by the others.
+        low_freq_factor, high_freq_factor, original_length: the band edges of "llama3" and "yarn", in turns over the
+            length of pretraining; unused by the others.
         factors: of "longrope", one for each pair of features.
-        table_scale: of "longrope": cos and sin are multiplied by it.
+        table_scale: of "longrope" and "yarn": cos and sin are multiplied by it.
+        whole_pairs: of "yarn": band edges are moved out to whole pairs of features.
     """
 
-    kind: Literal["linear", "llama3", "longrope"]
+    kind: Literal["linear", "llama3", "longrope", "yarn"]
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
     factors: tuple[float, ...] = ()
     table_scale: float = 1.0
+    whole_pairs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +115,8 @@ class DecoderConfig:
         second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
+        latent: attention makes keys and values from one narrow vector; None for attention with linears of their own.
+        attention_sinks: each head has a score of its own in every softmax of attention; see ops.attention.sinks.
         token_experts: tokens of pictures have linears of their own in attention and MLP.
         vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
         cross_attention: of all tokens to encoded pictures, between attention and MLP; None for none.
@@ -152,6 +159,8 @@ class DecoderConfig:
     second_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
+    latent: LatentSizes | None = None
+    attention_sinks: bool = False
     token_experts: bool = False
     vision_qkv_bias: bool = False
     cross_attention: CrossAttentionSizes | None = None

@@ -13,6 +13,7 @@ from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.layers.plain_module import build_plain, linear_names
+from engine.layers.router import CORRECTION
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.encoded_weight import BaseEncoding
@@ -23,12 +24,14 @@ def meta_model(
     *,
     tensor_rank: int = 0,
     tensor_size: int = 1,
+    cuts_experts: bool = True,
     plan: TrainingPlan | None = None,
     base: BaseEncoding | None = None,
 ) -> Decoder:
-    """Returns the model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory."""
-    mesh = shape_mesh(RankGrid(tp=tensor_size), tensor_rank, config.num_kv_heads)
-    layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, base=base)
+    """Returns the model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory. Of experts
+    it has all."""
+    mesh = shape_mesh(RankGrid(tp=tensor_size, cuts_experts=cuts_experts), tensor_rank, config.num_kv_heads)
+    layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, base=base, experts=mesh.experts)
     return Decoder(config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32)
 
 
@@ -62,11 +65,22 @@ def vision_linears(config: DecoderConfig) -> frozenset[str]:
 
 
 def num_parameters(config: DecoderConfig) -> int:
-    """Counts the parameters of the whole model; a tied matrix counts once."""
+    """Counts the parameters of the whole model; a tied matrix counts once, and a buffer does not."""
     total = 0
-    for spec in parameter_specs(config, tensor_rank=0, tensor_size=1).values():
+    for name, spec in parameter_specs(config, tensor_rank=0, tensor_size=1).items():
+        if name.endswith(f".{CORRECTION}"):
+            continue
         size = 1
         for length in spec.global_shape:
             size *= length
         total += size
     return total
+
+
+def active_parameters(config: DecoderConfig) -> int:
+    """Counts the parameters that a token meets: of a mixture of experts, those of the experts that a token has."""
+    total = num_parameters(config)
+    if config.routed is None:
+        return total
+    rule, layers = config.routed.rule, config.num_layers - len(config.routed.dense_layers)
+    return total - layers * (rule.num_experts - rule.per_token) * 3 * config.hidden * config.routed.intermediate

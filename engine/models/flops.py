@@ -12,12 +12,19 @@ from math import prod
 
 from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
+from engine.models.names import is_shared_factor
 
 
 def layer_parameters(config: DecoderConfig) -> float:
     """Returns the number of weights in the linears of a layer that a token meets, the mean over all layers."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden * (2 * queries + 2 * keys)
+    if (latent := config.latent) is not None:
+        values, plain = config.num_heads * latent.values, queries - config.num_heads * latent.rotated
+        attention = config.hidden * (latent.key_value_rank + latent.rotated + values)
+        attention += latent.key_value_rank * (plain + values)
+        rank = latent.query_rank
+        attention += config.hidden * queries if rank is None else rank * (config.hidden + queries)
     return attention + sum(_mlp_parameters(config, index) for index in range(config.num_layers)) / config.num_layers
 
 
@@ -73,12 +80,13 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
     """Returns the training work of a model in which these weights are trained: logical name -> global shape.
 
     An adapter takes part in forward, input gradients and weight gradients. Experts count as far as a token meets
-    them. An embedding's gradient is no product.
+    them, and what they share once for each that it meets. An embedding's gradient is no product.
     """
     layers = config.num_layers
     lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
     per_token = 0
     in_experts = 0
+    rows_of_token = 1 if config.routed is None else config.routed.rule.per_token
     for name, shape in trained.items():
         if "lora" in name and not name.startswith(VISION):
             work = 6 * prod(shape)
@@ -86,7 +94,9 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
             work = 2 * prod(shape)
         else:
             continue
-        if ".experts." in name:
+        if is_shared_factor(name):
+            per_token += work * rows_of_token
+        elif ".experts." in name:
             in_experts += work
         else:
             per_token += work

@@ -92,7 +92,7 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
 
 
 def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0) -> None:
-    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases zero.
+    """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases and attention sinks zero.
 
     The norms of a vision model multiply by their weights alone, whatever its language model's do: theirs are 1.
     """
@@ -100,7 +100,7 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
         leaf = shard.name.rpartition(".")[2]
         if leaf in LORA_LEAVES:
             continue
-        if leaf.endswith("bias"):
+        if leaf.endswith("bias") or shard.name.endswith(".sinks.weight"):
             shard.tensor.zero_()
         elif len(shard.spec.global_shape) == 1:
             shard.tensor.fill_(1.0 if shard.name.startswith(VISION) else norm)

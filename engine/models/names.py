@@ -5,16 +5,18 @@ The engine's names:
     embed_tokens.weight
     layers.{i}.input_norm.weight
     layers.{i}.attention.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}
-    layers.{i}.attention.{q_norm,k_norm}.weight
+    layers.{i}.attention.{q_norm,k_norm,sinks}.weight
     layers.{i}.post_attention_norm.weight
     layers.{i}.mlp.{gate_proj,up_proj,down_proj}.{weight,bias}
     layers.{i}.{attention_output_norm,mlp_output_norm}.weight    before the outputs join the residual stream
+    layers.{i}.attention.{q_a_proj,q_b_proj,kv_a_proj,kv_b_proj}.{weight,bias}   of latent attention
+    layers.{i}.attention.{q_a_norm,kv_a_norm}.weight
     norm.weight
     lm_head.weight                         absent when embeddings are tied
     layers.{i}.attention.vision.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}    experts: for tokens of pictures; the
     layers.{i}.mlp.vision.{gate_proj,up_proj,down_proj}.{weight,bias}          plain names are then those of text
-    layers.{i}.mlp.router.weight                                               a mixture of experts, in place of the
-    layers.{i}.mlp.experts.{e}.{gate_proj,up_proj,down_proj}.weight            MLP
+    layers.{i}.mlp.router.{weight,bias,e_score_correction_bias}                a mixture of experts, in place of the
+    layers.{i}.mlp.experts.{e}.{gate_proj,up_proj,down_proj}.{weight,bias}     MLP
     layers.{i}.mlp.shared_expert.{gate_proj,up_proj,down_proj}.weight
     layers.{i}.mlp.shared_expert_gate.weight
     layers.{i}.cross_attention_norm.weight
@@ -22,7 +24,8 @@ The engine's names:
     vision.{...}                           of a vision model, the checkpoint's own names below `NameMap.vision`
 
 Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; one adapter over query, key and value
-belongs to module `layers.{i}.attention.qkv_proj`, one over gate and up to `layers.{i}.mlp.gate_up_proj`. Layer indices
+belongs to module `layers.{i}.attention.qkv_proj`, one over gate and up to `layers.{i}.mlp.gate_up_proj`. A factor
+that all experts of a layer share is `layers.{i}.mlp.experts.gate_proj.lora_A`, without a number. Layer indices
 are those of the whole model, on every rank. `input_norm` and `post_attention_norm` stand before attention and before
 the MLP.
 
@@ -39,19 +42,26 @@ from typing import NamedTuple
 
 from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
+from engine.models.stacked_experts import ExpertPart, StackedPart, stacked
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?(?=[a-z])")
 _EVERY_EXPERT = ".experts.*."
-"""In tables of names, the place of an expert's number."""
+"""In tables of names, the place of an expert's number; what all experts of a layer share has none."""
+_SHARED_FACTOR = re.compile(r"(layers\.\d+\.mlp\.experts)\.([a-z_]+\.lora_[AB])")
 
 
 class HfLocation(NamedTuple):
-    """A logical tensor inside a Hugging Face one: rows [row_offset, +num_rows) of `name`; num_rows None means all."""
+    """A logical tensor inside a Hugging Face one: rows [row_offset, +num_rows) of `name`; num_rows None means all.
+
+    Args:
+        expert: the part of a tensor of all experts, where it is in one.
+    """
 
     name: str
     row_offset: int = 0
     num_rows: int | None = None
+    expert: ExpertPart | None = None
 
 
 class FusedPart(NamedTuple):
@@ -82,11 +92,14 @@ class Spelling(NamedTuple):
 
 
 QKV, GATE_UP = "attention.qkv_proj", "mlp.gate_up_proj"
+EXPERT_GATE_UP, SHARED_EXPERT_GATE_UP = "mlp.experts.*.gate_up_proj", "mlp.shared_expert.gate_up_proj"
 VISION_QKV, VISION_GATE_UP = "attention.vision.qkv_proj", "mlp.vision.gate_up_proj"
 KEY_VALUE = "cross_attention.key_value"
 FUSED = {
     QKV: ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
+    EXPERT_GATE_UP: ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+    SHARED_EXPERT_GATE_UP: ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     VISION_QKV: ("attention.vision.q_proj", "attention.vision.k_proj", "attention.vision.v_proj"),
     VISION_GATE_UP: ("mlp.vision.gate_proj", "mlp.vision.up_proj"),
     KEY_VALUE: ("cross_attention.key", "cross_attention.value"),
@@ -96,9 +109,24 @@ FUSED = {
 
 def fused_parts(module: str) -> list[str]:
     """Returns the modules behind a fused one such as `layers.3.mlp.gate_up_proj`; any other module is its own part."""
-    if (match := _LAYER.match(module)) and match[2] in FUSED:
-        return [f"layers.{match[1]}.{part}" for part in FUSED[match[2]]]
+    if match := _LAYER.match(module):
+        inside, expert = _without_expert(match[2])
+        if inside in FUSED:
+            return [f"layers.{match[1]}.{part.replace(_EVERY_EXPERT, expert)}" for part in FUSED[inside]]
     return [module]
+
+
+def is_shared_factor(name: str) -> bool:
+    """Returns whether a tensor is a factor of an adapter that all experts of a layer share."""
+    return _SHARED_FACTOR.fullmatch(name) is not None
+
+
+def own_names(name: str, config: DecoderConfig) -> list[str]:
+    """Returns the names that a shared factor has as each expert's own; of any other tensor its name."""
+    match = _SHARED_FACTOR.fullmatch(name)
+    if match is None or config.routed is None:
+        return [name]
+    return [f"{match[1]}.{expert}.{match[2]}" for expert in range(config.routed.rule.num_experts)]
 
 
 def part_rows(config: DecoderConfig) -> dict[str, int]:
@@ -111,6 +139,9 @@ def part_rows(config: DecoderConfig) -> dict[str, int]:
         found |= dict.fromkeys((f"mlp.{expert}gate_proj", f"mlp.{expert}up_proj"), config.intermediate)
     if config.cross_attention is not None:
         found |= dict.fromkeys(FUSED[KEY_VALUE], config.cross_attention.width)
+    if config.routed is not None:
+        found |= dict.fromkeys(FUSED[EXPERT_GATE_UP], config.routed.intermediate)
+        found |= dict.fromkeys(FUSED[SHARED_EXPERT_GATE_UP], config.routed.shared)
     return found
 
 
@@ -118,7 +149,7 @@ def fused_rows(config: DecoderConfig, module: str) -> dict[str, slice]:
     """Returns the rows of each of `fused_parts` in a fused module."""
     counts, rows, first = part_rows(config), {}, 0
     for part in fused_parts(module):
-        count = counts[part.split(".", 2)[2]]
+        count = counts[_without_expert(part.split(".", 2)[2])[0]]
         rows[part] = slice(first, first + count)
         first += count
     return rows
@@ -129,8 +160,8 @@ class NameMap:
     """One family's table, read in both directions.
 
     Args:
-        layer_modules: engine module name inside a layer -> Hugging Face module name inside a layer, or the part of one.
-            A * stands for the number of an expert.
+        layer_modules: engine module name inside a layer -> Hugging Face module name inside a layer, or the part of one,
+            or of a tensor of all experts. A * stands for the number of an expert.
         body: prefix of the decoder's body in the checkpoint ("model." usually; "llm.model." or
             "model.language_model." where the language model is nested).
         head: full module name of the output head.
@@ -139,11 +170,12 @@ class NameMap:
             parts'.
         vision: first component below `vision.` of a vision model's names -> its full name in the checkpoint.
         unused: names, with the wildcards of a shell, of tensors that a checkpoint has and nothing is computed with.
-        parameters: of `vision`, those that are no modules in the checkpoint but parameters; here they have a weight.
+        parameters: modules, without `vision.` or inside a layer, that are no modules in the checkpoint but parameters;
+            here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
     """
 
-    layer_modules: Mapping[str, str | FusedPart]
+    layer_modules: Mapping[str, str | FusedPart | StackedPart]
     body: str = "model."
     head: str = "lm_head"
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -166,6 +198,8 @@ class NameMap:
             if fused in table or FUSED[fused][0] not in table:
                 continue
             whole = table[FUSED[fused][0]]
+            if isinstance(whole, StackedPart):  # in one tensor with those of all experts already
+                continue
             assert isinstance(whole, str), fused
             name = self.fused_names.get(fused, f"{whole.rpartition('.')[0]}.{fused.rpartition('.')[2]}")
             first = 0
@@ -184,6 +218,17 @@ class NameMap:
         if not self.spellings:
             return self
         return self.spelled(max(self.spellings, key=lambda spelling: spelling.places_in(tensor_names)))
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the checkpoint has the matrices of all experts of a layer in one tensor."""
+        return any(isinstance(place, StackedPart) for place in self.layer_modules.values())
+
+    def stack(self) -> NameMap:
+        """Returns the map of a checkpoint that transformers wrote as its modules are, with experts stacked."""
+        if self.is_stacked or "mlp.router" not in self.layer_modules:
+            return self
+        return replace(self, layer_modules={**self.layer_modules, "mlp.router": "mlp.gate", **stacked("mlp.experts")})
 
     @property
     def live(self) -> NameMap:
@@ -205,14 +250,21 @@ class NameMap:
             return self.vision[root] + dot + rest
         if match := _LAYER.match(module):
             place = self._place(match[2])
+            if isinstance(place, StackedPart):  # by a name of its own, as adapters of one expert have it
+                return f"{self.body}layers.{match[1]}.{place.module}.{match[2].rpartition('.experts.')[2]}"
             return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, FusedPart) else place}"
         return self.body + module
 
-    def _place(self, module: str) -> str | FusedPart:
+    def _place(self, module: str) -> str | FusedPart | StackedPart:
         """Returns what the table has for a module inside a layer."""
         wanted, expert = _without_expert(module)
         place = self.layer_modules[wanted]
         return place.replace(_EVERY_EXPERT, expert) if isinstance(place, str) else place
+
+    def is_parameter(self, module: str) -> bool:
+        """Returns whether an engine module is no module in the checkpoint but a parameter."""
+        match = _LAYER.match(module)
+        return (match[2] if match else module.removeprefix(VISION)) in self.parameters
 
     def is_unused(self, hf_name: str) -> bool:
         """Returns whether a tensor of the checkpoint is one of `unused`."""
@@ -222,10 +274,16 @@ class NameMap:
         """Returns the place of the logical tensor `name`."""
         module, _, leaf = name.rpartition(".")
         hf_name = f"{self.module_to_hf(module)}.{leaf}"
-        if module.startswith(VISION) and module.removeprefix(VISION) in self.parameters:
+        if self.is_parameter(module):
             hf_name = self.module_to_hf(module)
         match = _LAYER.match(module)
         part = self._place(match[2]) if match else None
+        if isinstance(part, StackedPart):
+            found = _EXPERT.search(module)
+            assert found is not None and match is not None, module
+            ending = "_bias" if leaf == "bias" else ""
+            whole = f"{self.body}layers.{match[1]}.{part.module}.{part.leaf}{ending}"
+            return HfLocation(whole, expert=ExpertPart(int(found[1]), part))
         return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, FusedPart) else HfLocation(hf_name)
 
     def module_from_hf(self, hf_module: str) -> str | None:
@@ -243,8 +301,10 @@ class NameMap:
         rest = hf_module[len(self.body) :]
         if match := _LAYER.match(rest):
             wanted, expert = _without_expert(match[2])
-            for engine_name, hf_name in self.layer_modules.items():
-                if hf_name == wanted:
+            for engine_name, stored in self.layer_modules.items():
+                if isinstance(stored, StackedPart):
+                    stored = f"{stored.module}.*.{engine_name.rpartition('.')[2]}"
+                if stored == wanted:
                     return f"layers.{match[1]}.{engine_name.replace(_EVERY_EXPERT, expert)}"
             return None
         return rest if rest in ("embed_tokens", "norm") else None
@@ -257,7 +317,8 @@ def _without_expert(module: str) -> tuple[str, str]:
 
 
 def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
-    """Returns the map with body and head prefixes, and fused matrices, as the checkpoint `tensor_names` has them."""
+    """Returns the map with body and head prefixes, fused matrices and stacked experts, as the checkpoint `tensor_names`
+    has them."""
     names = names.spelled_as(tensor_names)
     suffix = "embed_tokens.weight"
     bodies = [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
@@ -265,4 +326,6 @@ def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
     body = min(bodies, key=len) if bodies and not names.spellings else names.body
     inside = {name.removesuffix(".weight").rpartition(".")[2] for name in tensor_names if name.startswith(body)}
     fused = [module for module in FUSED if module.rpartition(".")[2] in inside]
+    if any(name.endswith(".mlp.experts.gate_up_proj") for name in tensor_names):
+        names, fused = names.stack(), [module for module in fused if module.rpartition(".")[2] != "gate_up_proj"]
     return replace(names.fuse(fused), body=body, head=min(heads, key=len) if heads else names.head)

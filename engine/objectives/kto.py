@@ -90,6 +90,9 @@ class Kto:
     )
     """Share of liked answers; b r and l, summed over the answers of one kind and divided by the number of all; z."""
     shown: tuple[str, ...] = ("margin", "kl")
+    maxima: tuple[str, ...] = ()
+    temperature = 1.0
+    needs_entropies = False
 
     def __init__(self, settings: KtoSettings, *, cp: Axis, dp: Axis, compares_with_base: bool) -> None:
         self.settings, self.compares_with_base = settings, compares_with_base
@@ -107,7 +110,12 @@ class Kto:
         return log_likelihoods(token_losses_T, batch, self._cp)
 
     def sums(
-        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+        self,
+        token_losses_T: Tensor,
+        batch: Batch,
+        reference: Tensor | None,
+        baseline: Tensor | None = None,
+        entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, answers = self.settings, answers_of(batch)

@@ -19,6 +19,9 @@ class LanguageModeling:
 
     metrics: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+    temperature = 1.0
+    needs_entropies = False
     loss_at_chance: float | None = None
     compares_with_base = False
     baseline = None
@@ -41,7 +44,12 @@ class LanguageModeling:
         return {}
 
     def sums(
-        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+        self,
+        token_losses_T: Tensor,
+        batch: Batch,
+        reference: Tensor | None,
+        baseline: Tensor | None = None,
+        entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         loss = self.loss_sum(token_losses_T, batch)

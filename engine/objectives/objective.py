@@ -14,14 +14,16 @@ class ObjectiveSums(NamedTuple):
     """A micro-batch's contribution to a step, as sums that are divided by the global batch's weight afterwards.
 
     Args:
-        loss: 0-dim fp32, differentiable. Under context parallelism it is the same on all ranks of a row, and its
-            gradient reaches the tokens that this rank holds.
+        loss: 0-dim fp32, differentiable. Under context parallelism it is either a sum over the tokens that this rank
+            holds, or the same on all ranks of a row, with a gradient that reaches the tokens that this rank holds.
         figures: fp32 [1 + metrics] without gradient: the loss, then the objective's metrics, whose sums over all ranks
             of dp and cp are those of the global batch.
+        maxima: fp32 [maxima], the largest that this rank has of each; None where the objective has none.
     """
 
     loss: Tensor
     figures: Tensor
+    maxima: Tensor | None = None
 
 
 class Baseline(Protocol):
@@ -76,6 +78,21 @@ class Objective(Protocol):
         ...
 
     @property
+    def maxima(self) -> tuple[str, ...]:
+        """Names of the figures of which the largest of the global batch is taken."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        ...
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether `sums` takes the entropies of the tokens' distributions."""
+        ...
+
+    @property
     def shown(self) -> tuple[str, ...]:
         """Names of the reported figures that a progress line shows."""
         ...
@@ -103,19 +120,25 @@ class Objective(Protocol):
         """Returns the figures to report, by name.
 
         Args:
-            means: of each of `metrics`, over the global batch.
+            means: of each of `metrics`, over the global batch, and behind them each of `maxima`.
         """
         ...
 
     def sums(
-        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+        self,
+        token_losses_T: Tensor,
+        batch: Batch,
+        reference: Tensor | None,
+        baseline: Tensor | None = None,
+        entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums.
 
         Args:
             token_losses_T: fp32 [T] negative log-likelihoods.
             batch: their labels and weights.
-            reference: as `reference` gave it for this batch; None where the objective has none.
+            reference: as `reference` gave it for this batch; None where the objective has none, or the batch brings it.
             baseline: as `baseline` gave it for the global batch; None where there is none.
+            entropies_T: fp32 [T] without gradient; None where they are not needed.
         """
         ...

@@ -78,6 +78,9 @@ class Preference:
     """Means over pairs. A reward is b times the side of d that the loss sees: b (l - l_ref), divided by n where lengths
     are normalised, or b l / n where there is no reference."""
     shown: tuple[str, ...] = ("accuracy", "margin")
+    maxima: tuple[str, ...] = ()
+    temperature = 1.0
+    needs_entropies = False
     baseline = None
 
     def __init__(self, settings: PreferenceSettings, *, cp: Axis, compares_with_base: bool) -> None:
@@ -99,7 +102,12 @@ class Preference:
         return dict(zip(self.metrics, means, strict=True))
 
     def sums(
-        self, token_losses_T: Tensor, batch: Batch, reference: Tensor | None, baseline: Tensor | None = None
+        self,
+        token_losses_T: Tensor,
+        batch: Batch,
+        reference: Tensor | None,
+        baseline: Tensor | None = None,
+        entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, answers = self.settings, answers_of(batch)

@@ -1,4 +1,6 @@
-"""Cross-entropy statistics of logits under a soft cap: z = cap tanh(logit / cap), dlogit = dz (1 - (z / cap)^2).
+"""Cross-entropy statistics of logits under a soft cap, at a temperature t:
+
+    z = cap tanh(logit / cap) / t,   dlogit = dz (1 - (t z / cap)^2) / t
 
 In plain torch, with the signatures of `engine.kernels.linear_cross_entropy.LossKernels`, so that both ways to a loss
 take them. The capped logits take the logits' place and stay there until the gradient is written over them.
@@ -9,14 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.linear_cross_entropy import LossKernels
+from engine.kernels.linear_cross_entropy import LossKernels, entropy_moment
 
 
-def capped_loss(cap: float, tokens_multiple: int) -> LossKernels:
+def capped_loss(cap: float, tokens_multiple: int, temperature: float = 1.0) -> LossKernels:
     """Returns the loss of a model whose logits are capped, in blocks of a multiple of so many tokens."""
 
     def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide = logits_CV.div_(cap).tanh_().mul_(cap).to(torch.promote_types(logits_CV.dtype, torch.float32))
+        capped_CV = logits_CV.div_(cap).tanh_().mul_(cap / temperature)
+        wide = capped_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         maximum_C = wide.amax(-1)
         total_C = (wide - maximum_C[:, None]).exp_().sum(-1)
         target_C = wide.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
@@ -26,10 +29,13 @@ def capped_loss(cap: float, tokens_multiple: int) -> LossKernels:
         capped_CV: Tensor, targets_C: Tensor, local_max_C: Tensor, max_C: Tensor, total_C: Tensor, scale_C: Tensor
     ) -> Tensor:
         wide = capped_CV.to(max_C.dtype)
-        slope = 1.0 - (wide / cap).square_()
+        slope = 1.0 - (wide * (temperature / cap)).square_()
         probabilities = (wide - max_C[:, None]).exp_().mul_((scale_C / total_C)[:, None])
         minus_scale = torch.where(targets_C >= 0, -scale_C, 0.0).to(probabilities.dtype)
         probabilities.scatter_add_(1, targets_C.clamp(min=0)[:, None], minus_scale[:, None])
-        return capped_CV.copy_(probabilities.mul_(slope))
+        return capped_CV.copy_(probabilities.mul_(slope).div_(temperature))
 
-    return LossKernels(statistics=statistics, gradient=gradient, tokens_multiple=tokens_multiple)
+    def moment(logits_CV: Tensor) -> Tensor:
+        return entropy_moment((logits_CV / cap).tanh_().mul_(cap / temperature))
+
+    return LossKernels(statistics=statistics, gradient=gradient, moment=moment, tokens_multiple=tokens_multiple)

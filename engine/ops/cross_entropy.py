@@ -32,30 +32,46 @@ def over_axis(axis: Axis) -> dict[str, Combine | None]:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, first_id: int, num_ids: int, axis: Axis, kernels: Kernels
+        ctx: Any,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        first_id: int,
+        num_ids: int,
+        axis: Axis,
+        kernels: Kernels,
+        entropies_T: Tensor | None,
     ) -> Tensor:
         targets_T = labels_T - first_id
         targets_T = torch.where((targets_T >= 0) & (targets_T < num_ids), targets_T, -1)
-        local = kernels.loss.shard_statistics(logits_TV[:, :num_ids], targets_T)
-        whole = combine_statistics(*local, **over_axis(axis))
+        local = kernels.loss.shard_statistics(logits_TV[:, :num_ids], targets_T, with_moment=entropies_T is not None)
+        whole = combine_statistics(local, **over_axis(axis))
+        if entropies_T is not None:
+            entropies_T.copy_(whole.entropies())
         counted_T = labels_T != IGNORE_LABEL
         ctx.save_for_backward(logits_TV, targets_T, local.maximum, whole.maximum, whole.total, counted_T)
         ctx.num_ids, ctx.kernels = num_ids, kernels
         return torch.where(counted_T, whole.losses(), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         logits_TV, targets_T, local_max_T, max_T, total_T, counted_T = ctx.saved_tensors
         scale_T = torch.where(counted_T, dloss_T, 0.0)
         held, padding = logits_TV[:, : ctx.num_ids], logits_TV[:, ctx.num_ids :]
         if ctx.num_ids:
             ctx.kernels.loss.gradient(held, targets_T, local_max_T, max_T, total_T, scale_T)
         padding.zero_()
-        return logits_TV, None, None, None, None, None
+        return logits_TV, None, None, None, None, None, None
 
 
 def cross_entropy(
-    logits_TV: Tensor, labels_T: Tensor, *, first_id: int, num_ids: int, axis: Axis, kernels: Kernels = REFERENCE
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    first_id: int,
+    num_ids: int,
+    axis: Axis,
+    kernels: Kernels = REFERENCE,
+    entropies_T: Tensor | None = None,
 ) -> Tensor:
     """Computes -log softmax(logits)[label] for each token.
 
@@ -67,8 +83,10 @@ def cross_entropy(
         first_id, num_ids: the ids this rank holds.
         axis: the axis the vocabulary is split over.
         kernels: the backend.
+        entropies_T: fp32 [T] that the entropies of all tokens' distributions are written to, without gradient; None
+            where nobody wants them.
 
     Returns:
         fp32 [T]; 0 where the label is IGNORE_LABEL. Equal on all ranks of the axis.
     """
-    return _CrossEntropy.apply(logits_TV, labels_T, first_id, num_ids, axis, kernels)
+    return _CrossEntropy.apply(logits_TV, labels_T, first_id, num_ids, axis, kernels, entropies_T)

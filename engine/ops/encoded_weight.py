@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.ops.adapters import LowRank
 from engine.ops.quantized_products import (
-    REFERENCE_OPERANDS,
+    PLAIN_OPERANDS,
     OperandKernels,
     QuantizedWeight,
     RowCodes,
@@ -36,6 +36,11 @@ class Scratch:
     _num_bytes: int = 0
     _memory: dict[torch.device, Tensor] = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size, in bytes."""
+        return self._num_bytes
+
     def announce(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Says that a matrix of this shape and dtype will be decoded."""
         self._num_bytes = max(self._num_bytes, prod(shape) * dtype.itemsize)
@@ -54,7 +59,7 @@ class BaseEncoding:
 
     encoding: Encoding
     scratch: Scratch = field(default_factory=Scratch)
-    operands: OperandKernels = REFERENCE_OPERANDS
+    operands: OperandKernels = PLAIN_OPERANDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

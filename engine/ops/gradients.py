@@ -80,16 +80,21 @@ class GradientSink:
         self.buffer.add_(gradient)
         self.added()
 
-    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-        """Adds scale * left right, rounded to fp32 once where the operands are fp32."""
-        if self.deferred is not None:
-            self.deferred.append(partial(self._add_product, left, right, scale))
-        else:
-            self._add_product(left, right, scale)
+    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0, *, is_last: bool = True) -> None:
+        """Adds scale * left right, rounded to fp32 once where the operands are fp32.
 
-    def _add_product(self, left: Tensor, right: Tensor, scale: float) -> None:
+        Args:
+            is_last: reports the addition; others belong to one that follows.
+        """
+        if self.deferred is not None:
+            self.deferred.append(partial(self._add_product, left, right, scale, is_last))
+        else:
+            self._add_product(left, right, scale, is_last)
+
+    def _add_product(self, left: Tensor, right: Tensor, scale: float, is_last: bool) -> None:
         add_product(self.buffer, left, right, scale)
-        self.added()
+        if is_last:
+            self.added()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[t] to buffer[index[t]] for each t, the same bits each time. Many equal indices are slow on a

@@ -11,16 +11,15 @@ Legend: N rows, E experts, K and M features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.ops.gradients import GradientSink
+from engine.ops.kernels import Product
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""A backend's product of two matrices."""
 GROUPED_MULTIPLE = 8
 """On a GPU, rows of all operands are multiples of 16 bytes: of 8 numbers of bfloat16."""
 
@@ -31,10 +30,17 @@ class RowGroups(NamedTuple):
     Args:
         ends: int32 [E], on the device of the rows.
         on_host: the same where loops need it; None where one launch serves all experts.
+        by_sender: each expert's rows by the rank whose tokens they are, in order; empty where all are of this rank.
     """
 
     ends: Tensor
     on_host: tuple[int, ...] | None
+    by_sender: tuple[tuple[int, ...], ...] = ()
+
+    def experts_N(self, num_rows: int) -> Tensor:
+        """Returns the expert of each row, int64."""
+        rows = torch.arange(num_rows, device=self.ends.device)
+        return torch.searchsorted(self.ends, rows, right=True)
 
     def slices(self) -> Iterator[tuple[int, slice]]:
         """Yields the experts that have rows, with these."""
@@ -44,6 +50,18 @@ class RowGroups(NamedTuple):
             if end > first:
                 yield expert, slice(first, end)
             first = end
+
+    def summed_apart(self, expert: int, rows: slice) -> Iterator[slice]:
+        """Yields the rows of an expert by sender. A gradient that is summed so has the bits of one that each rank sums
+        for its own tokens."""
+        if not self.by_sender:
+            yield rows
+            return
+        first = rows.start
+        for count in self.by_sender[expert]:
+            if count:
+                yield slice(first, first + count)
+            first += count
 
 
 class GradientBlock(NamedTuple):
@@ -64,21 +82,69 @@ def row_groups(sorted_ids_N: Tensor, num_experts: int, *, loops: bool) -> RowGro
 
     Args:
         sorted_ids_N: int64, ascending.
-        loops: the host is to know it too; it then waits for the device.
+        loops: the host is to know it too; it then waits for the device. Of rows without numbers, on the meta device,
+            every expert has as many as any other.
     """
     experts = torch.arange(num_experts, device=sorted_ids_N.device)
     ends = torch.searchsorted(sorted_ids_N, experts, right=True, out_int32=True)
-    return RowGroups(ends, tuple(ends.tolist()) if loops else None)
+    if not loops:
+        return RowGroups(ends, None)
+    if ends.device.type == "meta":
+        count = sorted_ids_N.shape[0]
+        return RowGroups(ends, tuple(count * (expert + 1) // num_experts for expert in range(num_experts)))
+    return RowGroups(ends, tuple(ends.tolist()))
 
 
 def grouped_product(x_NK: Tensor, weights_EKM: Tensor, groups: RowGroups, product: Product) -> Tensor:
     """Returns [N, M]: each row times its expert's matrix."""
     if groups.on_host is None:
+        if not x_NK.shape[0]:
+            return x_NK.new_empty(0, weights_EKM.shape[2])
         return torch.nn.functional.grouped_mm(x_NK, weights_EKM, offs=groups.ends)
     y = x_NK.new_empty(x_NK.shape[0], weights_EKM.shape[2])
     for expert, rows in groups.slices():
-        y[rows] = product(x_NK[rows], weights_EKM[expert])
+        product(x_NK[rows], weights_EKM[expert], out=y[rows])
     return y
+
+
+def add_grouped_rows(y_NM: Tensor, bias_EM: Tensor, groups: RowGroups) -> None:
+    """Adds to each row, in place, that of its expert."""
+    if groups.on_host is None:
+        y_NM.add_(bias_EM.index_select(0, groups.experts_N(y_NM.shape[0])))
+        return
+    for expert, rows in groups.slices():
+        y_NM[rows] += bias_EM[expert]
+
+
+def add_grouped_sums(
+    dy_NM: Tensor, groups: RowGroups, blocks: Sequence[Sequence[GradientBlock]], *, counts: bool
+) -> None:
+    """Adds the sum over each expert's own rows to its sinks.
+
+    Args:
+        blocks: for each expert; `columns` says nothing.
+        counts: whether it is added at all; the sinks are told of it in any case.
+    """
+    if not any(blocks):
+        return
+    if groups.on_host is None and not dy_NM.shape[0]:
+        filled = {}
+    elif groups.on_host is None:
+        # a product with ones, which has the experts' rows added up in fp32, in one order
+        ones = dy_NM.new_ones(dy_NM.shape[0], GROUPED_MULTIPLE)
+        sums = torch.nn.functional.grouped_mm(dy_NM.t(), ones, offs=groups.ends)[..., 0]
+        filled = dict(enumerate(sums))
+    else:
+        filled = {}
+        for expert, rows in groups.slices():
+            parts = [dy_NM[part].sum(dim=0, dtype=torch.float32) for part in groups.summed_apart(expert, rows)]
+            filled[expert] = torch.stack(parts).sum(dim=0)
+    for expert, own in enumerate(blocks):
+        for block in own:
+            if counts and expert in filled:
+                block.sink.add(filled[expert][block.rows])
+            else:
+                block.sink.added()
 
 
 def add_grouped_gradients(
@@ -91,6 +157,10 @@ def add_grouped_gradients(
     """
     if not any(blocks):
         return
+    if groups.on_host is None and not left_NM.shape[0]:
+        for block in (block for own in blocks for block in own):
+            block.sink.added()
+        return
     if groups.on_host is None:
         whole = torch.nn.functional.grouped_mm(left_NM.t(), right_NK, offs=groups.ends)
         for gradient, own in zip(whole, blocks, strict=True):
@@ -101,7 +171,19 @@ def add_grouped_gradients(
     for expert, own in enumerate(blocks):
         for block in own:
             if expert in filled:
-                rows = filled[expert]
-                block.sink.add_product(left_NM[rows, block.rows].t(), right_NK[rows, block.columns])
+                *before, last = groups.summed_apart(expert, filled[expert])
+                for rows in before:
+                    block.sink.add_product(left_NM[rows, block.rows].t(), right_NK[rows, block.columns], is_last=False)
+                block.sink.add_product(left_NM[last, block.rows].t(), right_NK[last, block.columns])
             else:
                 block.sink.added()
+
+
+def add_common_gradients(left_NM: Tensor, right_NK: Tensor, blocks: Sequence[Sequence[GradientBlock]]) -> None:
+    """Adds left^T right, over all rows, to the sinks of what every expert has in common.
+
+    Args:
+        blocks: one group of them.
+    """
+    for block in (block for own in blocks for block in own):
+        block.sink.add_product(left_NM[:, block.rows].t(), right_NK[:, block.columns])

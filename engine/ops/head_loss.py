@@ -48,6 +48,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         first_id: int,
         num_ids: int,
         needs_gradient: bool,
+        entropies_T: Tensor | None,
         *leaves: Tensor,
     ) -> Tensor:
         axis = operands.axis
@@ -65,6 +66,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             chunk_tokens=block_tokens(
                 x_TI.element_size() * operands.weight_OI.shape[0], operands.kernels.loss.tokens_multiple
             ),
+            entropies_T=entropies_T,
             **over_axis(axis),
         )
         ctx.save_for_backward(u, statistics, dx_TI)
@@ -78,7 +80,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         dx = dx_TI * dloss_T[:, None].to(dx_TI.dtype)
         dx = reduce_scatter(dx, axis) if ctx.gathers else all_reduce(dx, axis)
         du = ctx.source.gradient(dx, u, statistics, None, ctx.operands.kernels)
-        return (du, *([None] * (6 + ctx.num_leaves)))
+        return (du, *([None] * (7 + ctx.num_leaves)))
 
 
 def frozen_head_losses(
@@ -90,6 +92,7 @@ def frozen_head_losses(
     first_id: int,
     num_ids: int,
     leaves: tuple[Tensor, ...],
+    entropies_T: Tensor | None = None,
 ) -> Tensor:
     """Computes the token losses of a head without adapter, bias and trained weight.
 
@@ -100,9 +103,10 @@ def frozen_head_losses(
         labels_T: int64 global ids, or IGNORE_LABEL.
         first_id, num_ids: the ids this rank holds.
         leaves: every tensor in `source` that requires a gradient.
+        entropies_T: as for `engine.ops.cross_entropy.cross_entropy`.
 
     Returns:
         fp32 [T]; 0 where the label is IGNORE_LABEL. Equal on all ranks of the axis.
     """
     needs_gradient = torch.is_grad_enabled() and (u.requires_grad or bool(leaves))
-    return _FrozenHeadLoss.apply(u, source, operands, labels_T, first_id, num_ids, needs_gradient, *leaves)
+    return _FrozenHeadLoss.apply(u, source, operands, labels_T, first_id, num_ids, needs_gradient, entropies_T, *leaves)

@@ -295,6 +295,55 @@ class GeGLUInput(_MadeFirst):
         return du
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedGLUInput(_MadeFirst):
+    """x = (up + 1) gate sigmoid(alpha gate) for u = [gate | up], with gate <= limit and |up| <= limit (gpt-oss).
+
+    Plain torch whatever the backend, in fp32; the backend only makes the adapters' update.
+
+    Args:
+        alpha: steepness of the gate's sigmoid.
+        limit: values beyond it count as it, and have no gradient.
+    """
+
+    alpha: float
+    limit: float
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1] // 2
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def _parts(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns gate and up + 1 within their limits, and the gate's sigmoid, in fp32."""
+        gate, up = u.to(torch.float32).chunk(2, dim=1)
+        gate = gate.clamp(max=self.limit)
+        return gate, up.clamp(-self.limit, self.limit) + 1.0, torch.sigmoid(gate * self.alpha)
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        gate, up, sigmoid = self._parts(u)
+        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        return x.copy_(gate.mul_(sigmoid).mul_(up)), None
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        return *self.make(u, None, kernels), None
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        if update is not None:
+            dx = kernels.apply_update(dx, update)
+        gate, up, sigmoid = self._parts(u)
+        given_gate, given_up = u.chunk(2, dim=1)
+        du = torch.empty_like(u)
+        dgate, dup = du.chunk(2, dim=1)
+        dup.copy_((dx * (gate * sigmoid)).masked_fill_(given_up.abs() > self.limit, 0.0))
+        slope = sigmoid * (1.0 + self.alpha * gate * (1.0 - sigmoid))
+        dgate.copy_((dx * up * slope).masked_fill_(given_gate > self.limit, 0.0))
+        return du
+
+
 class _Keep(torch.autograd.Function):
     """Computes nothing and holds x, as autograd holds what an op saves: hooks on saved tensors see it."""
 

@@ -20,6 +20,12 @@ from engine.kernels.records import AdapterPlace, AdapterSection, Documents, Drop
 from engine.ops.attention.packed import attention_by_document
 
 
+class Product(Protocol):
+    """left right, [T, N], of [T, K] and [K, N]: into `out`, whose rows may have any stride, where that is given."""
+
+    def __call__(self, left_TK: Tensor, right_KN: Tensor, /, *, out: Tensor | None = None) -> Tensor: ...
+
+
 class NormForward(Protocol):
     """y = norm(x) * weight into `out`; returns 1 / rms, [T, 1]."""
 
@@ -292,7 +298,7 @@ class Kernels:
         swiglu_backward_adapted: SwiGLU's backward and dA of the adapters on its output in one pass; None where they are
             two, with the output written between them.
         loss: statistics and gradient of a shard of the vocabulary; see engine.kernels.linear_cross_entropy.
-        product: left [T, K], right [K, N]: their product, of an activation and a frozen weight.
+        product: of an activation and a frozen weight; see its type.
         folds: input features, output features and dtype of a linear on this rank: in which direction its adapters are
             faster as columns of its weight, in one product, than otherwise.
         fold_multiple: the columns of a folded weight beyond its input features are padded to a multiple of this.
@@ -315,7 +321,7 @@ class Kernels:
     output_gradients: OutputGradients | None = None
     head_norms: HeadNormKernels | None = None
     row_codes: RowCodeKernels | None = None
-    product: Callable[[Tensor, Tensor], Tensor] = torch.mm
+    product: Product = torch.mm
     folds: Callable[[int, int, torch.dtype], Folds] = _always
     fold_multiple: int = FOLD_MULTIPLE
     adapted: AdaptedProducts | None = None

@@ -14,7 +14,7 @@ import torch
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.kernels.native.loader import native_status
 from engine.kernels.native.quantize import NATIVE_ARITHMETIC
-from engine.ops.quantized_products import REFERENCE_OPERANDS, OperandKernels
+from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,8 @@ def choose_quantized(wanted: str, device: torch.device) -> QuantizedBackend:
     if device.type != "meta" and (wanted == "triton" or (wanted != "reference" and device.type == "cuda")):
         return _triton()
     native = wanted != "reference" and device.type == "cpu" and native_status().available
-    return QuantizedBackend(arithmetic=NATIVE_ARITHMETIC if native else PLAIN, operands=REFERENCE_OPERANDS)
+    operands = replace(PLAIN_OPERANDS, multiply=gpu_product) if device.type == "cuda" else PLAIN_OPERANDS
+    return QuantizedBackend(arithmetic=NATIVE_ARITHMETIC if native else PLAIN, operands=operands)
 
 
 def _triton() -> QuantizedBackend:
@@ -48,5 +49,6 @@ def _triton() -> QuantizedBackend:
             quantize_rows=quantize.quantize_rows,
             quantize_matrix=quantize.quantize_matrix,
             transpose=quantize.transpose_codes,
+            multiply=gpu_product,
         ),
     )

@@ -3,15 +3,17 @@
 nf4 and int8 are decoded into a scratch of the compute dtype and multiplied by the vendor's product. The scratch may be
 [W | B], with adapters folded beside the weight: B is the caller's, W is written here.
 
-e4m3 weights are multiplied as they are, by torch's `_scaled_mm`; x and dY are rounded to e4m3 first, scaled by row or
-as a whole as the weight is:
+e4m3 weights are multiplied as they are; x and dY are rounded to e4m3 first, scaled by row or as a whole as the weight
+is:
 
     forward          y = (q(x) q(W)^T) s_x s_W           the scale of W belongs to y's columns
     input gradient  dX = (q(dY s_W) q(W)) s_dY           and to the summed dimension here, so it is in dY beforehand
 
 The matrix units of a Hopper GPU read both operands along the summed dimension. Forward has that in W as it is stored;
 backward needs W^T, which is made for the call: one stored copy, and O * I bytes for as long as the product runs.
-There the sizes of W must divide by 16, and the row-wise product gives bf16. torch's CPU products have no such limits.
+There the sizes of W must divide by 16, and the row-wise product gives bf16. On a CPU codes are widened to fp32, which
+has their products exactly, a block of W at a time: what torch has for it there takes seconds for a small layer on some
+processors, and refuses others.
 
 With a scale by row no row of q(x) depends on another, so x may be quantised where it is made and come as `RowCodes`:
 from the epilogue of a norm's or SwiGLU's kernel, and from other ranks, with the bits it would have here.
@@ -23,8 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from engine.errors import UserError
 from engine.kernels import reference_quantize
 from engine.quantization.encoding import Encoding
 
+_WIDE_COLUMNS = 1024
+"""Columns of codes that `plain_product` widens at a time."""
 FP8_MULTIPLE = 16
 """What both sizes of an e4m3 weight divide by on a GPU."""
 
@@ -44,6 +47,73 @@ class RowCodes(NamedTuple):
     scale: Tensor
 
 
+class ScaledProduct(Protocol):
+    """Computes a b with the sums in fp32, scaled, then rounded."""
+
+    def __call__(
+        self,
+        a_TK: Tensor,
+        b_KN: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        dtype: torch.dtype,
+        *,
+        fast: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Returns [T, N] in `dtype`.
+
+        Args:
+            a_TK, b_KN: e4m3 codes; b's columns are contiguous.
+            scale_a, scale_b: fp32, both [], or [T, 1] and [1, N].
+            fast: a GPU may sum with fewer bits, as is usual in forward.
+            out: [T, N] of `dtype` to write, columns of a wider matrix; new where None. Not with scales by row.
+        """
+        ...
+
+
+def gpu_product(
+    a_TK: Tensor,
+    b_KN: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes a `ScaledProduct` on a GPU's matrix units, by torch's `_scaled_mm`."""
+    if a_TK.shape[0] == 0:
+        return plain_product(a_TK, b_KN, scale_a, scale_b, dtype, fast=fast, out=out)  # torch refuses scales of no rows
+    if out is not None:
+        assert scale_a.dim() == 0, "a GPU's product of rows writes bfloat16 alone"
+        torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+        return out
+    out_dtype, scale_b = torch.bfloat16 if scale_a.dim() else dtype, scale_b.contiguous()
+    y = torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    return y.to(dtype)
+
+
+def plain_product(
+    a_TK: Tensor,
+    b_KN: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes a `ScaledProduct` in fp32, on any device."""
+    y = a_TK.new_empty(a_TK.shape[0], b_KN.shape[1], dtype=dtype) if out is None else out
+    wide = a_TK.float()
+    for first in range(0, b_KN.shape[1], _WIDE_COLUMNS):
+        columns = slice(first, first + _WIDE_COLUMNS)
+        block = (wide @ b_KN[:, columns].float()).mul_(scale_a)
+        y[:, columns] = block.mul_(scale_b if scale_b.dim() == 0 else scale_b[:, columns])
+    return y
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperandKernels:
     """The kernels that make operands of an FP8 product; see `engine.kernels.reference_quantize`.
@@ -51,17 +121,20 @@ class OperandKernels:
     Args:
         quantize_rows, quantize_matrix: x [T, F], fp32 column scales [F] or None -> codes, scale [T, 1] or [].
         transpose: codes [O, I] -> [I, O] without gaps.
+        multiply: the product; `gpu_product` or `plain_product`.
     """
 
     quantize_rows: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
     quantize_matrix: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
     transpose: Callable[[Tensor], Tensor]
+    multiply: ScaledProduct
 
 
-REFERENCE_OPERANDS = OperandKernels(
+PLAIN_OPERANDS = OperandKernels(
     quantize_rows=reference_quantize.quantize_rows,
     quantize_matrix=reference_quantize.quantize_matrix,
     transpose=reference_quantize.transpose_codes,
+    multiply=plain_product,
 )
 
 
@@ -81,7 +154,7 @@ class QuantizedWeight:
     parts: Mapping[str, Tensor]
     in_features: int
     sections: tuple[int, ...]
-    operands: OperandKernels = REFERENCE_OPERANDS
+    operands: OperandKernels = PLAIN_OPERANDS
 
     @property
     def out_features(self) -> int:
@@ -140,7 +213,9 @@ def product(x_TK: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | None = N
     for rows in weight.sections:
         last = first + rows
         # a scale on the device, so that the host does not wait for the number
-        _scaled_product(q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True, out=y[:, first:last])
+        weight.operands.multiply(
+            q, codes[first:last].t(), scale, scales[first], x_TK.dtype, fast=True, out=y[:, first:last]
+        )
         first = last
     return y
 
@@ -159,7 +234,7 @@ def input_gradient(dy_TO: Tensor, weight: QuantizedWeight, scratch_OK: Tensor | 
     q, scale = quantize(dy_TO, scales)
     transposed = weight.operands.transpose(codes)
     one = torch.ones((1, weight.in_features) if weight.by_row else (), dtype=torch.float32, device=dy_TO.device)
-    return _scaled_product(q, transposed.t(), scale, one, dy_TO.dtype, fast=False)
+    return weight.operands.multiply(q, transposed.t(), scale, one, dy_TO.dtype, fast=False)
 
 
 def quantized_rows(x_TK: Tensor, weight: QuantizedWeight) -> RowCodes:
@@ -170,7 +245,7 @@ def quantized_rows(x_TK: Tensor, weight: QuantizedWeight) -> RowCodes:
 def product_of_rows(x: RowCodes, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Computes `product` for a weight with scales by row and an x that is quantised already, in `dtype`."""
     codes, scales = weight.parts["codes"], weight.parts["scales"]
-    return _scaled_product(x.codes, codes.t(), x.scale, scales[None, :], dtype, fast=True)
+    return weight.operands.multiply(x.codes, codes.t(), x.scale, scales[None, :], dtype, fast=True)
 
 
 def _decoded(weight: QuantizedWeight, like: Tensor, scratch_OK: Tensor | None) -> Tensor:
@@ -178,48 +253,3 @@ def _decoded(weight: QuantizedWeight, like: Tensor, scratch_OK: Tensor | None) -
         scratch_OK = like.new_empty(weight.out_features, weight.in_features)
     weight.decode(scratch_OK[:, : weight.in_features])
     return scratch_OK
-
-
-def _scaled_product(
-    a_TK: Tensor,
-    b_KN: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    dtype: torch.dtype,
-    *,
-    fast: bool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Computes a b in fp32, scaled, rounded to `dtype`.
-
-    Args:
-        fast: a GPU may sum with fewer bits, as is usual in forward.
-        out: [T, N] of `dtype` to write, columns of a wider matrix; new where None. Not with scales by row.
-    """
-    if a_TK.shape[0] == 0:
-        # torch refuses scales of no rows
-        return torch.empty(0, b_KN.shape[1], dtype=dtype, device=a_TK.device) if out is None else out
-    by_row, on_gpu = scale_a.dim() == 2, a_TK.device.type == "cuda"
-    if out is not None:
-        assert not by_row, "a GPU's product of rows writes bfloat16 alone"
-        torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
-        return out
-    if by_row and not on_gpu and not _scales_rows_on_cpu():
-        one = torch.ones(())
-        y = torch._scaled_mm(a_TK, b_KN, scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return y.mul_(scale_a).mul_(scale_b).to(dtype)
-    out_dtype = torch.bfloat16 if by_row and on_gpu else dtype
-    scale_b = scale_b.contiguous()
-    y = torch._scaled_mm(a_TK, b_KN, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)
-    return y.to(dtype)
-
-
-@cache
-def _scales_rows_on_cpu() -> bool:
-    """Tests whether torch's product takes a scale for each row on a CPU; older versions take one for the whole."""
-    codes, scale = torch.zeros(16, 16, device="cpu").to(torch.float8_e4m3fn), torch.ones(16, 1, device="cpu")
-    try:
-        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t().contiguous(), out_dtype=torch.float32)
-    except RuntimeError:
-        return False
-    return True

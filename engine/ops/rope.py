@@ -47,6 +47,31 @@ def inverse_frequencies(
     return plain * (blend + (1.0 - blend) / factor)
 
 
+def yarn_frequencies(
+    head_dim: int, theta: float, *, factor: float, original_length: int, turns: tuple[float, float], whole_pairs: bool
+) -> Tensor:
+    """Returns fp32 [head_dim / 2] angular frequencies scaled by YaRN (arXiv 2309.00071, section 3.2).
+
+    Pairs of features that turn often within the length of pretraining keep their frequency, those that turn seldom are
+    slowed down by `factor`, and in between the two are blended by the pair's number.
+
+    Args:
+        turns: how often the slowest and the fastest pair of the band in between turn within `original_length`.
+        whole_pairs: the ends of that band are moved out to whole pairs.
+    """
+    low, high = (
+        head_dim * math.log(original_length / (count * 2 * math.pi)) / (2 * math.log(theta))
+        for count in reversed(turns)
+    )
+    if whole_pairs:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    plain = theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)
+    width = high - low or 0.001
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return slowed / (factor * plain) + (1.0 - slowed) / plain
+
+
 class _SplitRotate(torch.autograd.Function):
     @staticmethod
     def forward(

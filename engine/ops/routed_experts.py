@@ -1,23 +1,29 @@
-"""The experts of a mixture: y_t = sum over i of w_ti down_e(swiglu(gate_e(x_t), up_e(x_t))), e = e_ti.
+"""The experts of a mixture: y_t = sum over i of w_ti down_e(glu(gate_e(x_t), up_e(x_t))), e = e_ti.
 
 Both linears of all experts here are one grouped product each way, with their adapters beside the weights: an expert's
-storage is [W | B] and its rows are [x | H], H = s drop(x) A^T (see ops.products, "folded").
+storage is [W | B] and its rows are [x | H], H = s drop(x) A^T (see ops.products, "folded"). Where experts share a
+factor, its products and its gradient are one over all rows; such a B is beside the storage, since a copy in each
+expert's would have to be kept equal.
 
-Nothing communicates. Where experts' inner features are split over tensor ranks, y is this rank's part of a sum, and so
-are the gradients of x and of the weights w, of gate's and up's A and of down's B.
+Where experts' inner features are split over tensor ranks, y is this rank's part of a sum, and so are the gradients of
+x and of the weights w, of gate's and up's A and of down's B. Where experts are divided over ranks, rows travel to them
+and outputs back (ops.expert_exchange), and in backward their gradients.
 
 Backward needs no output row of an expert: with G = dy[t] [W | B] of down, not yet weighted, the gradient of w is
-<G, [a | H]>, and a's is w G.
+<G, [a | H]>, and a's is w G. Where down has a bias b, <dy[t], b> is added. Of tensor ranks whose outputs are summed one
+adds b, and has its gradient.
 
-x is kept, and [gate | up] and H of the rows; the rest is recomputed. A mask is a function of step, site,
-feature, and of the token and its expert together.
+x is kept once a token, or once a row where rows have travelled, and [gate | up] and H of the rows; the rest is
+recomputed. A mask is a function of step, site, feature, and of the token and its expert together.
 
 Legend: T tokens, k experts of a token, N = T k rows sorted by expert, E experts, I and O features of a linear's input
-and output, R rows of the stacked A.
+and output, R rows of the stacked A. Where rows travel, N are this rank's slots in the arguments and those that have
+arrived between the exchanges.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,17 +31,28 @@ import torch
 from torch import Tensor
 
 from engine.kernels.philox import dropout_mask
-from engine.kernels.records import AdapterPlace
+from engine.kernels.records import AdapterPlace, InputUpdate
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
-from engine.ops.grouped_products import GradientBlock, add_grouped_gradients, grouped_product
-from engine.ops.inputs import SwiGLUInput
+from engine.ops.encoded_experts import EncodedExperts
+from engine.ops.expert_exchange import Exchange
+from engine.ops.grouped_products import (
+    GradientBlock,
+    RowGroups,
+    add_common_gradients,
+    add_grouped_gradients,
+    add_grouped_rows,
+    add_grouped_sums,
+    grouped_product,
+)
+from engine.ops.inputs import LinearInput, SwiGLUInput
 from engine.ops.kernels import Kernels, scale_projection
 from engine.ops.routing import Slots
 
 Blocks = tuple[tuple[GradientBlock, ...], ...]
 """What is trained of each expert."""
-_GATED = SwiGLUInput()
+SWIGLU = SwiGLUInput()
+"""What most families make of gate and up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +60,67 @@ class GroupedLowRank:
     """The adapters of one linear of all experts.
 
     Args:
-        a_ERI: stacked A of each expert, padded to as many rows as the storage has columns for B.
-        places: of the sections' adapters, the same in every expert; one that an expert lacks is zero there.
-        a_blocks, b_blocks: destinations of the gradients of A and of B.
+        a_ERI: stacked A of each expert, padded to as many rows as there are columns for B; [R, I] where experts share
+            it.
+        b_OR: B where experts share it; None where each has its own, in the storage.
+        places: of the sections' adapters, the same in every expert; what an expert lacks of one is zero there.
+        scales_ER: fp32, the scale of each column of H, where experts differ in it; None where that of `places` counts.
+        a_blocks, b_blocks: destinations of the gradients of A and of B; of each expert, or of all together.
         dropout: of the input, or None.
     """
 
     a_ERI: Tensor
+    b_OR: Tensor | None
     places: tuple[AdapterPlace, ...]
+    scales_ER: Tensor | None
     a_blocks: Blocks
     b_blocks: Blocks
     dropout: DropoutSite | None
+
+    @property
+    def shares_a(self) -> bool:
+        return self.a_ERI.dim() == 2
+
+    def scaled(self, h_NR: Tensor, rows: _Rows) -> Tensor:
+        """Multiplies H, or its gradient, by the scales, in place."""
+        if self.scales_ER is None:
+            return scale_projection(h_NR, self.places)
+        return h_NR.mul_(self.scales_ER.index_select(0, rows.groups.experts_N(h_NR.shape[0])))
+
+    def times_a(self, x_NI: Tensor, rows: _Rows, kernels: Kernels) -> Tensor:
+        """Returns x A^T, [N, R]."""
+        groups = rows.groups
+        if groups.on_host is None:
+            if self.shares_a:
+                return torch.mm(x_NI, self.a_ERI.t())
+            return grouped_product(x_NI, self.a_ERI.transpose(1, 2), groups, torch.mm)
+        h = x_NI.new_empty(x_NI.shape[0], self.a_ERI.shape[-2])
+        unscaled = [replace(place, scale=1.0) for place in self.places]
+        for own, a_RI in self._factors(groups):
+            kernels.project(x_NI[own], a_RI, None, 1.0, unscaled, h[own])
+        return h
+
+    def back_through_a(self, dh_NR: Tensor, rows: _Rows) -> Tensor:
+        """Returns dH A, [N, I]."""
+        if self.shares_a:
+            return torch.mm(dh_NR, self.a_ERI)
+        return grouped_product(dh_NR, self.a_ERI, rows.groups, torch.mm)
+
+    def add_back_through_a(self, dx_NI: Tensor, dh_NR: Tensor, groups: RowGroups, kernels: Kernels) -> None:
+        """Adds dH A to dx, in place, in loops by the backend's kernel."""
+        for own, a_RI in self._factors(groups):
+            part = dx_NI[own]
+            added = kernels.apply_update(part, InputUpdate(dh_TR=dh_NR[own], a_RI=a_RI))
+            if added.data_ptr() != part.data_ptr():
+                part.copy_(added)
+
+    def _factors(self, groups: RowGroups) -> Iterator[tuple[slice, Tensor]]:
+        """Yields rows that have one A, with it."""
+        if self.shares_a and any(groups.slices()):
+            yield slice(None), self.a_ERI
+        elif not self.shares_a:
+            for expert, own in groups.slices():
+                yield own, self.a_ERI[expert]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +128,16 @@ class GroupedOperands:
     """One linear of all experts here.
 
     Args:
-        extended_EOI: [E, O, I + R], each expert's weight with the columns of its adapters' B beside it.
+        extended_EOI: [E, O, I + R], each expert's weight with the columns of its adapters' B beside it; without these
+            where experts share B, and on the meta device where weights are encoded.
         in_features: I.
         weight_blocks: destinations of the gradients of weights that train.
         low_rank: the adapters, or None.
         kernels: the backend.
+        bias_EO: each expert's bias, or None.
+        bias_blocks: destinations of the gradients of biases that train.
+        adds_bias: whether this rank does; always where outputs are no parts of a sum.
+        encoded: the weights as they are stored, where they are not in `extended_EOI`.
     """
 
     extended_EOI: Tensor
@@ -73,6 +145,10 @@ class GroupedOperands:
     weight_blocks: Blocks
     low_rank: GroupedLowRank | None
     kernels: Kernels
+    bias_EO: Tensor | None = None
+    bias_blocks: Blocks = ()
+    adds_bias: bool = True
+    encoded: EncodedExperts | None = None
 
     def in_context(self, context: TokenContext) -> GroupedOperands:
         """Returns these, or without the adapters where `context` says so."""
@@ -80,11 +156,10 @@ class GroupedOperands:
             return self
         return replace(self, extended_EOI=self.extended_EOI[..., : self.in_features], low_rank=None)
 
-    def split(self, both_NI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the parts of [x | H], or of its gradient; views."""
-        if self.low_rank is None:
-            return both_NI, None
-        return both_NI[:, : self.in_features], both_NI[:, self.in_features :]
+    @property
+    def drops(self) -> bool:
+        """Whether adapters have dropout."""
+        return self.low_rank is not None and self.low_rank.dropout is not None
 
     def dropped(self, x_NI: Tensor, rows: _Rows, *, gradient: bool = False) -> Tensor:
         """Returns drop(x): the mask's elements of x times the scale. In place for a gradient, which is owned."""
@@ -92,29 +167,68 @@ class GroupedOperands:
         site = self.low_rank.dropout
         if site is None or not rows.context.training:
             return x_NI
+        assert rows.coordinates_N is not None
         mask = dropout_mask(site.key(rows.coordinates_N, self.in_features, rows.context.step))
         return x_NI.mul_(mask).mul_(site.scale) if gradient else (x_NI * mask).mul_(site.scale)
 
     def forward(self, x_NI: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
         """Returns y [N, O], and H [N, R], which is kept."""
-        groups, low_rank, product = rows.slots.groups, self.low_rank, self.kernels.product
-        if low_rank is None:
-            return grouped_product(x_NI, self.extended_EOI.transpose(1, 2), groups, product), None
-        h = grouped_product(self.dropped(x_NI, rows), low_rank.a_ERI.transpose(1, 2), groups, torch.mm)
-        scale_projection(h, low_rank.places)
-        both = torch.cat([x_NI, h], dim=1)
-        return grouped_product(both, self.extended_EOI.transpose(1, 2), groups, product), h
+        groups, low_rank = rows.groups, self.low_rank
+        h: Tensor | None = None
+        if low_rank is not None:
+            h = low_rank.scaled(low_rank.times_a(self.dropped(x_NI, rows), rows, self.kernels), rows)
+            if low_rank.b_OR is None:
+                x_NI = torch.cat([x_NI, h], dim=1)
+        y = self._product(x_NI, groups, transposed=True)
+        if low_rank is not None and h is not None and low_rank.b_OR is not None:
+            y.addmm_(h, low_rank.b_OR.t())
+        if self.bias_EO is not None and self.adds_bias:
+            add_grouped_rows(y, self.bias_EO, groups)
+        return y, h
 
-    def gradient(self, dy_NO: Tensor, rows: _Rows) -> Tensor:
-        """Returns dy [W | B] = [dx | dH / s], without what the adapters add to dx."""
-        return grouped_product(dy_NO, self.extended_EOI, rows.slots.groups, self.kernels.product)
+    def bias_dots(self, dy_NO: Tensor, rows: _Rows) -> Tensor | None:
+        """Returns fp32 [N], the products of rows of dy with their experts' biases; None where none is added."""
+        if self.bias_EO is None or not self.adds_bias:
+            return None
+        own_NO = self.bias_EO.index_select(0, rows.groups.experts_N(dy_NO.shape[0]))
+        return (dy_NO.to(torch.float32) * own_NO).sum(dim=1)
+
+    def gradient(self, dy_NO: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
+        """Returns dx = dy W, without what the adapters add to it, and dH / s = dy B."""
+        both = self._product(dy_NO, rows.groups, transposed=False)
+        if self.low_rank is None:
+            return both, None
+        if self.low_rank.b_OR is not None:
+            return both, torch.mm(dy_NO, self.low_rank.b_OR)
+        return both[:, : self.in_features], both[:, self.in_features :]
+
+    def _product(self, x_NK: Tensor, groups: RowGroups, *, transposed: bool) -> Tensor:
+        """Returns each row times its expert's [W | B], or times its transpose."""
+        weights_EOI, encoded, width = self.extended_EOI, self.encoded, self.extended_EOI.shape[2]
+        if encoded is not None and groups.on_host is not None:
+            y = x_NK.new_empty(x_NK.shape[0], weights_EOI.shape[1] if transposed else width)
+            for expert, rows in groups.slices():
+                weight_OI = encoded.one(expert, width)
+                y[rows] = self.kernels.product(x_NK[rows], weight_OI.t() if transposed else weight_OI)
+            return y
+        if encoded is not None:
+            weights_EOI = encoded.every(width)
+        return grouped_product(x_NK, weights_EOI.mT if transposed else weights_EOI, groups, self.kernels.product)
 
     def add_weight_gradients(self, dy_NO: Tensor, x_NI: Tensor, h_NR: Tensor | None, rows: _Rows) -> None:
         """Adds dW and dB to their sinks, and weights x and H before where the caller has not."""
-        groups = rows.slots.groups
+        groups, low_rank = rows.groups, self.low_rank
         add_grouped_gradients(dy_NO, x_NI, groups, self.weight_blocks)
-        if self.low_rank is not None and h_NR is not None:
-            add_grouped_gradients(dy_NO, h_NR, groups, self.low_rank.b_blocks)
+        if low_rank is None or h_NR is None:
+            return
+        if low_rank.b_OR is None:
+            add_grouped_gradients(dy_NO, h_NR, groups, low_rank.b_blocks)
+        else:
+            add_common_gradients(dy_NO, h_NR, low_rank.b_blocks)
+
+    def add_bias_gradients(self, dy_NO: Tensor, rows: _Rows) -> None:
+        """Adds the biases' gradients to their sinks."""
+        add_grouped_sums(dy_NO, rows.groups, self.bias_blocks, counts=self.adds_bias)
 
     def through_adapters(self, dx_NI: Tensor | None, dh_NR: Tensor | None, x_NI: Tensor, rows: _Rows) -> None:
         """Adds dA to its sinks, and drop'(dH A) to dx, in place where that is wanted.
@@ -122,14 +236,20 @@ class GroupedOperands:
         Args:
             dh_NR: dH / s; overwritten.
         """
-        low_rank, groups = self.low_rank, rows.slots.groups
+        low_rank, groups = self.low_rank, rows.groups
         if low_rank is None or dh_NR is None:
             return
-        dh = scale_projection(dh_NR.contiguous(), low_rank.places)
-        add_grouped_gradients(dh, self.dropped(x_NI, rows), groups, low_rank.a_blocks)
-        if dx_NI is not None:
-            update = grouped_product(dh, low_rank.a_ERI, groups, torch.mm)
-            dx_NI.add_(self.dropped(update, rows, gradient=True))
+        dh = low_rank.scaled(dh_NR.contiguous(), rows)
+        dropped = self.dropped(x_NI, rows)
+        if low_rank.shares_a:
+            add_common_gradients(dh, dropped, low_rank.a_blocks)
+        else:
+            add_grouped_gradients(dh, dropped, groups, low_rank.a_blocks)
+        drops = low_rank.dropout is not None and rows.context.training
+        if dx_NI is not None and groups.on_host is not None and not drops:
+            low_rank.add_back_through_a(dx_NI, dh, groups, self.kernels)
+        elif dx_NI is not None:
+            dx_NI.add_(self.dropped(low_rank.back_through_a(dh, rows), rows, gradient=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,20 +257,22 @@ class _Rows:
     """The rows of one micro-batch.
 
     Args:
-        slots: sorted by expert.
-        num_experts: of the whole model, for the coordinates.
+        slots: of this rank's tokens, sorted by expert.
+        exchange: between their ranks and those of the experts.
+        coordinates_N: int64, the dropout coordinate of each row at its expert, different for each token and expert;
+            None without dropout.
         context: of the tokens.
     """
 
     slots: Slots
-    num_experts: int
+    exchange: Exchange
+    coordinates_N: Tensor | None
     context: TokenContext
 
     @property
-    def coordinates_N(self) -> Tensor:
-        """The dropout coordinate of each row, different for each token and expert."""
-        tokens = self.context.token_index.index_select(0, self.slots.tokens_N)
-        return tokens * self.num_experts + self.slots.experts_N
+    def groups(self) -> RowGroups:
+        """The rows of each expert here."""
+        return self.exchange.groups
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -164,45 +286,55 @@ class _RoutedExperts(torch.autograd.Function):
         rows: _Rows,
         gate_up: GroupedOperands,
         down: GroupedOperands,
+        gated: LinearInput,
         *leaves: Tensor,
     ) -> Tensor:
-        both, h = gate_up.forward(rows.slots.gather(x_TI), rows)
-        a, _ = _GATED.make(both, None, gate_up.kernels)
+        exchange = rows.exchange
+        x = exchange.out(rows.slots.gather(x_TI))
+        both, h = gate_up.forward(x, rows)
+        a, _ = gated.make(both, None, gate_up.kernels)
         y, h_down = down.forward(a, rows)
-        ctx.save_for_backward(x_TI, weights_TK, both, h, h_down)
-        ctx.rows, ctx.gate_up, ctx.down, ctx.num_leaves = rows, gate_up, down, len(leaves)
-        return rows.slots.combine(y, weights_TK)
+        ctx.save_for_backward(x_TI if exchange.stays else x, weights_TK, both, h, h_down)
+        ctx.rows, ctx.gate_up, ctx.down, ctx.gated, ctx.num_leaves = rows, gate_up, down, gated, len(leaves)
+        return rows.slots.combine(exchange.back(y), weights_TK)
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
-        x_TI, weights_TK, both, h, h_down = ctx.saved_tensors
-        rows, gate_up, down = ctx.rows, ctx.gate_up, ctx.down
-        slots = rows.slots
-        w_N1 = weights_TK.flatten().index_select(0, slots.order_N)[:, None]
-        dy = slots.gather(dy_TO)
-        a, _ = _GATED.make(both, None, gate_up.kernels)
-        given = down.gradient(dy, rows)
-        d_weights = _dots(given, a, h_down).index_select(0, slots.rows_TK.flatten()).view_as(slots.rows_TK)
+        kept_x, weights_TK, both, h, h_down = ctx.saved_tensors
+        rows, gate_up, down, gated = ctx.rows, ctx.gate_up, ctx.down, ctx.gated
+        slots, exchange = rows.slots, rows.exchange
+        w_N1 = exchange.out(weights_TK.flatten().index_select(0, slots.order_N))[:, None]
+        dy = exchange.out(slots.gather(dy_TO))
+        a, _ = gated.make(both, None, gate_up.kernels)
+        da, dh_down = down.gradient(dy, rows)
+        dots, bias_dots = _dots(da, a), down.bias_dots(dy, rows)
+        dots = dots if h_down is None else dots + _dots(dh_down, h_down)
+        d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
+        d_weights = d_weights.index_select(0, slots.rows_TK.flatten()).view_as(slots.rows_TK)
         w = w_N1.to(dy.dtype)
-        down.add_weight_gradients(dy, a * w, None if h_down is None else h_down * w, rows)
-        da, dh_down = down.split(given.mul_(w))
+        weighted = a * w if any(down.weight_blocks) else a  # which nobody reads where no weight trains
+        down.add_weight_gradients(dy, weighted, None if h_down is None else h_down * w, rows)
+        if down.bias_blocks:
+            down.add_bias_gradients(dy * w, rows)
+        for given in (da, dh_down):
+            if given is not None:
+                given.mul_(w)
         down.through_adapters(da, dh_down, a, rows)
-        d_both = _GATED.gradient(da.contiguous(), both, None, None, gate_up.kernels)
+        d_both = gated.gradient(da.contiguous(), both, None, None, gate_up.kernels)
         del given, da, dh_down, a, dy
-        x = slots.gather(x_TI)
-        dx, dh = gate_up.split(gate_up.gradient(d_both, rows))
+        x = slots.gather(kept_x) if exchange.stays else kept_x
+        dx, dh = gate_up.gradient(d_both, rows)
         gate_up.add_weight_gradients(d_both, x, h, rows)
+        gate_up.add_bias_gradients(d_both, rows)
         needs_dx = ctx.needs_input_grad[0]
         gate_up.through_adapters(dx if needs_dx else None, dh, x, rows)
-        d_input = slots.combine(dx) if needs_dx else None
-        return (d_input, d_weights.to(weights_TK.dtype), None, None, None, *([None] * ctx.num_leaves))
+        d_input = slots.combine(exchange.back(dx)) if needs_dx else None
+        return (d_input, d_weights.to(weights_TK.dtype), None, None, None, None, *([None] * ctx.num_leaves))
 
 
-def _dots(given_NI: Tensor, a_NI: Tensor, h_NR: Tensor | None) -> Tensor:
-    """Returns fp32 [N], the products of rows: with a, and with H beside it."""
-    width = a_NI.shape[1]
-    total = (given_NI[:, :width].to(torch.float32) * a_NI).sum(dim=1)
-    return total if h_NR is None else total + (given_NI[:, width:].to(torch.float32) * h_NR).sum(dim=1)
+def _dots(left_NF: Tensor, right_NF: Tensor) -> Tensor:
+    """Returns fp32 [N], the products of rows."""
+    return (left_NF.to(torch.float32) * right_NF).sum(dim=1)
 
 
 def routed_experts(
@@ -213,6 +345,9 @@ def routed_experts(
     down: GroupedOperands,
     context: TokenContext,
     leaves: tuple[Tensor, ...],
+    exchange: Exchange,
+    *,
+    gated: LinearInput = SWIGLU,
 ) -> Tensor:
     """Computes the experts of a mixture.
 
@@ -222,10 +357,15 @@ def routed_experts(
         gate_up, down: this rank's part of the experts.
         context: coordinates of the tokens.
         leaves: every tensor in the operands that trains.
+        exchange: with the ranks that have the other experts.
+        gated: makes a from [gate | up].
 
     Returns:
         [T, I], this rank's part of the sum over tensor ranks.
     """
-    rows = _Rows(slots=slots, num_experts=gate_up.extended_EOI.shape[0], context=context)
     gate_up, down = gate_up.in_context(context), down.in_context(context)
-    return _RoutedExperts.apply(x_TI, weights_TK, rows, gate_up, down, *leaves)
+    coordinates = None
+    if context.training and (gate_up.drops or down.drops):
+        coordinates = exchange.out(slots.coordinates(context.token_index))
+    rows = _Rows(slots=slots, exchange=exchange, coordinates_N=coordinates, context=context)
+    return _RoutedExperts.apply(x_TI, weights_TK, rows, gate_up, down, gated, *leaves)

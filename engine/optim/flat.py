@@ -44,6 +44,7 @@ class Span:
         owner: whether this rank counts it in the gradient norm.
         decays: whether weight decay applies.
         lr_factor: the range's learning rate as a multiple of the optimizer's.
+        data: name of the axis that the gradient was summed over.
     """
 
     start: int
@@ -52,6 +53,7 @@ class Span:
     owner: bool
     decays: bool
     lr_factor: float = 1.0
+    data: str = "dp_cp"
 
 
 class FlatParameters:
@@ -77,22 +79,24 @@ class FlatParameters:
         lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
         self.sharding, self.host = sharding or Sharding(), host
-        size = self.sharding.size
         trainable = [entry for entry in entries if entry.sink is not None]
         self.regions = plan_regions(
-            trainable, size=size, bucket_elements=self.sharding.bucket_elements, lr_factor=lr_factor
+            trainable,
+            num_parts=self.sharding.num_parts if self.is_sharded else None,
+            bucket_elements=self.sharding.bucket_elements,
+            lr_factor=lr_factor,
         )
-        buckets = plan_buckets(self.regions, self.sharding.bucket_elements) if size > 1 else []
-        self._runs: list[OwnedRange] = owned_ranges(buckets, rank=self.sharding.rank, size=size)
+        buckets = plan_buckets(self.regions, self.sharding.bucket_elements) if self.is_sharded else []
+        self._runs: list[OwnedRange] = owned_ranges(buckets, self.sharding.rank)
         total = self.regions[-1].stop if self.regions else 0
-        self._num_own, self._device = total // size, device
+        self._num_own, self._device = (self.regions[-1].own.stop if self.regions else 0), device
         self.master = self.state()
         self.rounded: Tensor | None = None
         """This rank's masters in the weights' dtype, on the device: sent where sharded masters are in host memory."""
-        if host is not None and size > 1 and trainable:
+        if host is not None and self.is_sharded and trainable:
             self.rounded = torch.zeros(self._num_own, dtype=trainable[0].parameter.dtype, device=device)
         self.gradient = torch.zeros(
-            total // size if self.sharding.shards_gradients else total, dtype=torch.float32, device=device
+            self._num_own if self.sharding.shards_gradients else total, dtype=torch.float32, device=device
         )
         """The sum over all ranks, once it is complete: of everything, or this rank's own part alone."""
         order = {id(entry): place for place, entry in enumerate(reversed(trainable))}
@@ -101,17 +105,17 @@ class FlatParameters:
         )
         """The regions' slots in backward order."""
         self.buckets = tuple(buckets)
-        """The buckets that divide over the ranks; empty where nothing is sharded."""
+        """The buckets that divide over their ranks; empty where nothing is sharded."""
         self.spans = tuple(self._make_spans())
         self._publish: Publish
         source = self.master if self.rounded is None else self.rounded
-        if size == 1:
+        if not self.is_sharded:
             self._publish = CopyPublish(self.slots, self.master, [self.target(slot) for slot in self.slots])
         elif self._weights_are_sharded:
             assert self.sharding.weights is not None
-            self._publish = AllToAllPublish(self.buckets, source, self.sharding.weights)
+            self._publish = AllToAllPublish(self.buckets, source, self.sharding.axes, self.sharding.weights)
         else:
-            self._publish = AllGatherPublish(self.buckets, source, self.sharding.axis, self.sharding.weights)
+            self._publish = AllGatherPublish(self.buckets, source, self.sharding.axes, self.sharding.weights)
         if not self._weights_are_sharded:
             self._start_from_parameters()
 
@@ -128,7 +132,7 @@ class FlatParameters:
     @property
     def is_sharded(self) -> bool:
         """Whether the masters, and all that lies like them, are this rank's own part."""
-        return self.sharding.size > 1
+        return self.sharding.is_sharded
 
     @property
     def _weights_are_sharded(self) -> bool:
@@ -140,9 +144,8 @@ class FlatParameters:
         return sum(slot.size for slot in self.slots)
 
     def _make_spans(self) -> Iterable[Span]:
-        size, rank = self.sharding.size, self.sharding.rank
         for region in self.regions:
-            own = slice(region.start // size, region.stop // size)
+            own = region.own
 
             def span(own: slice, gradient: Tensor, region: Region = region) -> Span:
                 return Span(
@@ -152,14 +155,16 @@ class FlatParameters:
                     owner=region.owner,
                     decays=region.decays,
                     lr_factor=region.lr_factor,
+                    data=region.data,
                 )
 
-            if size == 1 or self.sharding.shards_gradients:
+            if not self.is_sharded or self.sharding.shards_gradients:
                 yield span(own, self.gradient[own])
                 continue
             for bucket in self.buckets:  # own parts lie apart in a gradient that is whole
                 if region.start <= bucket.start < region.stop:
-                    own = bucket.own(size)
+                    own = bucket.own
+                    rank = self.sharding.rank(bucket.data) if bucket.num_parts > 1 else 0
                     begin = bucket.start + rank * (own.stop - own.start)
                     yield span(own, self.gradient[begin : begin + own.stop - own.start])
 
@@ -187,6 +192,11 @@ class FlatParameters:
         Where masters are in host memory, `rounded` holds what they have become.
         """
         self._publish.start()
+
+    def finish_publish(self) -> None:
+        """Waits for all weights that `publish_async` has in flight, and gathers those that no forward has asked for.
+        Collective."""
+        self._publish.finish()
 
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
         """Returns views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`.
@@ -222,5 +232,6 @@ class FlatParameters:
         held = [region for region in self.regions if group in region.grad_reduce]
         if not held:
             return None
-        size = self.sharding.size if self.sharding.shards_gradients else 1
-        return held[0].start // size, held[-1].stop // size
+        if self.sharding.shards_gradients:
+            return held[0].own.start, held[-1].own.stop
+        return held[0].start, held[-1].stop

@@ -2,13 +2,13 @@
 
 Parameters are grouped into regions that need the same treatment, and within a region into buckets that are reduced
 together. Where the optimizer is sharded, each bucket is padded so that it divides into equal, aligned parts, and rank r
-of the group owns the r-th part of each bucket. The parts of one rank, one after the other, are its *own* buffers:
-because every bucket divides evenly, an offset p where a bucket or a region begins is p / size there.
+of the data-parallel ranks (of the experts' own, for experts) owns the r-th part of each bucket. The parts of one rank,
+one after the other, are its *own* buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -44,6 +44,9 @@ class Region:
         owner: whether this rank counts them in the gradient norm.
         decays: whether weight decay applies; see `decays`.
         lr_factor: their learning rate as a multiple of the optimizer's.
+        data: name of the axis over which the gradients are summed, see `ShardSpec.data`.
+        num_parts: parts into which its buckets divide, one a rank of that axis; 1 where they are not sharded.
+        own_start: where the part of a rank begins in the rank's own buffers.
     """
 
     start: int
@@ -53,19 +56,31 @@ class Region:
     owner: bool
     decays: bool
     lr_factor: float = 1.0
+    data: str = "dp_cp"
+    num_parts: int = 1
+    own_start: int = 0
+
+    @property
+    def own(self) -> slice:
+        """The place of a rank's part of the region in the rank's own buffers."""
+        return slice(self.own_start, self.own_start + (self.stop - self.start) // self.num_parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Slots whose gradients are reduced together, flat[start : stop]."""
+    """Slots whose gradients are reduced together, flat[start : stop]; see `Region` for the rest."""
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
+    data: str = "dp_cp"
+    num_parts: int = 1
+    own_start: int = 0
 
-    def own(self, size: int) -> slice:
-        """Returns the place of a rank's part of the bucket in the rank's own buffers."""
-        return slice(self.start // size, self.stop // size)
+    @property
+    def own(self) -> slice:
+        """The place of a rank's part of the bucket in the rank's own buffers."""
+        return slice(self.own_start, self.own_start + (self.stop - self.start) // self.num_parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +99,7 @@ class OwnedRange:
 
 def decays(entry: ShardEntry) -> bool:
     """Whether weight decay applies, as in Hugging Face's Trainer: to all but the weights of norms and biases."""
-    return len(entry.spec.global_shape) > 1 or entry.name.endswith(".lora_magnitude")
+    return len(entry.spec.global_shape) > 1 or entry.name.endswith((".lora_magnitude", ".sinks.weight"))
 
 
 class _Kind(NamedTuple):
@@ -93,6 +108,7 @@ class _Kind(NamedTuple):
 
     grad_reduce: tuple[str, ...]
     replicated: tuple[str, ...]
+    data: str
     no_decay: bool
     lr_factor: float
 
@@ -109,7 +125,7 @@ def _padded(size: int, multiple: int) -> int:
 def plan_regions(
     entries: Sequence[ShardEntry],
     *,
-    size: int = 1,
+    num_parts: Mapping[str, int] | None = None,
     bucket_elements: int = 0,
     lr_factor: Callable[[str], float] = same_rate,
 ) -> tuple[Region, ...]:
@@ -119,21 +135,24 @@ def plan_regions(
 
     Args:
         entries: trainable ones in forward order.
-        size: parts that each bucket must divide into.
-        bucket_elements: as for `plan_buckets`; without meaning where `size` is 1.
+        num_parts: parts that each bucket must divide into, by the axis that its gradients are summed over; None where
+            nothing is sharded.
+        bucket_elements: as for `plan_buckets`; without meaning where nothing is sharded.
         lr_factor: name of a parameter -> its learning rate as a multiple of the optimizer's.
     """
     groups: dict[_Kind, list[ShardEntry]] = {}
     for entry in reversed(entries):
-        kind = _Kind(entry.spec.grad_reduce, entry.spec.replicated, not decays(entry), lr_factor(entry.name))
+        spec = entry.spec
+        kind = _Kind(spec.grad_reduce, spec.replicated, spec.data, not decays(entry), lr_factor(entry.name))
         groups.setdefault(kind, []).append(entry)
-    regions, offset = [], 0
+    regions, offset, own = [], 0, 0
     for kind in sorted(groups):
         start, begin, slots = offset, offset, []
+        size = 1 if num_parts is None else num_parts[kind.data]
         for place, entry in enumerate(groups[kind], 1):
             slots.append(Slot(entry=entry, offset=offset, size=prod(entry.spec.local_shape)))
             offset += _padded(slots[-1].size, ALIGNMENT)
-            if size > 1 and (offset - begin >= bucket_elements or place == len(groups[kind])):
+            if num_parts is not None and (offset - begin >= bucket_elements or place == len(groups[kind])):
                 begin = offset = begin + _padded(offset - begin, size * ALIGNMENT)
         spec = groups[kind][0].spec
         assert all(entry.spec.owner == spec.owner for entry in groups[kind]), "ownership differs inside a region"
@@ -146,8 +165,12 @@ def plan_regions(
                 owner=spec.owner,
                 decays=not kind.no_decay,
                 lr_factor=kind.lr_factor,
+                data=kind.data,
+                num_parts=size,
+                own_start=own,
             )
         )
+        own = regions[-1].own.stop
     return tuple(regions)
 
 
@@ -160,21 +183,36 @@ def plan_buckets(regions: Iterable[Region], bucket_elements: int) -> list[Bucket
             slots.append(slot)
             stop = after.offset if after is not None else region.stop
             if stop - start >= bucket_elements or after is None:
-                buckets.append(Bucket(start=start, stop=stop, slots=tuple(slots)))
+                own = region.own_start + (start - region.start) // region.num_parts
+                buckets.append(
+                    Bucket(
+                        start=start,
+                        stop=stop,
+                        slots=tuple(slots),
+                        data=region.data,
+                        num_parts=region.num_parts,
+                        own_start=own,
+                    )
+                )
                 start, slots = stop, []
     return buckets
 
 
-def owned_ranges(buckets: Iterable[Bucket], *, rank: int, size: int) -> list[OwnedRange]:
-    """Returns what rank `rank` of `size` owns, in the order of its own buffers."""
+def owned_ranges(buckets: Iterable[Bucket], rank: Callable[[str], int]) -> list[OwnedRange]:
+    """Returns what a rank owns, in the order of its own buffers.
+
+    Args:
+        buckets: all, or some of them.
+        rank: name of an axis -> the rank's place on it.
+    """
     runs = []
     for bucket in buckets:
-        length = (bucket.stop - bucket.start) // size
-        begin = bucket.start + rank * length
+        length = (bucket.stop - bucket.start) // bucket.num_parts
+        begin = bucket.start + (rank(bucket.data) * length if bucket.num_parts > 1 else 0)
         for slot in bucket.slots:
             first = max(begin - slot.offset, 0)
             last = min(begin + length - slot.offset, slot.size)
             if first < last:
-                start = bucket.start // size + slot.offset + first - begin
+                start = bucket.own_start + slot.offset + first - begin
                 runs.append(OwnedRange(slot=slot, first=first, last=last, start=start))
     return runs

@@ -6,7 +6,7 @@ in the weights' dtype, not fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -57,7 +57,7 @@ class _GatheredBucket:
 
     def __init__(self, bucket: Bucket, master: Tensor, axis: Axis, weights: WeightPlacement | None) -> None:
         self._bucket, self._axis = bucket, axis
-        self._master = master[bucket.own(axis.size)]
+        self._master = master[bucket.own]
         targets = [target(slot, weights) for slot in bucket.slots]
         self._dtype, self._weights = targets[0].dtype, _Targets(targets)
         self._is_stale = False
@@ -94,17 +94,19 @@ class AllGatherPublish:
     """All-gathers, where each rank has its part of each bucket's masters, and all weights.
 
     Args:
-        buckets: all of them; the axis's ranks have one part of each.
+        buckets: all of them; the ranks of its axis have one part of each.
         master: this rank's own masters, or what they have been rounded to.
-        axis: the ranks.
+        axes: by name.
         weights: the layers that read a bucket wait for it, so that it is in flight while earlier layers compute; None
             gathers all at once.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: WeightPlacement | None) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], master: Tensor, axes: Mapping[str, Axis], weights: WeightPlacement | None
+    ) -> None:
         self._weights = weights
         # buckets lie in backward order
-        self._gathered = [_GatheredBucket(bucket, master, axis, weights) for bucket in reversed(buckets)]
+        self._gathered = [_GatheredBucket(bucket, master, axes[bucket.data], weights) for bucket in reversed(buckets)]
         if weights is not None:
             for bucket, gathered in zip(reversed(buckets), self._gathered, strict=True):
                 weights.attach_arrival([slot.entry.parameter for slot in bucket.slots], gathered)
@@ -131,22 +133,45 @@ class AllToAllPublish:
     one part: far less than an all-gather would.
 
     Args:
-        buckets: all of them; the ranks have one part of each.
+        buckets: all of them; the ranks of its axis have one part of each.
         master: this rank's own masters, or what they have been rounded to.
+        axes: by name.
         weights: which rank keeps what. What it does not shard, every rank gets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], master: Tensor, weights: WeightPlacement) -> None:
-        self._master, self._weights, axis = master, weights, weights.axis
+    def __init__(
+        self, buckets: Sequence[Bucket], master: Tensor, axes: Mapping[str, Axis], weights: WeightPlacement
+    ) -> None:
+        self._weights = weights
+        self._exchanges = []
+        for name, axis in axes.items():
+            if own := [bucket for bucket in buckets if bucket.data == name]:
+                self._exchanges.append(_Exchange(own, master, axis, weights))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        self._weights.drop()  # gathered weights are outdated
+        for exchange in self._exchanges:
+            exchange.run()
+
+    def finish(self) -> None:
+        pass
+
+
+class _Exchange:
+    """The all-to-all among the ranks of one axis; see `AllToAllPublish`."""
+
+    def __init__(self, buckets: Sequence[Bucket], master: Tensor, axis: Axis, weights: WeightPlacement) -> None:
+        self._axis = axis
         self._sent: list[Tensor] = []
         targets: list[Tensor] = []
         self._sent_sizes, self._received_sizes = [0] * axis.size, [0] * axis.size
-        self._dtype = buckets[0].slots[0].entry.parameter.dtype if buckets else master.dtype
+        self._empty, self._dtype = master[:0], buckets[0].slots[0].entry.parameter.dtype
         for source in range(axis.size):
             for keeper in range(axis.size):
                 if axis.rank not in (source, keeper):
                     continue
-                for run in owned_ranges(buckets, rank=source, size=axis.size):
+                for run in owned_ranges(buckets, lambda data, source=source: source):
                     first, last = _kept(run.slot, weights, keeper)
                     first, last = max(first, run.first), min(last, run.last)
                     if first >= last:
@@ -160,17 +185,12 @@ class AllToAllPublish:
                         self._received_sizes[source] += last - first
         self._shapes, self._targets = [target.shape for target in targets], _Targets(targets)
 
-    @torch.no_grad()
-    def start(self) -> None:
-        self._weights.drop()  # gathered weights are outdated
-        sent = torch.cat(self._sent) if self._sent else self._master[:0]
+    def run(self) -> None:
+        sent = torch.cat(self._sent) if self._sent else self._empty
         sizes = {"sent": self._sent_sizes, "received": self._received_sizes}
-        received = all_to_all(sent.to(self._dtype), self._weights.axis, **sizes)
+        received = all_to_all(sent.to(self._dtype), self._axis, **sizes)
         parts = received.split([shape.numel() for shape in self._shapes])
         self._targets.copy_from([part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
-
-    def finish(self) -> None:
-        pass
 
 
 class _Targets:

@@ -1,5 +1,6 @@
 """Gradient reduction: over data-parallel ranks in buckets while backward runs, over tensor-parallel ranks in one piece.
 
+Experts that are spread over other ranks than the rest have data-parallel ranks of their own; each bucket knows which.
 During the last micro-batch's backward each parameter reports when its gradient is complete; a bucket whose parameters
 have all reported is reduced at once. Buckets are reduced in a fixed order, the same on every rank. With several
 pipeline stages on a rank, each stage's parameters report during the last backward of their own stage.
@@ -36,7 +37,7 @@ class _AllReduced:
     """A bucket whose sum every rank gets."""
 
     def __init__(self, bucket: Bucket, gradient: Tensor) -> None:
-        self.slots, self.missing = bucket.slots, 0
+        self.slots, self.data, self.missing = bucket.slots, bucket.data, 0
         self.views = [slot.view(gradient, bucket.start) for slot in bucket.slots]
         """Where the slots' gradients are added up."""
         self._gradient = gradient
@@ -79,9 +80,11 @@ class _ReduceScattered(_AllReduced):
 
 
 def _summed(bucket: Bucket, flat: FlatParameters) -> _AllReduced:
-    if flat.sharding.shards_gradients:
-        return _ReduceScattered(bucket, flat.gradient[bucket.own(flat.sharding.size)])
-    return _AllReduced(bucket, flat.gradient[bucket.start : bucket.stop])
+    if not flat.sharding.shards_gradients:
+        return _AllReduced(bucket, flat.gradient[bucket.start : bucket.stop])
+    own = flat.gradient[bucket.own]
+    # what one rank has all the data of is whole
+    return _AllReduced(bucket, own) if bucket.num_parts == 1 else _ReduceScattered(bucket, own)
 
 
 class GradientReducer:
@@ -95,7 +98,11 @@ class GradientReducer:
 
     def __init__(self, flat: FlatParameters, mesh: Mesh, *, bucket_bytes: int) -> None:
         self._flat, self._mesh = flat, mesh
-        assert not flat.is_sharded or flat.sharding.axis == mesh.dp_cp, "sharded over other ranks than are summed over"
+        if flat.is_sharded:
+            axes = {bucket.data: flat.sharding.axes[bucket.data] for bucket in flat.buckets}
+            assert all(axis == mesh.axis(name) for name, axis in axes.items()), (
+                "sharded over other ranks than summed over"
+            )
         planned = flat.buckets if flat.is_sharded else plan_buckets(flat.regions, max(1, bucket_bytes // 4))
         place = {id(slot.entry): index for index, slot in enumerate(flat.slots)}
         # a bucket is complete when its last slot in backward order is
@@ -131,7 +138,7 @@ class GradientReducer:
     def _launch(self, *, force: bool) -> None:
         while self._next < len(self._buckets) and (force or self._buckets[self._next].missing <= 0):
             bucket = self._buckets[self._next]
-            bucket.launch(self._mesh.dp_cp)
+            bucket.launch(self._mesh.axis(bucket.data))
             self._in_flight.append(bucket)
             self._next += 1
             # the next bucket needs the memory; the backward of two buckets has hidden this reduction
@@ -170,11 +177,26 @@ def gradient_norm(
         mesh: axes of this rank.
         square_sum: 0-dim fp64 sum of the squares of a slice.
     """
+    total = _square_sum(flat, mesh, "dp_cp", (mesh.tp,), square_sum)
+    if mesh.grid.folds_experts:
+        total = total + _square_sum(flat, mesh, "edp", (mesh.experts.tp, mesh.ep), square_sum)
+    return all_reduce(total, mesh.pp).sqrt().float()
+
+
+def _square_sum(
+    flat: FlatParameters, mesh: Mesh, data: str, holders: tuple[Axis, ...], square_sum: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns the sum of squares, on this stage, of what is summed over the axis called `data`, fp64 0-dim.
+
+    Args:
+        holders: the axes whose ranks hold different parts of it.
+    """
     total = flat.gradient.new_zeros((), dtype=torch.float64)
     for span in flat.spans:
-        if span.owner:
+        if span.data == data and span.owner:
             total = total + square_sum(span.gradient)
     if flat.is_sharded:
-        total = all_reduce(total, mesh.dp_cp)
-    total = all_reduce(total, mesh.tp)
-    return all_reduce(total, mesh.pp).sqrt().float()
+        total = all_reduce(total, mesh.axis(data))
+    for axis in holders:
+        total = all_reduce(total, axis)
+    return total

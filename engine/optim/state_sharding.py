@@ -26,6 +26,7 @@ class Sharding:
         level: see this module's table.
         axis: ranks that hold copies of the same parameters and sum their gradients (the mesh's dp_cp). Where it is of
             size 1 there is nothing to shard.
+        expert_axis: the same of experts that are spread over other ranks than the rest (the mesh's edp).
         bucket_elements: elements of a bucket, at least; each bucket is divided evenly over the ranks.
         weights: of the model. At level "parameters" they are sharded over the same ranks; at the levels below, each
             layer waits for its updated weights. None gathers them all at once.
@@ -33,32 +34,44 @@ class Sharding:
 
     level: ShardLevel = "none"
     axis: Axis = field(default_factory=lambda: Axis("dp_cp"))
+    expert_axis: Axis = field(default_factory=lambda: Axis("edp"))
     bucket_elements: int = 1
     weights: WeightPlacement | None = None
 
     def __post_init__(self) -> None:
         shards_weights = self.weights is not None and self.weights.is_sharded
-        assert shards_weights == (self.level == "parameters" and self.axis.size > 1), self.level
+        assert shards_weights == (self.level == "parameters" and self.is_sharded), self.level
 
     @property
-    def size(self) -> int:
-        """The number of parts that masters and moments are cut into."""
-        return 1 if self.level == "none" else self.axis.size
+    def axes(self) -> dict[str, Axis]:
+        """The axes by name."""
+        return {axis.name: axis for axis in (self.axis, self.expert_axis)}
 
     @property
-    def rank(self) -> int:
-        """The number of this rank's part."""
-        return self.axis.rank if self.size > 1 else 0
+    def num_parts(self) -> dict[str, int]:
+        """The number of parts that masters and moments are cut into, by the axis that their gradients are summed
+        over."""
+        return {name: 1 if self.level == "none" else axis.size for name, axis in self.axes.items()}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether anything is."""
+        return max(self.num_parts.values()) > 1
+
+    def rank(self, data: str) -> int:
+        """Returns the number of this rank's part of what is summed over the axis called `data`."""
+        return self.axes[data].rank
 
     @property
     def shards_gradients(self) -> bool:
         """Whether a rank keeps its own part alone of the summed gradient."""
-        return self.size > 1 and self.level in ("gradients", "parameters")
+        return self.is_sharded and self.level in ("gradients", "parameters")
 
     def sentence(self) -> str | None:
         """Returns the line for the log; None where nothing is sharded by choice."""
         if self.level == "none":
             return None
-        if self.size == 1:
+        if not self.is_sharded:
             return f"sharding: nothing, since one rank sees all the data (parallel.shard is {self.level})"
-        return f"sharding: {self.level}, over {self.size} ranks"
+        experts = f", of experts over {self.expert_axis.size}" if self.expert_axis.size > 1 else ""
+        return f"sharding: {self.level}, over {self.axis.size} ranks{experts}"

@@ -23,11 +23,16 @@ from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import GPU_FOLD_MULTIPLE, REFERENCE, HeadNormKernels, Kernels, RowCodeKernels, gpu_folds
 from engine.ops.native_backend import NATIVE
-from engine.ops.quantized_products import REFERENCE_OPERANDS, OperandKernels
+from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
 from engine.quantization.encoding import encoding
 
-_COLUMNS_AT_ONCE = 256
-"""Output features of which `engine.kernels.triton.output_gradients` writes a partial sum of dH."""
+_TILE_TOKENS, _TILE_FEATURES, _TILE_FEATURES_FP32 = 64, 128, 64
+"""Tiles of the products with adapters. Those with the input take half the features of more than 64 ranks, those with
+the output twice as many of up to 32 ranks, unless they are in fp32."""
+_TILE_RANKS, _TILE_RANKS_FP32 = 128, 32
+_MULTIPROCESSORS = 132
+"""Of a Hopper GPU. Sums are cut into parts until there are two programs for each; a GPU with another number has partial
+sums of other sizes, which are a few percent of what the products read."""
 _MOST_RANKS, _MOST_RANKS_FP32 = 64, 16
 """Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its dA without the output."""
 _TOKENS_AT_ONCE, _TOKENS_AT_ONCE_FP32 = 1024, 512
@@ -87,11 +92,15 @@ def shape_kernels(name: str) -> Kernels:
         native,
         draw_mask=partial(_draw_bits, whole=1),
         attention=partial(_attention, wide=True),
+        project=_project,
+        swiglu_project=_swiglu_project,
+        a_gradient=lambda dh, x, mask, scale, sections: _a_partials(dh, x, sections),
+        norm_a_gradient=lambda dh, u, rstd, weight, mask, scale, sections: _a_partials(dh, u, sections),
+        b_gradient=_b_gradient,
         output_gradients=_output_gradients,
         head_norms=HeadNormKernels(forward=_head_norms, backward=_head_norms_backward),
         loss=replace(native.loss, tokens_multiple=GPU_TOKENS),
         row_codes=RowCodeKernels(norm=_norm_codes, swiglu=lambda gate_up, out: _row_codes(out)),
-        swiglu_project=write_in_place,
         swiglu_backward_adapted=_swiglu_backward_adapted,
         folds=gpu_folds,
         fold_multiple=GPU_FOLD_MULTIPLE,
@@ -102,7 +111,7 @@ def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
     """Returns how frozen weights are stored, and read by the backend `kernels`; `name` None is the model's dtype."""
     if name is None:
         return None
-    arithmetic, operands = PLAIN, REFERENCE_OPERANDS
+    arithmetic, operands = PLAIN, PLAIN_OPERANDS
     if kernels != "reference":
         arithmetic = replace(PLAIN, nf4_decode=write_in_place, row_decode=write_in_place)
     if kernels == "triton":
@@ -110,6 +119,7 @@ def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
             quantize_rows=lambda x, scales: _row_codes(x),
             quantize_matrix=lambda x, scales: (_codes(x), _wide(x, ())),
             transpose=lambda codes: codes.new_empty(codes.shape[::-1]),
+            multiply=gpu_product,
         )
     return BaseEncoding(encoding=encoding(name, arithmetic), operands=operands)
 
@@ -172,10 +182,65 @@ def _swiglu_backward_adapted(
     return gradient
 
 
-def _output_gradients(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor) -> None:
-    """Allocates the partial sums of dH."""
-    blocks = sum(-(-one.num_columns // _COLUMNS_AT_ONCE) for one in sections)
-    _wide(dy_TO, (blocks, dy_TO.shape[0], max(one.num_ranks for one in sections)))
+def _splits(programs: int, length: int, block: int) -> int:
+    """Returns how many parts a sum of `length` terms is cut into; `engine.kernels.triton.launch.split_count`."""
+    blocks = max(-(-length // block), 1)
+    wanted = min(blocks, -(-2 * _MULTIPROCESSORS // max(programs, 1)))
+    return -(-blocks // -(-blocks // wanted))
+
+
+def _rank_blocks(x: Tensor, num_ranks: int) -> int:
+    return -(-num_ranks // (_TILE_RANKS_FP32 if x.dtype == torch.float32 else _TILE_RANKS))
+
+
+def _tile_features(x: Tensor, num_ranks: int) -> int:
+    return _TILE_FEATURES_FP32 if x.dtype == torch.float32 or num_ranks > 64 else _TILE_FEATURES
+
+
+def _project(x: Tensor, a_RI: Tensor, *_: Any) -> None:
+    """Allocates the partial sums of H."""
+    num_ranks = a_RI.shape[0]
+    programs = -(-x.shape[0] // _TILE_TOKENS) * _rank_blocks(x, num_ranks)
+    if (splits := _splits(programs, x.shape[1], _tile_features(x, num_ranks))) > 1:
+        _wide(x, (splits, x.shape[0], num_ranks))
+
+
+def _swiglu_project(gate_up: Tensor, out: Tensor, a_RI: Tensor, *_: Any) -> None:
+    """Allocates the partial sums of H, from tiles of tokens and features of one size."""
+    wide, num_ranks = out.dtype == torch.float32, a_RI.shape[0]
+    if num_ranks > (_MOST_RANKS_FP32 if wide else _MOST_RANKS):
+        return _project(out, a_RI)
+    tile = 32 if wide else 64
+    if (splits := _splits(-(-out.shape[0] // tile), out.shape[1], tile)) > 1:
+        _wide(out, (splits, out.shape[0], num_ranks))
+
+
+def _a_partials(dh_TR: Tensor, x: Tensor, sections: Sequence[AdapterSection]) -> None:
+    """Allocates the partial sums of dA, of all sections unless one alone trains."""
+    trained = [one for one in sections if one.da is not None]
+    if trained:
+        num_ranks = trained[0].num_ranks if len(trained) == 1 else dh_TR.shape[1]
+        programs = -(-x.shape[1] // _tile_features(x, num_ranks)) * _rank_blocks(x, num_ranks)
+        _wide(x, (_splits(programs, x.shape[0], _TILE_TOKENS), num_ranks, x.shape[1]))
+
+
+def _b_gradient(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]) -> None:
+    if trained := [one for one in sections if one.db is not None]:
+        _output_gradients(dy_TO, h_TR, trained, dh_out=None)
+
+
+def _output_gradients(
+    dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection], *, dh_out: Tensor | None
+) -> None:
+    """Allocates the partial sums of dH and of dB, over blocks of each section's columns."""
+    wide, most = dy_TO.dtype == torch.float32, max(one.num_ranks for one in sections)
+    columns = _TILE_FEATURES_FP32 if wide else _TILE_FEATURES if most > 32 else 2 * _TILE_FEATURES
+    blocks = sum(-(-one.num_columns // columns) for one in sections)
+    if dh_out is not None:
+        _wide(dy_TO, (blocks, dy_TO.shape[0], most))
+    if any(one.db is not None for one in sections):
+        splits = _splits(blocks * _rank_blocks(dy_TO, most), dy_TO.shape[0], _TILE_TOKENS)
+        _wide(dy_TO, (splits, blocks * columns, most))
 
 
 # Attention.

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.codec import PLAIN
-from engine.kernels.records import AdapterSection, Documents, InputUpdate
+from engine.kernels.records import AdapterPlace, AdapterSection, Documents, InputUpdate
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels
@@ -39,6 +39,11 @@ _OVERWRITE = frozenset(("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_z
 """Operations that do not read what they write to."""
 _PICK_ROWS = frozenset(("embedding", "index", "index_select", "gather"))
 """Operations that read as much of their first tensor as they write."""
+
+_READ_TWICE = frozenset(("fp8 quantize_matrix",))
+"""Kernels that look at all of their input, for its largest number, before they read it again."""
+_READ_B = frozenset(("output_gradients",))
+"""Kernels that multiply by the B of the adapters that they are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +141,14 @@ class LaunchCounter(TorchDispatchMode):
             results = list(_tensors(out))
             between = self._allocated - before - sum(one.nbytes for one in results)
             given = [*args, *kwargs.values()]
+            read_again = _moved(_tensors(given)) if name in _READ_TWICE else 0
+            if name not in _READ_B:
+                given = [_read(one) for one in given]
             updates = sum(2.0 * one.dh_TR.shape[0] * one.a_RI.numel() for one in given if isinstance(one, InputUpdate))
             self.launches.append(
                 Launch(
                     name,
-                    _moved(_tensors(given)) + _moved(results) + 2 * max(0, between),
+                    _moved(_tensors(given)) + read_again + _moved(results) + 2 * max(0, between),
                     flops(*args, **kwargs) + updates,
                     count=2 if between > 0 else 1,
                 )
@@ -230,6 +238,7 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
     makers = {
         one.name: counter.kernel(getattr(base.operands, one.name), f"fp8 {one.name}", _no_products)
         for one in fields(base.operands)
+        if one.name != "multiply"
     }
     arithmetic = replace(PLAIN, nf4_decode=decode, row_decode=decode)
     return replace(base, encoding=encoding(base.encoding.name, arithmetic), operands=replace(base.operands, **makers))
@@ -318,6 +327,13 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         flops = 2.0 * prod(batch) * rows * inner * columns
         shape = f"{name.strip('_')} [{rows}, {inner}] [{inner}, {columns}]"
         return Launch(shape, _moved(operands) + _moved((out,)), flops, (prod(batch) * rows, columns), kind)
+    if name == "_grouped_mm":  # of rows in groups with a matrix each, or of the rows of both
+        left, right = operands[:2]
+        inner = left.shape[-1]
+        flops = 2.0 * inner * (out.numel() if out.dim() == 2 else out[0].numel())
+        rows, columns = out.shape[-2:]
+        shape = f"grouped_mm [{rows}, {inner}] [{inner}, {columns}]"
+        return Launch(shape, _moved((left, right)) + _moved((out,)), flops, (rows, columns), "product")
     results = list(_tensors(out))
     if name in _PICK_ROWS:
         return Launch(name, 2 * _moved(results) + _moved(operands[1:]))
@@ -325,6 +341,13 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         half = len(operands) // 2 if name == "_foreach_copy_" else 1
         operands = operands[half:]
     return Launch(name, _moved(operands) + _moved(results or _tensors(given[0])))
+
+
+def _read(value: Any) -> Any:
+    """Returns what a kernel reads of an argument that does not multiply by B: of adapters the gradients it adds to."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], AdapterPlace):
+        return [(one.da, one.db) for one in value if isinstance(one, AdapterSection)]
+    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

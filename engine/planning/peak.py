@@ -213,9 +213,8 @@ class _Rank:
             for one in layer.linears
             if one.is_decoded
         ]
-        return (
-            max((one.outputs * (one.inputs + one.extra) for one in linears), default=0) * self._workload.dtype.itemsize
-        )
+        elements = max((one.outputs * (one.inputs + one.extra) for one in linears), default=0)
+        return max(elements * self._workload.dtype.itemsize, self._shape.decoded_experts)
 
     def _largest_span(self) -> int:
         """Returns the elements of the largest span of this rank's masters; see `engine.optim.flat.Span`."""

@@ -23,12 +23,17 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: a backend that is not known, or a model that the planner cannot describe.
+        UserError: a backend that is not known.
     """
-    if decoder.routed is not None:
+    if config.objective.samples_completions:
         raise UserError(
-            f"this {decoder.family} model has experts that a router chooses, so that its memory depends on the text: "
-            "memory and time are not predicted for such models."
+            f"objective.name is {config.objective.name}, which samples completions beside training on them: memory and "
+            "time are not predicted for such runs."
+        )
+    if config.parallel.expert > 1:
+        raise UserError(
+            f"parallel.expert is {config.parallel.expert}: memory and time of experts that are divided over ranks "
+            "depend on the text, and are not predicted."
         )
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend

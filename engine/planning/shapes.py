@@ -14,6 +14,7 @@ from engine.layers.experts import ExpertPair
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
+from engine.layers.routed_experts import GroupedLinear
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.quantized_products import require_product_sizes
@@ -27,6 +28,9 @@ WIDE = 4
 
 RegionKey = tuple[tuple[str, ...], tuple[str, ...], bool]
 """The key of one region of the optimizer; see engine.optim.flat_layout."""
+
+
+_Linear = ColumnParallelLinear | RowParallelLinear | GroupedLinear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +127,7 @@ class ModelShape:
         encoder_trains: whether anything of the encoder of pictures that layers attend to does.
         embedding_parameters: of the embedding, and of a vision model and an encoder, which are beside it on the first
             stage.
+        decoded_experts: bytes in which experts that a router chooses are decoded; 0 where they are stored plainly.
     """
 
     hidden: int
@@ -134,6 +139,7 @@ class ModelShape:
     embedding_parameters: Parameters
     head_parameters: Parameters
     tied: bool
+    decoded_experts: int = 0
 
     @property
     def first_trainable_layer(self) -> int:
@@ -157,18 +163,21 @@ class ModelShape:
         return sum(sum(group.trained.values()) for group in groups)
 
 
-def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str) -> ModelShape:
+def model_shape(
+    config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str, dtype: torch.dtype
+) -> ModelShape:
     """Builds the model on the meta device and reads it.
 
     Args:
         config, plan: of the model.
         layout: of this rank.
         device_type: whose products must take what is stored encoded.
+        dtype: of weights and activations, on which it depends what is folded.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
-    model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=torch.float32)
+    model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
     _check_products(model, device_type)
     assert model.embedding is not None and model.head is not None and model.norm is not None
     operands = model.embedding.operands
@@ -187,10 +196,21 @@ def model_shape(config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout,
         embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
         head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
         tied=config.tied_embeddings,
+        decoded_experts=0 if layout.base is None or config.routed is None else layout.base.scratch.num_bytes,
     )
 
 
-def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
+def _linear(linear: _Linear) -> LinearShape:
+    """Returns the sizes of a linear; of the same one of all experts, as if their outputs were one's."""
+    if isinstance(linear, GroupedLinear):
+        count, outputs, columns = linear.storage.shape
+        blocks = [block for own in linear.operands.weight_blocks for block in own]
+        return LinearShape(
+            inputs=linear.operands.in_features,
+            outputs=count * outputs,
+            extra=columns - linear.operands.in_features,
+            trained_rows=tuple(block.rows.stop - block.rows.start for block in blocks),
+        )
     operands = linear.operands
     outputs, columns = operands.extended_OE.shape
     return LinearShape(
@@ -205,7 +225,7 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear) -> LinearShape:
 def _layer(layer: DecoderLayer) -> LayerShape:
     attention, mlp, cross = layer.attention, layer.mlp, layer.cross_attention
     qkv, out, gate_up, down = map(_linear, _linears(layer))
-    vision: tuple[ColumnParallelLinear | RowParallelLinear, ...] = ()
+    vision: tuple[_Linear, ...] = ()
     if isinstance(mlp, ExpertPair):
         vision = (attention.qkv.vision, attention.o_proj.vision, mlp.vision.gate_up, mlp.vision.down)
     return LayerShape(
@@ -233,8 +253,9 @@ def _likeness(layer: DecoderLayer) -> object:
     return tuple(entries), layer.attention.kind, tuple(drops)
 
 
-def _linears(layer: DecoderLayer) -> tuple[ColumnParallelLinear | RowParallelLinear, ...]:
-    """Returns what a token meets: of two experts, the text's, whose sizes are those of the other."""
+def _linears(layer: DecoderLayer) -> tuple[_Linear, ...]:
+    """Returns what a token meets: of two experts, the text's, whose sizes are those of the other; of a mixture, those
+    of all."""
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(mlp, ExpertPair):
         return attention.qkv, attention.o_proj, mlp.gate_up, mlp.down

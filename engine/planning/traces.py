@@ -136,7 +136,8 @@ class RankModel:
 
     def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
         self._workload, self._parallel = workload, parallel
-        self.shape = model_shape(workload.decoder, workload.plan, _layout(workload, parallel), workload.device_type)
+        layout = _layout(workload, parallel)
+        self.shape = model_shape(workload.decoder, workload.plan, layout, workload.device_type, workload.dtype)
         columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens

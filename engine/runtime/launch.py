@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import stat
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from engine.distributed.failures import communicating
 from engine.runtime.network import interface_towards, name_is_usable
 from engine.runtime.rendezvous import meet
-from engine.telemetry.ending import joins_others
+from engine.telemetry.ending import end_with_parent, joins_others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,23 +186,14 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def end_with_launcher() -> None:
-    """Has the system kill this process when torchrun is gone; does nothing without torchrun, or where it is not Linux.
+    """Has the system kill this process when torchrun is gone; does nothing without torchrun.
 
-    torchrun ends its ranks unless it is killed itself. They would then run on unwatched, or wait for each other. The
-    kernel notices whatever this process does, also where it is stopped or waits in a library. Whose child torchrun is,
-    and whether that changes, makes no difference.
+    torchrun ends its ranks unless it is killed itself. They would then run on unwatched, or wait for each other. Whose
+    child torchrun is, and whether that changes, makes no difference.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
-        return
-    launcher = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != launcher:  # it went while this was asked for
-        os.kill(os.getpid(), signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
 
 
 def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Launch:

@@ -10,7 +10,9 @@ like any program. Nothing else in the engine or its tools ends a process or regi
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -48,3 +50,22 @@ def end_at_once(status: int) -> NoReturn:
                 stream.flush()
     finally:
         os._exit(status)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the system kill this process when its parent is gone; does nothing where it is not Linux.
+
+    The kernel notices whatever this process does, also where it is stopped or waits in a library.
+
+    Args:
+        parent: process id of the parent, as the one who started this process knows it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it went while this was asked for
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from engine.checkpoint.reader import TensorReader
 from engine.config.run import RunConfig
+from engine.conversion.expert_factors import CommonFactors
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
+from engine.models.names import own_names
 from engine.training.start_model import ModelPlan, ModelSource
 
 
@@ -19,7 +22,7 @@ def check_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> No
         adapter_source(config, source, plan)
 
 
-def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> AdapterSource:
+def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> TensorReader:
     """The adapter of `lora.init_from`.
 
     Raises:
@@ -28,7 +31,7 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> A
     """
     lora, model = config.lora, source.model
     assert lora.init_from is not None
-    modules = adapted_modules(list(plan.shapes))
+    modules = adapted_modules([own for name in plan.shapes for own in own_names(name, model.decoder)])
     found = AdapterSource(
         lora.init_from,
         names=model.names,
@@ -56,12 +59,13 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> A
                 f"the adapter in {lora.init_from} has {name} trained in full (modules_to_save), which this run does "
                 f"not train: add {name.rpartition('.')[0]} to trainable."
             )
-    for name in found.tensor_names():
-        _check_tensor(found, name, plan.shapes.get(name))
-    return found
+    start = CommonFactors(found, list(plan.shapes), model.decoder)
+    for name in start.tensor_names():
+        _check_tensor(start, name, plan.shapes.get(name))
+    return start
 
 
-def _check_tensor(source: AdapterSource, name: str, shape: tuple[int, ...] | None) -> None:
+def _check_tensor(source: TensorReader, name: str, shape: tuple[int, ...] | None) -> None:
     """Refuses a tensor as `load_parameters` would later, when everything else has been read."""
     if shape is not None and source.shape(name) != shape:
         raise UserError(

@@ -71,7 +71,8 @@ def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) ->
     base = base_encoding(config, torch.device("meta"))
     if base is None:
         return
-    model = meta_model(decoder, tensor_size=config.parallel.tensor, plan=plan, base=base)
+    parallel = config.parallel
+    model = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan, base=base)
     if not any(True for _ in encoded_entries(model)):
         raise UserError(
             f"model.base_dtype is {config.model.base_dtype} and trainable is {list(config.trainable)}, which trains "

@@ -13,6 +13,7 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.layers.context import TensorLayout
+from engine.layers.host_copies import HostMemory
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -34,6 +35,7 @@ from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_senten
 from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
 from engine.training.rank_stages import Stages
+from engine.training.router_load import RouterLoad
 from engine.training.stage import ModelStage
 from engine.training.stage_layout import Partition
 from engine.training.start_model import ModelPlan, ModelSource
@@ -81,10 +83,8 @@ def build_training(
     choices = choose_for_device(config, launch.device, decoder)
     layout = _layout(config, mesh, plan.partition, decoder, choices, log)
     places = host_places(config.memory, launch.device)
-    weights = WeightPlacement(
-        mesh.dp_cp if config.parallel.shard == "parameters" else Axis("dp_cp"), host=places.weights
-    )
-    objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp)
+    weights = _placement(config, mesh, places.weights)
+    objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp, rollout=config.rollout)
     loss_scale = _loss_scale(config, launch.device)
     stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale)
     entries = stages.entries()
@@ -98,11 +98,12 @@ def build_training(
     if (sentence := host_sentence(places, weights, flat)) is not None:
         log.info(sentence)
     with checked_together([] if source.weights is None else [source.weights.checks], mesh.world, learn=True):
-        fill_parameters(config, source, plan, entries, flat, weights, mesh.dp_cp, log)
+        fill_parameters(config, source, plan, entries, flat, weights, mesh, log)
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
-    step = TrainStep(stages, reducer, optimizer, mesh)
+    load = None if decoder.routed is None else RouterLoad(stages.models(), mesh, launch.device)
+    step = TrainStep(stages, reducer, optimizer, mesh, load)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(
         source=source,
@@ -123,7 +124,16 @@ def _grid(config: RunConfig, world_size: int) -> RankGrid:
         cp=config.parallel.context,
         dp=data_parallel_size(config, world_size),
         pp=config.parallel.pipeline,
+        ep=config.parallel.expert,
+        cuts_experts=config.parallel.cuts_experts,
     )
+
+
+def _placement(config: RunConfig, mesh: Mesh, host: HostMemory | None) -> WeightPlacement:
+    """Returns where weights wait: on other ranks, in host memory, or on the device."""
+    if config.parallel.shard != "parameters":
+        return WeightPlacement(Axis("dp_cp"), host=host)
+    return WeightPlacement(mesh.dp_cp, host=host, expert_axis=mesh.edp)
 
 
 def _loss_scale(config: RunConfig, device: torch.device) -> LossScale | None:
@@ -181,6 +191,7 @@ def _sharding(config: RunConfig, mesh: Mesh, weights: WeightPlacement, log: Log)
     sharding = Sharding(
         level=config.parallel.shard,
         axis=mesh.dp_cp,
+        expert_axis=mesh.edp,
         bucket_elements=max(1, _bucket_bytes(config) // 4),
         weights=weights,
     )
@@ -210,6 +221,7 @@ def _layout(
         context_method=config.parallel.context_method,
         attention_blocks=choices.blocks,
         base=choices.base,
+        experts=mesh.experts,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
-from engine.config.rules import check_warmup, data_parallel_size
+from engine.config.rules import check_warmup, data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.blend import blend
 from engine.data.collate import GPU_LENGTH_MULTIPLE
@@ -22,6 +22,8 @@ from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.preference_pairs import build_pairs
 from engine.data.preview import preview
+from engine.data.processor_template import processor_template
+from engine.data.prompts import PromptLoader, read_prompts
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store, open_store
 from engine.data.stored_rows import stored_dataset
@@ -30,6 +32,7 @@ from engine.data.vision.families import vision_family
 from engine.data.vision.reader import PictureReader
 from engine.distributed.mesh import Mesh
 from engine.errors import UserError
+from engine.inference.generate import context_limit
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import vision_left_out
 from engine.runtime.launch import Launch
@@ -38,6 +41,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.tile_shares import ENCODES_ALL, EncoderRank
 from engine.training.node_data import NodeData
+from engine.training.rollouts.scorer import check_rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,7 @@ class RunData:
     """Training and validation rows of this rank."""
 
     tokenizer: Tokenizer
-    train: DataLoader
+    train: DataLoader | PromptLoader
     validation: EvalLoader | None
 
 
@@ -62,7 +66,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     """
     decoder = model.decoder
     tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, chat_options(config))
-    for warning in (*tokenizer.chat_warnings(), *_template_warnings(config, tokenizer)):
+    for warning in (*tokenizer.chat_warnings(training=True), *_template_warnings(config, tokenizer)):
         log.warning(warning)
     if tokenizer.vocab_size > decoder.vocab_size:
         log.warning(
@@ -73,6 +77,9 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     if (left_out := vision_left_out(model.hf_config)) is not None:
         log.warning(left_out)
     pictures = _picture_reader(config, model, tokenizer)
+    if config.objective.samples_completions:
+        prompts = _prompt_loader(config, launch, model, tokenizer, log)
+        return RunData(tokenizer=tokenizer, train=prompts, validation=None)
     source = _Source(config, tokenizer, pictures, decoder, log, NodeData.of_this_process(launch))
     train, held_out = source.training_set(config.data.train)
     show_samples(config, train, tokenizer, log)
@@ -100,6 +107,59 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     if (too_long := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
         log.warning(too_long)
     return RunData(tokenizer=tokenizer, train=loader, validation=validation)
+
+
+def _prompt_loader(
+    config: RunConfig, launch: Launch, model: ModelFolder, tokenizer: Tokenizer, log: Log
+) -> PromptLoader:
+    """Reads the prompts of a run that trains on its own completions.
+
+    Raises:
+        UserError: a record that cannot be used, or a model that is asked for more than text.
+    """
+    data, rollout, decoder = config.data, config.rollout, model.decoder
+    assert data.train is not None
+    if decoder.cross_attention is not None:
+        raise UserError(
+            f"every layer of this {decoder.family} model attends to a picture, and rollouts have text alone: choose "
+            "another model."
+        )
+    if data.seq_length > (limit := context_limit(decoder)):
+        raise UserError(
+            f"data.seq_length is {data.seq_length}, which prompts and completions may reach, but the model's context "
+            f"is {limit}: set data.seq_length to {limit} or less."
+        )
+    room = data.seq_length - rollout.max_completion_length
+    with Progress(log, "reading prompts", None, "records") as progress:
+        done = 0
+
+        def advance(count: int, total: int) -> None:
+            nonlocal done
+            progress.advance(count - done)
+            done = count
+
+        prompts = read_prompts(
+            data.train, tokenizer=tokenizer, room=room, refuses_long=data.overlong == "error", progress=advance
+        )
+    if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
+        raise UserError(
+            f"{data.train} has token id {largest}, but the model's vocabulary has {decoder.vocab_size} entries: set "
+            "data.tokenizer to the tokenizer this model was trained with."
+        )
+    log.info(f"training data: {prompts.summary(room)}")
+    check_rewards(config, launch, prompts.columns)
+    loader = PromptLoader(
+        prompts,
+        num_generations=rollout.num_generations,
+        num_iterations=config.objective.num_iterations,
+        steps_per_generation=rollout.steps_per_generation,
+        global_batch_size=config.train.global_batch_size,
+        num_micro_batches=gradient_accumulation_steps(config, launch.world_size),
+        seed=config.train.seed,
+    )
+    if config.train.num_epochs is not None:
+        check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
+    return loader
 
 
 def _picture_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> PictureReader | None:
@@ -153,7 +213,8 @@ def _template_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokenizer:
     """Returns what of the run's tokenizer is not its base's own, for exports."""
     options, path = chat_options(config), config.data.tokenizer
-    chosen = options.template is not None or options.trained_template is not None
+    beside = processor_template(Path(path or config.model.path).expanduser())  # adapters leave without its files
+    chosen = any(one is not None for one in (options.template, options.trained_template, beside))
     return TrainedTokenizer(
         None if path is None else Path(path).expanduser().resolve(), tokenizer.chat_template if chosen else None
     )
@@ -232,7 +293,7 @@ def loader_options(
         "micro_batch_size": config.train.micro_batch_size,
         "data_rank": data_rank,
         "data_size": data_size,
-        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.sequence_parallel else 1,
+        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.splits_tokens else 1,
         "length_multiple": GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
         "context_rank": context_rank,
         "context_size": context,

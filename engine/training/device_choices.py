@@ -16,6 +16,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention.bidirectional import spans_sentence
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
+from engine.ops.attention.sinks import sinks_sentence
 from engine.ops.attention.varlen import AttentionChoice, choose_attention
 from engine.ops.backends import choose_kernels
 from engine.ops.encoded_weight import BaseEncoding
@@ -60,6 +61,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
     if decoder.bidirectional_pictures:
         sentences.append(spans_sentence(attention.kernels.attention, blocks))
+    if decoder.attention_sinks:
+        sentences.append(sinks_sentence(attention.kernels.attention, blocks))
     return DeviceChoices(
         optimizer=optimizer,
         attention=attention,
@@ -89,12 +92,12 @@ def choose_model_kernels(
 
 
 def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderConfig) -> AttentionBlocks:
-    """Chooses what attends between ranks, and within pictures whose tokens see each other.
+    """Chooses what attends between ranks, within pictures whose tokens see each other, and beside sinks.
 
     Where neither is needed, and where no other than the reference was asked for, it is the reference.
     """
-    ranks = config.parallel.context > 1
-    if not ranks and (config.model.kernels == "reference" or not decoder.bidirectional_pictures):
+    ranks, merged = config.parallel.context > 1, decoder.bidirectional_pictures or decoder.attention_sinks
+    if not ranks and (config.model.kernels == "reference" or not merged):
         return REFERENCE_BLOCKS
     dtype = TORCH_DTYPES[config.model.dtype]
     return choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.head_dim)

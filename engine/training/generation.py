@@ -188,7 +188,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
             "--format hf, and give the result to --model."
         )
     tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)
-    return _Adapter(trained.weights, checkpoint.trained(), trained.scale, checkpoint.base.get("dtype"), tokenizer)
+    return _Adapter(trained.weights, trained.values, trained.scale, checkpoint.base.get("dtype"), tokenizer)
 
 
 def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:

@@ -13,14 +13,25 @@ from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TrainingPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names, vision_linears
-from engine.models.names import FUSED, GATE_UP, KEY_VALUE, QKV, VISION_GATE_UP, VISION_QKV, NameMap, fused_parts
+from engine.models.names import (
+    EXPERT_GATE_UP,
+    FUSED,
+    GATE_UP,
+    KEY_VALUE,
+    QKV,
+    SHARED_EXPERT_GATE_UP,
+    VISION_GATE_UP,
+    VISION_QKV,
+    NameMap,
+    fused_parts,
+)
 
 
 def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
     if module.startswith(VISION):
         return module in vision_linears(decoder)
     leaf = module.rpartition(".")[2]
-    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens") or ".cross_attention." in module
+    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens", "router") or ".cross_attention." in module
 
 
 def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> TrainingPlan:
@@ -60,10 +71,16 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
             f"{both[0]} is in lora.targets and in trainable, but a module is either trained in full or carries an "
             "adapter: remove it from one of them (lora.rank 0 trains without adapters)."
         )
+    if config.lora.experts != "per_expert" and not any(".experts." in module for module in settings):
+        raise UserError(
+            f"lora.experts is {config.lora.experts}, but no expert that a router chooses is to have an adapter: add "
+            "their linears to lora.targets, or set lora.experts to per_expert."
+        )
     return TrainingPlan(
         trains=trained.__contains__,
         adapter=settings.get,
         fused={name for name in settings if fused_parts(name) != [name]}.__contains__,
+        experts=config.lora.experts,
         seed=config.train.seed,
     )
 
@@ -72,6 +89,8 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
     """Returns the log lines where the checkpoint stores modules as one matrix, or where several share one adapter."""
     lines = []
     for kind, parts in FUSED.items():
+        if kind == EXPERT_GATE_UP:
+            continue  # PEFT has one adapter or two there, as its user asks
         layers = [f"layers.{index}" for index in range(decoder.num_layers)]
         whole = any(plan.adapter(f"{layer}.{kind}") for layer in layers)
         apart = any(plan.adapter(f"{layer}.{part}") for layer in layers for part in parts)
@@ -98,13 +117,20 @@ def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[
     qkv, gate_up = (QKV, VISION_QKV), (GATE_UP, VISION_GATE_UP)
     every = (*qkv, *gate_up, KEY_VALUE)
     asked = {"auto": names.fused, "none": (), "qkv": qkv, "gate_up": gate_up, "all": every}[lora.fused]
-    kinds = [kind for kind in asked if FUSED[kind][0] in names.layer_modules]
-    if decoder.routed is not None and GATE_UP in kinds:
-        raise UserError(
-            f"lora.fused is {lora.fused}, but in this {decoder.family} model gate and up belong to experts that a "
-            "router chooses, which have an adapter each: set lora.fused to none or qkv."
-        )
-    return [f"layers.{index}.{kind}" for index in range(decoder.num_layers) for kind in kinds]
+    kinds = [kind for kind in asked if all(part in names.layer_modules for part in FUSED[kind])]
+    fused = [f"layers.{index}.{kind}" for index in range(decoder.num_layers) for kind in kinds]
+    return [place for module in fused for place in _places(module, decoder)]
+
+
+def _places(fused: str, decoder: DecoderConfig) -> list[str]:
+    """Returns the module itself or, of gate and up where the layer has a mixture, those of its experts."""
+    layer, _, inside = fused.removeprefix("layers.").partition(".")
+    routed = decoder.routed_at(int(layer))
+    if inside != GATE_UP or routed is None:
+        return [fused]
+    experts = [EXPERT_GATE_UP.replace("*", str(expert)) for expert in range(routed.rule.num_experts)]
+    shared = [SHARED_EXPERT_GATE_UP] if routed.shared else []
+    return [f"layers.{layer}.{module}" for module in (*experts, *shared)]
 
 
 def _require_patterns(lora: LoraOptions, candidates: Mapping[str, Sequence[str]], decoder: DecoderConfig) -> None:

@@ -18,7 +18,9 @@ from typing import cast
 import torch
 
 from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.run import RunConfig
+from engine.data.loader import DataLoader
 from engine.distributed.collectives import barrier, broadcast_object
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
@@ -44,10 +46,12 @@ from engine.training.reports.observation import Observation
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.resuming import RunComplete, StartingPoint
+from engine.training.rollouts.source import RolloutSource
 from engine.training.samples import SamplePrompt, TextSamples, read_prompts
 from engine.training.saving import StateSaver, tidy
 from engine.training.start_model import ModelPlan, ModelSource, check_model, model_source
 from engine.training.state import check_state, load_state
+from engine.training.step_source import RowSource, StepSource
 from engine.training.warm_up import warm_up
 
 
@@ -85,6 +89,7 @@ class PreparedRun:
         folder: of the run, locked by it.
         start: where the run begins.
         data, course: what it trains on, and for how many steps.
+        source: of these steps.
         training: the model with its weights, and what trains it.
         metrics, progress: where figures and lines go.
         clock: of the run.
@@ -102,6 +107,7 @@ class PreparedRun:
     folder: RunFolder
     start: Start
     data: RunData
+    source: StepSource
     course: Course
     training: Training
     metrics: MetricsWriter
@@ -167,7 +173,7 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     metrics = _open_metrics(config, log, folder, trackers, start, opened)
     prepared = _assemble(config, launch, log, listener, folder, start, read, training, metrics, opened)
     listener.data_read(
-        train_samples=len(read.data.train.dataset),
+        train_samples=read.data.train.num_samples,
         eval_samples=0 if read.data.validation is None else read.data.validation.num_samples,
         total_steps=read.course.steps,
         accumulation=read.data.train.num_micro_batches,
@@ -217,8 +223,8 @@ def _read_data(
     order = data.train.order
     read = _CourseData(
         data=data,
-        fingerprint=data.train.dataset.fingerprint(),
-        prompts=read_prompts(config, data.tokenizer, decoder, data.train.dataset.family),
+        fingerprint=data.train.fingerprint(),
+        prompts=read_prompts(config, data.tokenizer, decoder, data.train.family),
         course=plan_course(config, order, step=start.step, consumed=start.consumed),
     )
     if (point := start.point) is None:
@@ -237,7 +243,9 @@ def _build_warm(
     config: RunConfig, launch: Launch, log: Log, source: ModelSource, plan: ModelPlan, data: RunData | None
 ) -> Training:
     """Builds the model with its weights, and takes the warm-up steps, which leave no trace. Collective."""
-    documents = 1 if data is None else max_documents_per_row(data.train.dataset)
+    documents = 1
+    if data is not None and isinstance(data.train, DataLoader):
+        documents = max_documents_per_row(data.train.dataset)
     training = build_training(config, launch, source, plan, log, documents_per_row=documents)
     warm_up(config, launch, training, log)
     barrier()
@@ -307,18 +315,22 @@ def _assemble(
         )
     )
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
-    samples = TextSamples(config, training, data.tokenizer, read.prompts, data.train.dataset.family)
+    samples = TextSamples(config, training, data.tokenizer, read.prompts, data.train.family)
+    source = _step_source(config, launch, data, training, opened, metrics=metrics, say=say)
+    if start.resume is not None:
+        source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
     observation = Observation(config, launch, training, folder.path)
     opened.callback(observation.close)
     guards = build_guards(config, training, launch, say=say)
-    forecast = MemoryForecast(config, launch, training, data.train.dataset)
+    rows = data.train.dataset if isinstance(data.train, DataLoader) else None
+    forecast = MemoryForecast(config, launch, training, rows)
     opened.callback(progress.close)
     supervision = Supervision(config.train, launch, folder.path)
     opened.callback(supervision.close)  # closed first: while a last save is waited for, a signal ends the process
     reporter = StepReporter(
         config.log,
         training,
-        data.train,
+        source,
         clock,
         metrics=metrics,
         progress=progress,
@@ -335,6 +347,7 @@ def _assemble(
         folder=folder,
         start=start,
         data=data,
+        source=source,
         course=read.course,
         training=training,
         metrics=metrics,
@@ -348,4 +361,22 @@ def _assemble(
         samples=samples,
         saver=saver,
         supervision=supervision,
+    )
+
+
+def _step_source(
+    config: RunConfig,
+    launch: Launch,
+    data: RunData,
+    training: Training,
+    opened: ExitStack,
+    *,
+    metrics: MetricsWriter,
+    say: Callable[[str], None],
+) -> StepSource:
+    """Makes what the loop takes its steps from."""
+    if isinstance(data.train, DataLoader):
+        return RowSource(data.train)
+    return opened.enter_context(
+        RolloutSource(config, launch, training, data.train, data.tokenizer, metrics=metrics, say=say)
     )

@@ -152,9 +152,14 @@ class Stages:
         """This rank's last stage; the model's last one on the rank that has it."""
         return list(self._stages.values())[-1]
 
+    def maxima(self) -> Tensor:
+        """fp32 [maxima], the largest of this rank since the last forward began; -inf where it has no last stage."""
+        return torch.stack([stage.maxima for stage in self._stages.values()]).amax(dim=0)
+
     def _compare_with_base(self, batches: list[Batch]) -> None:
-        """Computes what the micro-batches are compared with, where that is the model without adapters."""
-        if self._last.objective.compares_with_base:
+        """Computes what the micro-batches are compared with, where that is the model without adapters and they do not
+        bring it."""
+        if self._last.objective.compares_with_base and not all(batch.brings_reference for batch in batches):
             self._forward(batches, adapters=False, collects=True)
 
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:

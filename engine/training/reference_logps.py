@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from engine.config.run import RunConfig
 from engine.config.run_files import REFERENCE
 from engine.data.dataset import TokenDataset
-from engine.data.loader import EvalLoader
+from engine.data.loader import DataLoader, EvalLoader
 from engine.distributed.collectives import all_reduce, barrier, broadcast_object
 from engine.errors import UserError
 from engine.telemetry.log import Log
@@ -52,6 +52,7 @@ def load_references(
     """
     if not (config.objective.has_reference and config.objective.reference == "initial"):
         return
+    assert isinstance(data.train, DataLoader), "completions are compared with the base"
     sets = {"train": data.train.dataset}
     if data.validation is not None:
         sets["validation"] = data.validation.dataset

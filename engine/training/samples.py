@@ -23,6 +23,7 @@ from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
 from engine.data.vision.family import VisionFamily
 from engine.data.vision.reader import PictureReader
 from engine.data.vision.records import PictureSample, plain_conversation, prompt_sample
+from engine.data.vision.row_pictures import Decoded
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.inference.generate import context_limit
@@ -144,8 +145,9 @@ class TextSamples:
     def run(self) -> list[tuple[str, str]]:
         """Each prompt and what it is continued with; the same on all ranks."""
         rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
+        decoded: Decoded = {}  # each picture once, though every token takes a pass over all of its text
         while active := [row for row in rows if not row.ended]:
-            for row, token in zip(active, self._next(active), strict=True):
+            for row, token in zip(active, self._next(active, decoded), strict=True):
                 row.ids.append(token)
                 if token not in self._ends:
                     row.stream.push(token)
@@ -154,7 +156,7 @@ class TextSamples:
             row.stream.finish()
         return list(zip(self._texts, (row.stream.text for row in rows), strict=True))
 
-    def _next(self, rows: list[_Row]) -> list[int]:
+    def _next(self, rows: list[_Row], decoded: Decoded) -> list[int]:
         """The most likely token after each row's text, all of which go through the pipeline together."""
         mesh, stages = self._training.mesh, self._training.stages
         texts = [row.prompt.ids + row.ids for row in rows]
@@ -165,7 +167,7 @@ class TextSamples:
             seq_length=longest,
             vision=vision_columns([Extras(own) if own else None for own in pictures]),
         )
-        dataset.read_with(self._family)
+        dataset.read_with(self._family, decoded)
         batches = [
             rank_batch(
                 dataset,

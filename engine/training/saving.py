@@ -27,6 +27,7 @@ from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.start_model import ModelSource
 from engine.training.state import state_contents, state_tensors
+from engine.training.step_source import NOTHING, SourceState
 
 _SECONDS_FOR_A_SAVE = 30.0
 """What a checkpoint that is being written gets to be finished, where the run ends with an error."""
@@ -93,13 +94,16 @@ class StateSaver:
             group, keep=options.keep, keep_every=options.keep_every, snapshot=snapshot, keep_best=options.keep_best
         )
 
-    def save(self, *, step: int, consumed: int, best: BestLoss, last: bool = False) -> float:
+    def save(
+        self, *, step: int, consumed: int, best: BestLoss, source: SourceState = NOTHING, last: bool = False
+    ) -> float:
         """Saves, or begins to. Every rank calls this after the same step.
 
         Args:
             step: steps taken.
             consumed: samples consumed: the data cursor.
             best: what the evaluations so far come to.
+            source: of the steps' source.
             last: training ends here.
 
         Returns:
@@ -117,6 +121,7 @@ class StateSaver:
             data=self._data,
             tokenizer=self._tokenizer,
             best=best,
+            source=source,
         )
         try:
             return self._saver.save(state_tensors(self._training), contents, last=last)

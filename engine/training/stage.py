@@ -12,6 +12,7 @@ from engine.batch import Batch
 from engine.distributed.operations import LOG
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
+from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
 from engine.ops.attention.token_context import TokenContext
 from engine.pipeline.schedule import Kind
@@ -65,6 +66,8 @@ class ModelStage:
         """Optimizer steps taken; the dropout coordinate, on the device so that a graph can replay it."""
         self.sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float32, device=device)
         """fp32 [1 + metrics]: this rank's loss and metrics, added up since `load`; 0 but on the last stage."""
+        self.maxima = torch.zeros(len(objective.maxima), dtype=torch.float32, device=device)
+        """fp32 [maxima]: the largest of this rank since `load`; -inf but on the last stage."""
         self.references: dict[int, Tensor] = {}
         """The reference's results by micro-batch; empty but on the last stage."""
         self.baseline = torch.zeros((), dtype=torch.float32, device=device)
@@ -118,6 +121,7 @@ class ModelStage:
         if self._loss_scale is not None:
             self._scale = self._scale * self._loss_scale
         self.sums.zero_()
+        self.maxima.fill_(-torch.inf)
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         """See engine.pipeline.runner.Stage."""
@@ -142,7 +146,15 @@ class ModelStage:
             if model.head is not None and self._read is not None:
                 self.references[microbatch] = self._read(model, out, batch, context)
             elif model.head is not None:
-                out = self._loss(microbatch, model.token_losses(out, batch, context))
+                objective = self.objective
+                figures = model.token_figures(
+                    out,
+                    batch,
+                    context,
+                    temperature=objective.temperature,
+                    entropies=objective.needs_entropies and not self._collects,
+                )
+                out = self._loss(microbatch, figures)
             message = None if model.head is not None else model.pack(out, context)
         if keeps:
             if message is not None and message.shape[0] == model.message_rows(batch, model.part.last, of_gradient=True):
@@ -151,16 +163,18 @@ class ModelStage:
         LOG.progressed(on_device=True)  # on a single device, and in a long accumulation, nothing else shows it
         return None if message is None else message.detach()
 
-    def _loss(self, microbatch: int, token_losses_T: Tensor) -> Tensor:
+    def _loss(self, microbatch: int, figures: TokenFigures) -> Tensor:
         """0-dim loss of a micro-batch, or what it will be compared with."""
         batch = self._batches[microbatch]
         if self._collects:
-            self.references[microbatch] = self.objective.reference(token_losses_T, batch)
+            self.references[microbatch] = self.objective.reference(figures.losses_T, batch)
             return self.references[microbatch]
         reference = self.references.pop(microbatch, None)
-        loss, figures = self.objective.sums(token_losses_T, batch, reference, self.baseline)
-        self.sums.add_(figures)
-        return loss
+        found = self.objective.sums(figures.losses_T, batch, reference, self.baseline, figures.entropies_T)
+        self.sums.add_(found.figures)
+        if found.maxima is not None:
+            torch.maximum(self.maxima, found.maxima, out=self.maxima)
+        return found.loss
 
     def backward(
         self, microbatch: int, gradient: Tensor | None = None, *, defer_weights: bool = False

@@ -24,14 +24,15 @@ from engine.files.strict_json import shown
 from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.start_model import ModelPlan, ModelSource
+from engine.training.step_source import NOTHING, SourceState
 
 
 def state_tensors(training: Training) -> list[NamedShard]:
     """Returns what this rank saves: masters and moments, in the memory that training changes."""
     optimizer = training.optimizer
     # where nothing is sharded, other data-parallel copies hold the same numbers; the first copy writes
-    writes = optimizer.flat.is_sharded or training.mesh.dp_cp.rank == 0
-    return owned(optimizer.state_shards()) if writes else []
+    writes = {data: optimizer.flat.is_sharded or training.mesh.axis(data).rank == 0 for data in ("dp_cp", "edp")}
+    return owned([shard for shard in optimizer.state_shards() if writes[shard.spec.data]])
 
 
 def state_contents(
@@ -44,6 +45,7 @@ def state_contents(
     data: str,
     tokenizer: TrainedTokenizer,
     best: BestLoss,
+    source: SourceState = NOTHING,
 ) -> TrainingContents:
     """Returns what a checkpoint holds apart from tensors; all but the step is for the rank that writes it.
 
@@ -54,6 +56,7 @@ def state_contents(
         data: fingerprint of the training data.
         tokenizer: what the data was tokenised with.
         best: what the evaluations so far come to.
+        source: of the steps' source.
     """
     if not training.mesh.is_writer:
         return TrainingContents(step=step, state={}, run_config="", base={}, lora={}, layout={})
@@ -67,6 +70,7 @@ def state_contents(
         "skipped": float(optimizer.skipped),
         "best": best.state(),
         "tokenizer": tokenizer.record(),
+        **source.values,
     }
     if (scale := optimizer.loss_scale) is not None:
         state |= {"loss_scale": float(scale.value), "good_steps": float(scale.good_steps)}
@@ -82,7 +86,8 @@ def state_contents(
         run_config=to_yaml(config),
         base=base,
         lora=asdict(config.lora) if config.lora.rank > 0 else {},
-        layout={"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp},
+        layout={"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp, "expert": grid.ep},
+        beside=source.files,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.batch import Batch
@@ -14,6 +15,7 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
 from engine.training.reports.phases import PhaseClock
+from engine.training.router_load import RouterLoad
 
 
 class StepResult(NamedTuple):
@@ -22,14 +24,16 @@ class StepResult(NamedTuple):
     Args:
         loss: 0-dim fp32 mean over the targets of the global batch, before the update.
         grad_norm: 0-dim fp32 norm before clipping.
-        metrics: fp32 means of the objective's metrics.
+        metrics: fp32 means of the objective's metrics, and behind them its maxima.
         loss_scale: 0-dim fp32, what the loss was multiplied by before backward; 1 where it is not scaled.
+        router: fp32 figures of `RouterLoad`; none for a model without a mixture of experts.
     """
 
     loss: Tensor
     grad_norm: Tensor
     metrics: Tensor
     loss_scale: Tensor
+    router: Tensor = torch.zeros(0)
 
 
 class TrainStep:
@@ -39,8 +43,16 @@ class TrainStep:
     depends on them: `on_device` launches the same work in each step, as a graph that replays it must.
     """
 
-    def __init__(self, stages: Stages, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        reducer: GradientReducer,
+        optimizer: FlatAdamW,
+        mesh: Mesh,
+        router_load: RouterLoad | None = None,
+    ) -> None:
         self._stages, self._reducer, self._optimizer, self._mesh = stages, reducer, optimizer, mesh
+        self._router_load = router_load
         self._target_count = torch.ones((), dtype=torch.float32, device=stages.step.device)
         self._lr = torch.zeros_like(self._target_count)
         self.phases = PhaseClock(stages.step.device)
@@ -53,7 +65,7 @@ class TrainStep:
 
     def with_stages(self, stages: Stages) -> TrainStep:
         """The same step through other stages of the same model."""
-        return TrainStep(stages, self._reducer, self._optimizer, self._mesh)
+        return TrainStep(stages, self._reducer, self._optimizer, self._mesh, self._router_load)
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
         """Leaves the global batch's summed gradient, times the loss scale where there is one, in the flat buffer.
@@ -65,13 +77,19 @@ class TrainStep:
         return self._gradients(batches)[0]
 
     def _gradients(self, batches: list[Batch]) -> Tensor:
-        """fp32 [1 + metrics]: means of the loss and the objective's metrics over the global batch."""
+        """fp32 [1 + metrics + maxima]: means of the loss and the objective's metrics over the global batch, and the
+        largest of its maxima."""
         sums = self._stages.gradients(batches, self._target_count, before_last_backward=self._reducer.arm)
         self.phases.passed("forward_backward")
         figures, handle = all_reduce_async(sums, self._mesh.dp_cp)  # hidden by the gradients' sum
         self._reducer.finish()
         handle.wait()
         means = all_reduce(figures, self._mesh.pp) / self._target_count.clamp(min=1.0)
+        maxima = self._stages.maxima()
+        if maxima.numel():
+            for axis in (self._mesh.dp_cp, self._mesh.pp):
+                maxima = all_reduce(maxima, axis, dist.ReduceOp.MAX)
+            means = torch.cat((means, maxima))
         self.phases.passed("reduce")
         return means
 
@@ -101,4 +119,5 @@ class TrainStep:
         norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)
         self.phases.passed("optimizer", last=True)
-        return StepResult(figures[0], norm, figures[1:], scale)
+        router = figures[:0] if self._router_load is None else self._router_load.figures()
+        return StepResult(figures[0], norm, figures[1:], scale, router)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 
-from engine.batch import Batch
 from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.config.rules import check_world
 from engine.config.run import RunConfig
@@ -26,6 +25,7 @@ from engine.training.prepare import PreparedRun, prepare
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete
 from engine.training.samples import quoted
+from engine.training.step_source import StepRows
 
 
 class Trainer:
@@ -71,41 +71,42 @@ class Trainer:
 
     def _take_steps(self) -> None:
         """Takes the steps, until the last one or until an evaluation ends the run."""
-        run, loader = self._run, self._run.data.train
+        run = self._run
         run.listener.block_started(self._consumed)
         if self._evaluate_in_turn():
             return
         run.guards.begin(self.step, self._consumed)
         # closed here, because an error keeps this frame, and with it the threads that build batches
-        with closing(loader.stream(self._consumed, run.course.steps - self.step)) as stream:
-            for batches in stream:
+        with closing(run.source.stream(self.step, self._consumed, run.course.steps - self.step)) as stream:
+            for rows in stream:
                 run.supervision.check(self.step)
-                self._take(batches)
+                self._take(rows)
+                if rows.is_followed_by_work:
+                    run.reporter.catch_up()
                 if self._evaluate_in_turn():
                     return
                 if self._save_is_due():
                     self._save(last=self.step == run.course.steps)
                 run.saver.report()
 
-    def _take(self, batches: list[Batch]) -> None:
+    def _take(self, rows: StepRows) -> None:
         """Hands one step to the device, which reports the step before it."""
-        run, loader = self._run, self._run.data.train
-        lr, targets = run.course.rate(self.step), loader.target_count(self._consumed)
-        rows = loader.order.rows(self._consumed)
-        tokens = int(loader.dataset.row_lengths[rows].sum())
+        run, lr = self._run, self._run.course.rate(self.step)
         run.reporter.before(self.step + 1)
-        result = self._take_step(batches, targets, lr)
+        result = self._take_step(rows.batches, rows.targets, lr)
         self.step += 1
-        self._consumed += len(rows)
-        seen = StepSeen(self.step, batches, targets, lr, self._consumed, result, StepFigures(result))
-        run.reporter.after(seen, rows=len(rows), tokens=tokens)
+        self._consumed += rows.samples
+        seen = StepSeen(
+            self.step, rows.batches, rows.targets, lr, self._consumed, result, StepFigures(result), rows.teaches
+        )
+        run.reporter.after(seen, rows=rows.rows, tokens=rows.tokens, figures=rows.figures)
 
     def _announce(self) -> None:
-        run, loader = self._run, self._run.data.train
-        announce(run.config, run.launch, run.training, run.log, num_micro_batches=loader.num_micro_batches)
+        run, source = self._run, self._run.source
+        announce(run.config, run.launch, run.training, run.log, num_micro_batches=source.num_micro_batches)
         if (line := run.forecast.line()) is not None:
             run.log.info(line)
-        run.log.info(f"data order: {loader.order.sentence()}")
+        run.log.info(f"data order: {source.sentence()}")
         run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {run.folder.path}")
 
     def _summary(self, seconds: float, stopped: str | None) -> RunSummary:
@@ -119,7 +120,7 @@ class Trainer:
             tokens=run.reporter.tokens,
             seconds=seconds,
             memory=peak_memory_bytes(),
-            data_stall=run.data.train.stalled,
+            data_stall=run.source.stalled,
             graphs=run.training.graphs.counts.line() if run.training.graphs is not None else None,
             stopped=stopped,
         )
@@ -177,7 +178,13 @@ class Trainer:
         run.reporter.catch_up(last=self.step == run.course.steps)
         run.folder.require_own()
         run.clock.leave_out(
-            run.saver.save(step=self.step, consumed=self._consumed, best=run.evaluations.best, last=last)
+            run.saver.save(
+                step=self.step,
+                consumed=self._consumed,
+                best=run.evaluations.best,
+                source=run.source.state(self._consumed),
+                last=last,
+            )
         )
         self._saved = self.step
 

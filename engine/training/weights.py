@@ -6,7 +6,7 @@ import torch
 
 from engine.checkpoint.loading import load_copies, load_parameters
 from engine.config.run import RunConfig
-from engine.distributed.mesh import Axis
+from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
 from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
@@ -28,14 +28,14 @@ def fill_parameters(
     entries: list[ShardEntry],
     flat: FlatParameters,
     weights: WeightPlacement,
-    copies: Axis,
+    mesh: Mesh,
     log: Log,
 ) -> None:
     """Fills weights from the checkpoint (or draws them), and adapters fresh or from PEFT. Trained tensors are
     filled in their fp32 masters, so that nothing is rounded to the compute dtype on the way. Collective.
 
     Args:
-        copies: the ranks that hold the same parts of what is not sharded, of which one reads each.
+        mesh: of ranks that hold the same parts of what is not sharded, one reads each.
     """
     masters = flat.master_shards()
     base = [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]
@@ -50,7 +50,9 @@ def fill_parameters(
     else:
         total = sum(shard.tensor.nbytes for shard in copied + base)
         with Progress(log, "reading weights", total, "bytes") as progress:
-            load_copies(copied, source.weights, copies, progress=progress.advance)
+            for data in ("dp_cp", "edp"):
+                alike = [shard for shard in copied if shard.spec.data == data]
+                load_copies(alike, source.weights, mesh.axis(data), progress=progress.advance)
             load_parameters(base, source.weights, progress=progress.advance)
     if config.lora.rank > 0:
         if config.lora.init_from is None:

@@ -12,9 +12,11 @@ from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import shard_entries
+from engine.layers.routed_experts import GroupedLinear
 from engine.models.decoder import Decoder
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of
+from engine.models.names import fused_parts
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.varlen import choose_attention
 from engine.ops.backends import choose_kernels
@@ -26,10 +28,12 @@ from engine.training.base_encoding import named_encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from rankfold.benchmarking.floor import FrozenProduct
 from rankfold.benchmarking.model import (
     BETAS,
     CLIP_GRAD_NORM,
     EPS,
+    EXPERT_TARGETS,
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
@@ -39,7 +43,7 @@ from rankfold.benchmarking.model import (
     draw,
     hf_config,
 )
-from rankfold.benchmarking.options import ModelOptions
+from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -52,7 +56,11 @@ class EngineSide:
         family, text = family_of(hf_config(options))
         self._names = family.names
         settings = AdapterSettings(rank=options.rank, scale=float(LORA_ALPHA_OVER_RANK), dropout=options.dropout)
-        plan = TrainingPlan(adapter=lambda module: settings if module.rpartition(".")[2] in TARGETS else None)
+        targets = EXPERT_TARGETS if isinstance(options, ExpertsOptions) else TARGETS
+        plan = TrainingPlan(
+            adapter=lambda module: settings if module.rpartition(".")[2] in targets else None,
+            fused=lambda module: module.rpartition(".")[2] in targets,
+        )
         dtype = TORCH_DTYPES[options.dtype]
         kernels, self.kernels = choose_kernels(options.kernels, device=device, dtype=dtype)
         if options.documents > 1:
@@ -74,7 +82,10 @@ class EngineSide:
     def _fill(self, shards: list[NamedShard]) -> None:
         for shard in shards:
             module, _, leaf = shard.name.rpartition(".")
-            draw(f"{self._names.module_to_hf(module)}.{leaf}", shard.tensor)
+            name = self._names.module_to_hf(fused_parts(module)[0])
+            if ".experts." in name:  # one adapter of gate and up is drawn by their common name
+                name = f"{name.rpartition('.')[0]}.{module.rpartition('.')[2]}"
+            draw(f"{name}.{leaf}", shard.tensor)
 
     def _drawn(self, entry: EncodedEntry) -> Tensor:
         """Draws the weight that is stored encoded."""
@@ -130,12 +141,26 @@ class EngineSide:
         losses = self.model(batch, torch.zeros((), dtype=torch.int64, device=self._device), training=dropout)
         return LanguageModeling().loss_sum(losses, batch) / batch.loss_weights_BS.sum()
 
-    def linear_weights(self) -> list[tuple[Tensor, bool]]:
-        """Returns each frozen product's weight [out, in] in forward order, and whether backward needs its input's
-        gradient: nothing below the first layer's queries, keys and values is trained. For encoded weights others of
-        --dtype stand in, one for each shape."""
-        linears = [m for m in self.model.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
-        weights, dtype = [linear.weight_view() for linear in linears], TORCH_DTYPES[self._options.dtype]
-        shapes = {weight.shape for weight in weights if weight.is_meta}
-        instead = {shape: torch.randn(shape, device=self._device).to(dtype) for shape in shapes}
-        return [(instead.get(weight.shape, weight), place > 0) for place, weight in enumerate(weights)]
+    def products(self) -> list[FrozenProduct]:
+        """Returns each frozen product in forward order: nothing below the first layer's queries, keys and values is
+        trained, so that the input's gradient is needed of all others. For encoded weights others of --dtype stand in,
+        one for each shape."""
+        options, kinds = self._options, (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
+        linears = [module for module in self.model.modules() if isinstance(module, kinds)]
+        dtype = TORCH_DTYPES[options.dtype]
+        found: list[tuple[Tensor, int]] = []
+        for linear in linears:
+            if isinstance(linear, GroupedLinear):
+                assert isinstance(options, ExpertsOptions)
+                rows = options.tokens * options.per_token // options.experts
+                found += [(weight, rows) for weight in linear.storage[..., : linear.operands.in_features]]
+            else:
+                found.append((linear.weight_view(), options.tokens))
+        instead = {
+            shape: torch.randn(shape, device=self._device).to(dtype)
+            for shape in {weight.shape for weight, _ in found if weight.is_meta}
+        }
+        return [
+            FrozenProduct(instead.get(weight.shape, weight), place > 0, rows)
+            for place, (weight, rows) in enumerate(found)
+        ]

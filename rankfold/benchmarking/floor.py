@@ -3,45 +3,60 @@
 Forward and input-gradient product of every frozen linear and of the head, with the weights of the model itself and
 outputs made beforehand. Projections that share an input are one product (queries, keys and values; gate and up). No
 attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and how near it comes is the figure.
-Rows of a weight are contiguous here: what adapters folded beside it cost its product is part of the step alone.
+Tokens are dealt out to experts evenly. Rows of a weight are contiguous here: what adapters folded beside it cost its
+product is part of the step alone.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class FrozenProduct(NamedTuple):
+    """One product of a step.
+
+    Args:
+        weight: [out, in].
+        needs_gradient: whether its input's gradient is needed.
+        rows: tokens that meet it.
+    """
+
+    weight: Tensor
+    needs_gradient: bool
+    rows: int
 
 
 class GemmFloor:
     """The products of one step.
 
     Args:
-        weights: [out, in] in forward order, each with whether its input's gradient is needed.
-        tokens: in a step.
+        products: in forward order.
     """
 
-    def __init__(self, weights: list[tuple[Tensor, bool]], tokens: int) -> None:
+    def __init__(self, products: list[FrozenProduct]) -> None:
         copies: dict[torch.Size, Tensor] = {}
-        self._weights = [(_dense(weight, copies), needed) for weight, needed in weights]
-        sample = weights[0][0]
-        widths = {width for weight, _ in weights for width in weight.shape}
-        self._operands = {w: torch.randn(tokens, w, dtype=sample.dtype, device=sample.device) for w in widths}
+        self._products = [one._replace(weight=_dense(one.weight, copies)) for one in products]
+        sample, most = products[0].weight, max(one.rows for one in products)
+        widths = {width for one in products for width in one.weight.shape}
+        self._operands = {w: torch.randn(most, w, dtype=sample.dtype, device=sample.device) for w in widths}
         self._results = {w: torch.empty_like(operand) for w, operand in self._operands.items()}
 
     def run(self) -> None:
         """Runs all products once, in the order of a step."""
-        for weight, _ in self._weights:
+        for weight, _, rows in self._products:
             out_width, in_width = weight.shape
-            torch.mm(self._operands[in_width], weight.t(), out=self._results[out_width])
-        for weight, needs_input_gradient in reversed(self._weights):
+            torch.mm(self._operands[in_width][:rows], weight.t(), out=self._results[out_width][:rows])
+        for weight, needs_gradient, rows in reversed(self._products):
             out_width, in_width = weight.shape
-            if needs_input_gradient:
-                torch.mm(self._operands[out_width], weight, out=self._results[in_width])
+            if needs_gradient:
+                torch.mm(self._operands[out_width][:rows], weight, out=self._results[in_width][:rows])
 
     def operations(self) -> int:
         """Returns the floating-point operations of `run`."""
-        tokens = next(iter(self._operands.values())).shape[0]
-        return sum(2 * tokens * weight.numel() * (1 + needed) for weight, needed in self._weights)
+        return sum(2 * one.rows * one.weight.numel() * (1 + one.needs_gradient) for one in self._products)
 
 
 def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
+from engine.data.template import Learn
 from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
-from engine.data.vision.family import Span, Tiles
+from engine.data.vision.family import Conversation, EncodedChat, Tiles, VisionFamily
 from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.telemetry.processors import available_processors
 from rankfold.benchmarking.machine import describe
@@ -34,15 +34,12 @@ _TEXT = 32
 """Tokens behind each picture."""
 
 
-class Squares:
+class Squares(VisionFamily):
     """A family whose pictures are one square each, as OmniLMM's are.
 
     Args:
         side: pixels.
     """
-
-    cross_patch_features = None
-    has_experts = rotates_by_grid = is_bidirectional = turns_upright = False
 
     def __init__(self, side: int) -> None:
         self._size, self._norm = (side, side), Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
@@ -56,20 +53,11 @@ class Squares:
         """Returns the picture's patches."""
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(self._size))
 
-    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
-        """There is no second tower."""
-        return ()
+    def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
+        raise AssertionError("the documents here have no text")
 
-    def cross_tiles(self, image: Image.Image) -> None:
-        """There is no second tower."""
-
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
-        """Returns those of plain text."""
-        return np.arange(length, dtype=np.int64)
-
-    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """There are no experts."""
-        return ()
+    def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
+        raise AssertionError("the documents here have no text")
 
 
 def run(options: LoaderOptions) -> Table:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rankfold.benchmarking.options import ModelOptions
+from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
 
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.999)
@@ -22,7 +22,9 @@ EPS = 1e-8
 WEIGHT_DECAY = 0.01
 CLIP_GRAD_NORM = 1.0
 LORA_ALPHA_OVER_RANK = 2
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+EXPERT_TARGETS = (*ATTENTION, "gate_up_proj", "down_proj")
 
 
 class Outcome(NamedTuple):
@@ -46,7 +48,22 @@ class Side(Protocol):
 
 
 def hf_config(options: ModelOptions) -> dict[str, Any]:
-    """Returns the model's Hugging Face `config.json`."""
+    """Returns the model's Hugging Face `config.json`: a Llama's, or a Qwen3-MoE's where there are experts."""
+    return _llama(options) if not isinstance(options, ExpertsOptions) else {**_llama(options), **_mixture(options)}
+
+
+def _mixture(options: ExpertsOptions) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": options.intermediate,
+        "num_experts": options.experts,
+        "num_experts_per_tok": options.per_token,
+        "norm_topk_prob": True,
+    }
+
+
+def _llama(options: ModelOptions) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -115,7 +132,10 @@ def step_operations(options: ModelOptions) -> int:
     is not subtracted, as it is not in published figures.
     """
     hidden, kv_width = options.hidden, options.kv_width
-    layer = hidden * (2 * hidden + 2 * kv_width) + 3 * hidden * options.intermediate
+    mlp = 3 * hidden * options.intermediate
+    if isinstance(options, ExpertsOptions):
+        mlp = mlp * options.per_token + hidden * options.experts
+    layer = hidden * (2 * hidden + 2 * kv_width) + mlp
     weights = options.layers * layer + hidden * options.vocab
     squares = sum(length * length for length in document_lengths(options))
     return 4 * options.tokens * weights + 6 * options.layers * squares * hidden

@@ -174,6 +174,31 @@ class StepOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsOptions(StepOptions):
+    """The step of a mixture of experts, with adapters on attention and all experts, against transformers + PEFT.
+
+    A random Qwen3-MoE; gate and up of an expert share one A, as PEFT's `target_parameters` have it. First all sides
+    must give the same losses and gradient norms; then they are timed in turn, beside the matrix products alone.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ("peft-experts", "peft-experts-kept-memory", "peft-experts-loop")
+
+    experts: int = option(8, "number of experts")
+    per_token: int = option(2, "experts that the router chooses for a token")
+    rank: int = option(8, "rank of the adapters")
+
+    def __post_init__(self) -> None:
+        StepOptions.__post_init__(self)
+        at_least(self, 2, "experts")
+        at_least(self, 1, "per_token")
+        if self.per_token > self.experts:
+            raise UserError(f"--per-token is {self.per_token}, but there are --experts {self.experts}: give no more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions(ModelOptions):
     """Memory of a LoRA step: its peak, and what each layer keeps for backward.
 

@@ -3,6 +3,7 @@ checkpointing, and with Liger's kernels in the model."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.models.dtypes import TORCH_DTYPES
 from rankfold.benchmarking.model import (
+    ATTENTION,
     BETAS,
     CLIP_GRAD_NORM,
     EPS,
@@ -24,11 +26,11 @@ from rankfold.benchmarking.model import (
     draw,
     hf_config,
 )
-from rankfold.benchmarking.options import ModelOptions
+from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
 
 try:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
     from transformers.models.llama import modeling_llama
 except ImportError as error:
     raise UserError(f"this section compares with transformers and PEFT, but: {error}; pip install peft.") from None
@@ -45,23 +47,29 @@ class PeftSide:
         dtype = TORCH_DTYPES[options.dtype]
         with torch.device(device):
             base = AutoModelForCausalLM.from_config(
-                LlamaConfig(**hf_config(options)), dtype=dtype, attn_implementation="sdpa"
+                AutoConfig.for_model(**hf_config(options)), dtype=dtype, attn_implementation="sdpa"
             )
             self._change_base(base)
             lora = LoraConfig(
                 r=options.rank,
                 lora_alpha=options.rank * LORA_ALPHA_OVER_RANK,
                 lora_dropout=options.dropout,
-                target_modules=list(TARGETS),
                 task_type="CAUSAL_LM",
+                **self._targets(),
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of transformers
                 self.model = get_peft_model(base, lora)
         for name, parameter in self.model.named_parameters():
-            place = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            draw(place.removesuffix(".default.weight"), parameter)
+            self._draw(name.removeprefix("base_model.model."), parameter)
         self.model.train()
+
+    def _targets(self) -> dict[str, list[str]]:
+        """Returns what has adapters, as PEFT's options."""
+        return {"target_modules": list(TARGETS)}
+
+    def _draw(self, name: str, parameter: Tensor) -> None:
+        draw(name.replace(".base_layer.", ".").removesuffix(".default.weight"), parameter)
 
     def _change_base(self, base: PreTrainedModel) -> None:
         """Changes the base before the adapters are added; does nothing here."""
@@ -102,6 +110,48 @@ class CheckpointingSide(PeftSide):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its name changes in transformers 6
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+_EXPERT_FACTOR = re.compile(r"(.*\.experts)\.(base_layer\.)?(lora_[AB])\.default\.weight")
+
+
+class ExpertsSide(PeftSide):
+    """PEFT on a mixture of experts: attention's linears, and the experts' stacked weights as `target_parameters`.
+
+    transformers chooses how experts are computed.
+    """
+
+    def _targets(self) -> dict[str, list[str]]:
+        return {
+            "target_modules": list(ATTENTION),
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        }
+
+    def _draw(self, name: str, parameter: Tensor) -> None:
+        if match := _EXPERT_FACTOR.fullmatch(name):
+            leaf, count = "gate_up_proj" if match[2] else "down_proj", self._count()
+            parts = parameter.chunk(count) if match[3] == "lora_A" else [parameter[:, e::count] for e in range(count)]
+            for expert, part in enumerate(parts):
+                draw(f"{match[1]}.{expert}.{leaf}.{match[3]}", part)
+        elif parameter.dim() == 3:
+            experts, _, leaf = name.replace(".base_layer", "").rpartition(".")
+            for expert, weight in enumerate(parameter):
+                halves = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True)
+                for own, part in halves if leaf == "gate_up_proj" else ((leaf, weight),):
+                    draw(f"{experts}.{expert}.{own}.weight", part)
+        else:
+            super()._draw(name, parameter)
+
+    def _count(self) -> int:
+        assert isinstance(self._options, ExpertsOptions)
+        return self._options.experts
+
+
+class ExpertLoopSide(ExpertsSide):
+    """The same with transformers' loop over experts."""
+
+    def _change_base(self, base: PreTrainedModel) -> None:
+        base.set_experts_implementation("eager")
 
 
 _REPLACED = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")

@@ -91,7 +91,7 @@ def _offer(name: str, options: ModelOptions) -> Offer:
     }
     if name == ENGINE:
         assert isinstance(side, EngineSide)
-        floor = GemmFloor(side.linear_weights(), options.tokens)
+        floor = GemmFloor(side.products())
         ceilings = Ceilings(device, TORCH_DTYPES[options.dtype], copy_mib=1, size=_CEILING[device.type])
         offer |= {
             "kernels": lambda: side.kernels,

@@ -10,6 +10,7 @@ from engine.errors import UserError
 from rankfold.benchmarking.options import (
     DEVICES,
     DTYPES,
+    ExpertsOptions,
     KernelOptions,
     MemoryOptions,
     ModelOptions,
@@ -266,6 +267,7 @@ class LoaderOptions:
 
 SECTIONS: dict[str, type] = {
     "step": StepOptions,
+    "experts": ExpertsOptions,
     "kernels": KernelOptions,
     "lora-tax": TaxOptions,
     "machine-speed": SpeedOptions,

@@ -17,7 +17,7 @@ from rankfold.benchmarking.model import Side, draw_batches
 from rankfold.benchmarking.options import ModelOptions, chosen_names
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peers import Peers, find_peers
-from rankfold.benchmarking.peft_side import CheckpointingSide, LigerSide, PeftSide
+from rankfold.benchmarking.peft_side import CheckpointingSide, ExpertLoopSide, ExpertsSide, LigerSide, PeftSide
 from rankfold.benchmarking.processes import caches_in, in_new_process_with
 from rankfold.benchmarking.timing import wait_for
 
@@ -39,6 +39,9 @@ PEER_KINDS = {
     "peft-kept-memory": SideKind(f"{PEER}, freed memory kept", PeftSide, keeps_freed_memory=True),
     "peft-checkpointing": SideKind(f"{PEER}, checkpointing", CheckpointingSide),
     "liger": SideKind(f"{PEER} + Liger", LigerSide),
+    "peft-experts": SideKind(PEER, ExpertsSide),
+    "peft-experts-kept-memory": SideKind(f"{PEER}, freed memory kept", ExpertsSide, keeps_freed_memory=True),
+    "peft-experts-loop": SideKind(f"{PEER}, loop over experts", ExpertLoopSide, keeps_freed_memory=True),
 }
 """Name that `--peers` knows -> the peer."""
 

@@ -24,7 +24,9 @@ from engine.checkpoint.reshard import boxes_of
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
+from engine.errors import UserError
 from engine.models.initialise import fill_normal
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -65,6 +67,12 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     config = certificate_config(config, plan.num_trained())
     choose_for_device(config, launch.device, source.model.decoder)
     loader = build_data(config, launch, source.model, log).train
+    if not isinstance(loader, DataLoader):
+        raise UserError(
+            f"objective.name is {config.objective.name}, whose rows depend on the model as it trains, and a "
+            "certificate compares layouts on the same rows: set objective.name to language_modeling, with data of "
+            "answers."
+        )
     training = build_training(config, launch, source, plan, log)
     _know_references(config, training, loader.dataset, log)
     optimizer = training.optimizer

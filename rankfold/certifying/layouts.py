@@ -16,7 +16,7 @@ from engine.training.start_model import check_model, model_source
 
 _COMMA = re.compile(r",(?![^\[]*\])")
 """A comma, but not inside a list."""
-_SIZES = ("tensor", "pipeline", "context")
+_SIZES = ("tensor", "pipeline", "context", "expert")
 _SHOWN_APART = (*(f"parallel.{name}" for name in (*_SIZES, "sequence")), "data")
 
 

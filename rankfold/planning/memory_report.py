@@ -12,7 +12,8 @@ import yaml
 from engine.config.memory import MemoryOptions
 from engine.config.parallel import ParallelOptions
 from engine.layers.rounding import FLOAT8
-from engine.models.describe import num_parameters
+from engine.models.decoder_config import DecoderConfig
+from engine.models.describe import active_parameters, num_parameters
 from engine.planning.ledger import PARTS
 from engine.planning.search import Candidate
 from engine.telemetry.format import counted, format_columns, format_parameters
@@ -54,7 +55,8 @@ def _question(answer: Answer) -> str:
     if config.trainable:
         trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
     return (
-        f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters, {trained}, {config.model.dtype}"
+        f"{config.model.path}: {format_parameters(num_parameters(decoder))} parameters{_active(decoder)}, {trained}, "
+        f"{config.model.dtype}"
         f"{f', base {config.model.base_dtype}' if config.model.base_dtype else ''}{_beside(answer)}\n"
         f"{counted(config.train.global_batch_size, 'row')} of {counted(config.row_length, 'token')} per step, "
         f"{config.train.micro_batch_size} per micro-batch; kernels {answer.workload.kernels}\n"
@@ -62,6 +64,13 @@ def _question(answer: Answer) -> str:
         f"speeds of {answer.machine.name}\n"
         "All figures are predictions; bytes are those of tensors."
     )
+
+
+def _active(decoder: DecoderConfig) -> str:
+    """Returns how many of a mixture's parameters a token meets."""
+    if decoder.routed is None:
+        return ""
+    return f", {format_parameters(active_parameters(decoder))} of them active for a token"
 
 
 def _beside(answer: Answer) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
+from engine.choices import ExpertFactors
 from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
@@ -56,6 +57,9 @@ class Case:
         adapters, trained: regular expressions over module names, matched whole; "" matches nothing.
         sequence_parallel, joint: of the layout; they only matter with tp > 1.
         fused: regular expression over the names of modules that one adapter stands over.
+        experts: which factors the experts of a mixture share.
+        ranks: regular expression over module names -> rank of their adapters, where it is not the usual one; their
+            scale is that of the same alpha.
         fold: whether adapters may lie beside their linear's weight.
         dropout: of the adapters.
         base: the encoding in which frozen weights of the layers are stored.
@@ -67,16 +71,24 @@ class Case:
     sequence_parallel: bool = False
     joint: bool = False
     fused: str = ""
+    experts: ExpertFactors = "per_expert"
+    ranks: tuple[tuple[str, int], ...] = ()
     fold: bool = True
     dropout: float = 0.1
     base: str | None = None
 
     def plan(self) -> TrainingPlan:
-        settings = AdapterSettings(rank=RANK, scale=SCALE, dropout=self.dropout)
+        def settings(module: str) -> AdapterSettings | None:
+            if not re.fullmatch(self.adapters, module):
+                return None
+            rank = next((rank for pattern, rank in self.ranks if re.fullmatch(pattern, module)), RANK)
+            return AdapterSettings(rank=rank, scale=SCALE * RANK / rank, dropout=self.dropout)
+
         return TrainingPlan(
             trains=lambda module: re.fullmatch(self.trained, module) is not None,
-            adapter=lambda module: settings if re.fullmatch(self.adapters, module) else None,
+            adapter=settings,
             fused=lambda module: re.fullmatch(self.fused, module) is not None,
+            experts=self.experts,
             seed=SEED,
         )
 

@@ -27,7 +27,7 @@ from engine.models.vision.clip import ClipConfig
 from engine.models.vision.gemma3 import Gemma3VisionConfig
 from engine.models.vision.internvl import InternVLVisionConfig
 from engine.models.vision.llava import LlavaVisionConfig, ProjectorConfig
-from engine.models.vision.llava_onevision import OneVisionConfig
+from engine.models.vision.llava_tiles import TiledLlavaConfig
 from engine.models.vision.qwen2_5_vl import Qwen25VisionConfig
 from engine.models.vision.qwen3_vl import Qwen3VisionConfig
 from engine.models.vision.siglip import SiglipConfig
@@ -61,6 +61,8 @@ SEQ_LENGTH = 24
 CLIP = 0.3
 
 EVERY_EXPERT = r"layers\..*_proj|lm_head|embed_tokens"
+FUSED_EXPERTS = r"layers\..*experts\.\d+\.(gate_up_proj|down_proj)"
+EXPERTS_AND_ROUTER = r"layers\..*experts\.\d+\.(gate|up|down)_proj|layers\..*router"
 SMALL = small_config(num_layers=2)
 BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 """Two ranks cut it at multiples of 64."""
@@ -76,6 +78,37 @@ ROUTED = small_config(
         rule=RoutingRule(num_experts=5, per_token=2, renormalises=True, rounds=True), intermediate=20, shared=12
     ),
 )
+GROUPED = small_config(
+    num_layers=2,
+    routed=RoutedSizes(
+        rule=RoutingRule(
+            num_experts=8, per_token=2, renormalises=True, rounds=False, scores="sigmoid", num_groups=4, kept_groups=2,
+            factor=1.7, has_correction=True, wide=True,
+        ),
+        intermediate=20, shared=12, gates_shared=False,
+    ),
+)  # fmt: skip
+"""As GLM-4-MoE routes."""
+BIASED = small_config(
+    num_layers=2,
+    attention_sinks=True,
+    layer_kinds=(LayerKind(window=5), LayerKind()),
+    routed=RoutedSizes(
+        rule=RoutingRule(
+            num_experts=4, per_token=2, renormalises=False, rounds=True, scores="softmax of chosen", has_bias=True
+        ),
+        intermediate=20, has_biases=True, clamp=(1.702, 0.8),
+    ),
+)  # fmt: skip
+"""As gpt-oss has experts and attention."""
+ROUTED_BLOCKS = small_config(
+    num_layers=2, hidden=128, intermediate=256, head_dim=16, routed=replace(ROUTED.routed, intermediate=128, shared=128)
+)
+"""Two ranks cut it at multiples of 64."""
+EVEN = replace(
+    ROUTED, routed=replace(ROUTED.routed, rule=RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True))
+)
+"""Experts that divide over two and four ranks."""
 _PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
 LLAVA = LlavaVisionConfig(
     tower=ClipConfig(
@@ -84,7 +117,7 @@ LLAVA = LlavaVisionConfig(
     ),
     projector=_PROJECTOR, states=(2,), first=1,
 )  # fmt: skip
-ONEVISION = OneVisionConfig(
+ONEVISION = TiledLlavaConfig(
     tiles=replace(
         LLAVA,
         tower=SiglipConfig(
@@ -170,8 +203,26 @@ CASES = {
         config=EXPERTS, adapters=r".*\.vision\.(qkv|gate_up)_proj", fused=r".*\.vision\.(qkv|gate_up)_proj"
     ),
     "routed, adapters": Case(config=ROUTED, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
+    "routed, one A for gate and up": Case(config=ROUTED, adapters=FUSED_EXPERTS, fused=FUSED_EXPERTS),
+    "routed, shared outer": Case(config=ROUTED, adapters=EXPERTS_AND_ROUTER, experts="shared_outer"),
+    "routed, shared": Case(config=ROUTED, adapters=FUSED_EXPERTS, fused=FUSED_EXPERTS, experts="shared"),
+    "routed, ranks": Case(
+        config=ROUTED,
+        adapters=EXPERTS_AND_ROUTER,
+        ranks=((r".*experts\.[13]\..*", 5), (r".*experts\.0\.down.*", 2)),
+    ),
     "routed, in full": Case(config=ROUTED, trained=".*"),
     "routed, attention's adapters": Case(config=ROUTED, adapters=r".*attention\..*_proj"),
+    "grouped, adapters": Case(config=GROUPED, adapters=rf"{EVERY_EXPERT}|.*router"),
+    "grouped, in full": Case(config=GROUPED, trained=".*"),
+    "biased, adapters": Case(config=BIASED, adapters=rf"{EVERY_EXPERT}|.*router", trained=".*sinks"),
+    "biased, in full": Case(config=BIASED, trained=".*"),
+    "routed blocks, adapters": Case(config=ROUTED_BLOCKS, adapters=EVERY_EXPERT, trained=".*router"),
+    "four experts, adapters": Case(config=EVEN, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
+    "four experts, shared outer": Case(config=EVEN, adapters=EXPERTS_AND_ROUTER, experts="shared_outer"),
+    "four experts, shared": Case(config=EVEN, adapters=FUSED_EXPERTS, fused=FUSED_EXPERTS, experts="shared"),
+    "four experts, in full": Case(config=EVEN, trained=".*"),
+    "four experts, adapters of one": Case(config=EVEN, adapters=r"layers\.\d\.mlp\.experts\.0\.(gate|down)_proj"),
     "deep, deepstack": Case(config=DEEPSTACK, adapters=r"layers\.2\..*_proj", trained=r"vision\..*"),
     **{
         f"{name} {kind}": Case(
@@ -283,14 +334,18 @@ class Run:
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,
-            fold=case.fold, base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)), **more,
+            experts=mesh.experts, fold=case.fold,
+            base=None if layout.base is None else BaseEncoding(encoding=encoding(layout.base)), **more,
         )  # fmt: skip
         host = host_memory(CPU)
         self.kept = WeightPlacement(
-            mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None
-        )
+            mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None,
+            expert_axis=mesh.edp if level == "parameters" else None,
+        )  # fmt: skip
         self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice)
-        sharding = Sharding(level=level, axis=mesh.dp_cp, bucket_elements=bucket_elements, weights=self.kept)
+        sharding = Sharding(
+            level=level, axis=mesh.dp_cp, expert_axis=mesh.edp, bucket_elements=bucket_elements, weights=self.kept
+        )
         self.entries = self.stages.entries()
         self.flat = FlatParameters(
             self.entries, CPU, sharding=sharding, host=host if offload_optimizer else None, lr_factor=lr_factor

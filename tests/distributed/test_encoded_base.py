@@ -31,6 +31,7 @@ pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 4
 ONE = Layout(case="blocks, adapters", grid=RankGrid())
+EXPERTS = replace(ONE, case="routed blocks, adapters")
 LAYOUTS = {
     "one": ONE,
     "one, part of a linear trains": replace(
@@ -48,10 +49,17 @@ LAYOUTS = {
     "pp2": replace(ONE, grid=RankGrid(pp=2), layers=(1, 1)),
     "cp2": replace(ONE, grid=RankGrid(cp=2)),
     "dp2": replace(ONE, grid=RankGrid(dp=2)),
+    "one, experts": EXPERTS,
+    "tp2, sequence, experts": replace(EXPERTS, grid=RankGrid(tp=2), sequence=True),
+    "pp2, experts": replace(EXPERTS, grid=RankGrid(pp=2), layers=(1, 1)),
+    "dp2, experts": replace(EXPERTS, grid=RankGrid(dp=2)),
 }
-SLOW = ("tp2", "tp2, attention again", "pp2", "cp2")
+SLOW = ("tp2", "tp2, attention again", "pp2", "cp2", "pp2, experts", "dp2, experts")
 """What others have parts of."""
-LEVELS: dict[str, tuple[ShardLevel, ...]] = {"dp2": ("none", "optimizer", "gradients", "parameters")}
+LEVELS: dict[str, tuple[ShardLevel, ...]] = {
+    "dp2": ("none", "optimizer", "gradients", "parameters"),
+    "dp2, experts": ("parameters",),
+}
 DECODED = ("nf4", "int8")
 FP8 = ("fp8", "fp8_row")
 ALL_BASES = ("one", "tp2", "tp2, sequence", "pp2")
@@ -133,11 +141,14 @@ def test_the_bits_are_those_of_decoded_weights(name: str, level: ShardLevel, bas
 
 @pytest.mark.parametrize(
     ("name", "level", "base"),
-    sampled([one for one in _choices() if not one[0].startswith("one")], _choices(["tp2, sequence", "dp2"])),
+    sampled(
+        [one for one in _choices() if not one[0].startswith("one")],
+        _choices(["tp2, sequence", "dp2", "tp2, sequence, experts"]),
+    ),
 )
 def test_every_layout_trains_as_one_process_does(name: str, level: ShardLevel, base: str) -> None:
     """Sums in another order, in fp32."""
-    (alone,) = _found("one", base)
+    (alone,) = _found("one, experts" if name.endswith("experts") else "one", base)
     ranks = _found(name, base, level=level)
     for found in ranks:
         assert found.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -173,17 +184,21 @@ def _whole_shape(leaf: str) -> tuple[int, int]:
     }[leaf]  # fmt: skip
 
 
+ROUNDING = 0.02
+"""Of a loss in whose products operands have the four bits of e4m3."""
+
+
 @pytest.mark.parametrize("base", FP8)
 @pytest.mark.parametrize("name", sampled(["tp2", "tp2, sequence", "pp2"], ["tp2, sequence"]))
 def test_fp8_products_differ_by_their_rounding_alone(name: str, base: str) -> None:
     """The stages of a pipeline multiply what one process does. Tensor ranks round their own operands, which one process
-    rounds as a whole: two losses that are each off by such roundings, compared with one that is."""
+    rounds as a whole: their losses differ by as much as each differs from that of weights that were decoded before,
+    0.002 to 0.009."""
     (alone,), (plain,) = _found("one", base), _found("one", base, "plain")
-    rounding = max(abs(a - b) for a, b in zip(alone.losses, plain.losses, strict=True))
-    assert 0 < rounding < 0.02
+    assert 0 < max(abs(a - b) for a, b in zip(alone.losses, plain.losses, strict=True)) < ROUNDING
     for found in _found(name, base):
         moved = max(abs(a - b) for a, b in zip(found.losses, alone.losses, strict=True))
-        assert moved < (1e-5 if name == "pp2" else 3 * rounding)
+        assert moved < (1e-5 if name == "pp2" else ROUNDING)
 
 
 @pytest.mark.parametrize("base", DECODED)

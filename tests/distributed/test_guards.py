@@ -42,11 +42,19 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
         replace(TP2, case="blocks, adapters", grid=RankGrid(tp=2, dp=2), base="nf4"),
         "parameters",
     ),
+    "ep2 of dp2, gradients": (
+        replace(DP2, case="four experts, adapters of one", grid=RankGrid(dp=2, ep=2)),
+        "gradients",
+    ),
+    "ep2 of dp2 x tp2, optimizer": (
+        replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, cuts_experts=False)),
+        "optimizer",
+    ),
     "tp2 dp2, optimizer": (replace(TP2, grid=RankGrid(tp=2, dp=2)), "optimizer"),
 }
 QUICK = (
     "tp2 sequence", "tp2, bfloat16", "dp2, gradients", "dp2, everything, parameters", "cp2",
-    "pp2, adapters, zero-bubble", "dp2, encoded base",
+    "pp2, adapters, zero-bubble", "dp2, encoded base", "ep2 of dp2, gradients",
 )  # fmt: skip
 
 
@@ -103,6 +111,21 @@ def test_one_bit_of_a_frozen_weight_before_training():
     assert len(said) == 1
     assert "before the first step" in said[0]
     assert "layers.1.input_norm.weight over tp (ranks with equal copies: 0 / 1)" in said[0]
+
+
+def _expert(run: Run, step: int) -> None:
+    if step == 0 and dist.get_rank() == 3:
+        _flip_bit(entry_of(run, "layers.1.mlp.experts.3.up_proj.weight").parameter.data)
+
+
+def test_one_bit_of_an_expert():
+    """Of four ranks with two experts each, the second and the fourth hold the same."""
+    layout = replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, cuts_experts=False))
+    said = _said(layout, _expert)
+    expected = (
+        "layers.1.mlp.experts.3.up_proj.weight over the ranks of the same experts (ranks with equal copies: 1 / 3)"
+    )
+    assert len(said) == 1 and expected in said[0]
 
 
 def test_a_policy_that_warns_goes_on():

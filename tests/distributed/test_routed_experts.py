@@ -18,7 +18,11 @@ from tests.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 
-KINDS = ("routed, adapters", "routed, in full", "routed, attention's adapters")
+KINDS = (
+    "routed, adapters", "routed, shared outer", "routed, one A for gate and up", "routed, shared", "routed, ranks",
+    "routed, in full", "routed, attention's adapters", "grouped, adapters", "grouped, in full", "biased, adapters",
+    "biased, in full",
+)  # fmt: skip
 ONE = Layout(case=KINDS[0], grid=RankGrid(), dropout=0.1)
 LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "tp2": (replace(ONE, grid=RankGrid(tp=2)), "none"),
@@ -36,7 +40,7 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "one, kept": (replace(ONE, recompute="none"), "none"),
 }
 QUICK = ("tp2 sequence, recomputed", "pp2", "dp2, parameters", "one, recomputed")
-QUICK_KINDS = KINDS[:1]
+QUICK_KINDS = KINDS[:2]
 NUM_STEPS = 4
 
 
@@ -46,6 +50,8 @@ def _run_all(names: list[str], kinds: tuple[str, ...]) -> dict[tuple[str, str], 
         layout, level = LAYOUTS[name]
         mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
         for kind in kinds:
+            if layout.grid.cp > 1 and kind.startswith("biased"):
+                continue  # whose sinks context parallelism refuses
             seen[name, kind] = Run(replace(layout, case=kind), mesh, level).trained(NUM_STEPS)
     return seen
 
@@ -61,7 +67,7 @@ def _one(kind: str, recompute: str = "selective") -> Trained:
     return Run(replace(ONE, case=kind, recompute=recompute), single_process_mesh(), "none").trained(NUM_STEPS)
 
 
-CASES = [(name, kind) for name in LAYOUTS for kind in KINDS]
+CASES = [(name, kind) for name in LAYOUTS for kind in KINDS if not (name[:2] == "cp" and kind.startswith("biased"))]
 QUICK_CASES = [(name, kind) for name in QUICK for kind in QUICK_KINDS]
 
 

@@ -60,7 +60,7 @@ def test_updated_weights_arrive_while_earlier_layers_compute(place: int) -> None
     for rank in _ranks():
         log = rank[place]["gradients"]
         found = _named(log, "optim.publish._GatheredBucket.start")
-        update = log.index(_named(log, "optim.reduce.gradient_norm")[-1])
+        update = log.index(_named(log, "optim.reduce._square_sum")[-1])
         inside, after = (
             [one for one in found if (log.index(one) < update) == is_inside] for is_inside in (True, False)
         )

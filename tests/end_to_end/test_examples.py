@@ -96,6 +96,19 @@ def test_pictures(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path
 
     makers = {"minicpm_v": minicpm_v, "cogvlm": cogvlm, "omnilmm": omnilmm, "qwen_vl": qwen_vl}
     makers[name].write(tmp_path / "in")
+    _check_what_trains(name, tmp_path, lr, changed)
+
+
+def test_mixture(tmp_path: Path) -> None:
+    """Experts and attention, and no router."""
+    from examples.qwen3_30b_a3b.make_small import write
+
+    write(tmp_path / "in")
+    _check_what_trains("qwen3_30b_a3b", tmp_path, 1e-2, ("experts.7.gate_proj", "self_attn", ".experts."))
+
+
+def _check_what_trains(name: str, tmp_path: Path, lr: float, changed: tuple[str, ...]) -> None:
+    """Runs `run.yaml` on the model and records in `tmp_path`/in: the merged model differs where one of `changed` is."""
     config, run, out = EXAMPLES / name / "run.yaml", tmp_path / "run", tmp_path / "merged"
     own = {
         "model.path": tmp_path / "in" / "model", "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",

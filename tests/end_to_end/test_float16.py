@@ -113,7 +113,8 @@ def test_layouts_have_one_scale(
     said = run_tool("pretrain_lora", *options(given), ranks=2).stderr
     assert "Traceback" not in said
     assert scales(tmp_path / "run") == scales(overflowing)
-    assert worst_difference(tmp_path / "run", overflowing) < 4 * 2**-11
+    # sums of two ranks are rounded elsewhere, which 16 updates carry on; processors with float16 arithmetic round more
+    assert worst_difference(tmp_path / "run", overflowing) < 8 * 2**-11
 
 
 def test_what_overflows_at_any_scale_is_a_fault(settings: dict[str, object], tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
+from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from engine.zigzag import Span
 from rankfold.planning.memory_measure import draw_batches
@@ -143,9 +144,8 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
             reporter.before(step)
             result = take_step(batches, targets, 1e-3)
             consumed += config.train.global_batch_size
-            reporter.after(
-                StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result)), rows=16, tokens=1024
-            )
+            seen = StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
+            reporter.after(seen, rows=16, tokens=1024, figures={})
         reporter.catch_up(last=True)
         guards.finish(case.steps, consumed)
         guards._locator.locate(batches, targets, case.steps)
@@ -192,7 +192,7 @@ def _reporter(
     reporter = StepReporter(
         config.log,
         training,
-        loader,
+        RowSource(loader),
         RunClock(),
         metrics=MetricsWriter(None),
         progress=TrainProgress(SILENT, None),

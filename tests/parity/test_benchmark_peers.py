@@ -32,6 +32,9 @@ SIZES = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "intermediate"
 SMALL = {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 512, "vocab": 16000}
 LIMIT = 0.05
 """Of the median ratio: this machine's spells leave two equal processes within 3 % over this many turns."""
+PAIRS = 5
+"""Pairs of processes for one linear: where its operands happen to lie in memory is settled when a process starts, and
+sets two equal scripts apart by up to 14 %."""
 
 
 @contextmanager
@@ -60,8 +63,13 @@ def ratio(peer: Callable[[], float], script: Callable[[], list[float]], turns: i
         theirs = script()[0] if turn % 2 else None
         ours = peer()
         ratios.append(ours / (script()[0] if theirs is None else theirs))
-    print(f"peer over script: {statistics.median(ratios[1:]):.3f} ({min(ratios[1:]):.3f} to {max(ratios[1:]):.3f})")
-    return statistics.median(ratios[1:])
+    return shown(ratios[1:])
+
+
+def shown(ratios: list[float]) -> float:
+    middle = statistics.median(ratios)
+    print(f"peer over script: {middle:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    return middle
 
 
 def step_arguments(options: StepOptions) -> list[object]:
@@ -124,12 +132,16 @@ def _linear(shape: Shape, rank: int, dropout: float) -> Offer:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("sizes", [(1024, 1024, 2816), (1024, 2816, 1024), (1024, 1024, 1024)])
 def test_a_linear(sizes: tuple[int, int, int], dropout: float) -> None:
     shape = Shape(kind="column", tokens=sizes[0], inputs=sizes[1], outputs=sizes[2:])
-    with plain("linear", *sizes, 16, dropout) as script, closing(Worker(_linear, shape, 16, dropout)) as worker:
-        assert ratio(partial(worker.ask, "seconds"), script, 60) == pytest.approx(1, abs=LIMIT)
+    ratios = []
+    for _ in range(PAIRS):
+        with plain("linear", *sizes, 16, dropout) as script, closing(Worker(_linear, shape, 16, dropout)) as worker:
+            ratios.append(ratio(partial(worker.ask, "seconds"), script, 24))
+    assert shown(ratios) == pytest.approx(1, abs=LIMIT)
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ from tests.generation import STORIES, engine_answers, engine_tokens, random_prom
 from tests.unit.test_checkpoint_peft import trained_run
 
 LENGTHS = (5, 1, 13, 9)
-ATTENTION = ("llama fused", "mistral", "qwen3", "gemma3", "gemma2", "phi3 longrope")
-"""Full, with a window, with norms on queries and keys, with two ropes and windows, with soft caps, partly rotated."""
+ATTENTION = ("llama fused", "mistral", "qwen3", "gemma3", "gemma2", "phi3 longrope", "gpt oss", "deepseek v3")
+"""Full, with a window, with norms on queries and keys, with two ropes and windows, with soft caps, partly rotated, with
+sinks, latent."""
 
 
 def test_real_weights(stories_dir: Path) -> None:

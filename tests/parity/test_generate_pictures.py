@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
 from engine.config.load import parse_config
 from engine.data.tokenizer import load_tokenizer
+from engine.data.vision import row_pictures
 from engine.data.vision.families import read_vision_family
 from engine.data.vision.family import Tiles, VisionFamily
 from engine.data.vision.reader import PictureReader
@@ -294,9 +295,16 @@ class TestCommand:
 
 
 @pytest.mark.parametrize("name", ["minicpm-v-2_6", "cogvlm-v1"])
-def test_samples_while_training_are_what_is_generated(name: str, tmp_path: Path) -> None:
+def test_samples_while_training_are_what_is_generated(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the first step, of prompts with a picture and without, in the family's layout. Read as plain text, prompts
-    would be continued otherwise."""
+    would be continued otherwise. A picture is decoded once for all tokens, and again for each evaluation."""
+    opened: list[Path] = []
+    read = row_pictures.read_picture
+    monkeypatch.setattr(
+        row_pictures, "read_picture", lambda path, *rest, **more: (opened.append(path), read(path, *rest, **more))[1]
+    )
     (tmp_path / "model").mkdir()
     folder = model_folder(name, tmp_path / "model")
     files = [str(path) for path in pictures(name)]
@@ -312,6 +320,7 @@ def test_samples_while_training_are_what_is_generated(name: str, tmp_path: Path)
         "train.sample_tokens": NEW, "train.sample_chat": "true",
     })))  # fmt: skip
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(opened) == 2 + sum("sample/1" in line for line in lines)  # of both rows of the step
     first = {key: text for record in map(json.loads, lines) if record["step"] == 0 for key, text in record.items()}
     asked = prompts(name, folder)
     expected = cached_tokens(name, folder)

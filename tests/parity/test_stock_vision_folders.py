@@ -24,7 +24,7 @@ from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, pic
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
-NAMES = ("llava", "internvl", "llava_onevision", "gemma3", *QWEN)
+NAMES = ("llava", "internvl", "llava_next", "llava_onevision", "gemma3", *QWEN)
 PROJECTORS = {"gemma3": "mm_input_projection_weight", "qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
 
 
@@ -39,7 +39,7 @@ def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     tokenizer, images = written(kind, folder)
     tokens = KINDS[kind]["tokens"]
     image = tokenizer.convert_tokens_to_ids(tokens.get("context_image_token") or tokens["image_token"])
-    side = PINPOINTS[0][0] if kind == "llava_onevision" else 28
+    side = PINPOINTS[0][0] if kind.startswith("llava_") else 28
     model = make_model(kind, folder, vocab=len(tokenizer), image=image, side=side)
     return model, processor_of(kind, tokenizer, images)
 

@@ -12,6 +12,7 @@ from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.conversion.commands import Options, run_export, run_merge
 from engine.data.build_store import Request, preprocess
 from engine.data.named_templates import template_text
@@ -82,6 +83,23 @@ def test_the_template_that_was_trained_with_travels(chat: SmallRuns, tmp_path: P
     for adapter in (["--adapter", chat.folder], ["--adapter", tmp_path / "peft", *base]):
         assert prompt_tokens(chat, *adapter) == len("user: abab") + 1
     assert prompt_tokens(chat, *base) == len("abab") + 1
+
+
+def test_the_template_of_a_processor_travels(chat: SmallRuns, tmp_path: Path) -> None:
+    """An adapter leaves without the files of a processor, and a tokenizer's own template is another."""
+    config = chat.place.model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vision_config": {"depth": 1}}))
+    (chat.place.model / "chat_template.json").write_text(json.dumps({"chat_template": CUSTOM}))
+    chat()
+    for form in ("peft", "hf"):
+        folder = export(chat, form, tmp_path / form)
+        assert rendered(folder) == "user: abab</s>assistant: baba</s>"
+    (tmp_path / "peft" / "chat_template.json").unlink()
+    base = ["--model", chat.place.model]
+    for adapter in (["--adapter", chat.folder], ["--adapter", tmp_path / "peft", *base]):
+        assert prompt_tokens(chat, *adapter) == len("user: abab") + 1
+    TrainedTokenizer(None, OWN).write_template(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "chat_template.json").read_text())["chat_template"] == OWN
 
 
 def prompt_tokens(run: SmallRuns, *options: object) -> int:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.commands import losses
 from tests.small_runs.conftest import SmallRuns
+from tests.small_runs.routed_place import put_experts
 from tests.sweeps import sampled
 from tests.wrong_inputs.workplace import run_here
-
-EXPERTS, INNER = 5, 8
-LAYERS = ("layers.0.mlp", "layers.1.mlp")
 
 
 @pytest.fixture
 def routed(run: SmallRuns) -> SmallRuns:
-    """The workplace's model with experts in the place of its MLPs. Router rows v, -v, 2 v, -2 v and 0: whatever the
-    sign of x v, two of the others are before the last expert, which so has no tokens."""
-    tensors = {name: value for name, value in load_file(run.place.weights).items() if ".mlp." not in name}
-    torch.manual_seed(2)
-    for layer in LAYERS:
-        direction = torch.randn(16)
-        tensors[f"model.{layer}.gate.weight"] = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.0])[:, None] * direction
-        for expert in range(EXPERTS):
-            for name, shape in (("gate", (INNER, 16)), ("up", (INNER, 16)), ("down", (16, INNER))):
-                tensors[f"model.{layer}.experts.{expert}.{name}_proj.weight"] = torch.randn(shape) * 0.3
-        attention = f"model.{layer.removesuffix('mlp')}self_attn"
-        tensors |= {f"{attention}.{name}_norm.weight": torch.ones(4) for name in "qk"}
-    save_file(tensors, run.place.weights, {"format": "pt"})
-    run.place.change_config(
-        model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=EXPERTS, num_experts_per_tok=2,
-        moe_intermediate_size=INNER, norm_topk_prob=True, head_dim=4,
-    )  # fmt: skip
-    run.place.set(lora__targets="q_proj,gate_proj,up_proj,down_proj", lora__dropout=0.1, guards__spike_policy="off")
+    """The workplace's model with experts, of which the last has no tokens."""
+    put_experts(run.place)
     return run
 
 
@@ -48,9 +29,15 @@ def test_a_run_is_resumed_exported_and_asked_for_text(
     routed.place.change_config(torch_dtype=dtype)
     said = routed(train__steps=8, optim__schedule="constant", optim__warmup_steps=0)
     assert "the router sent no token to layers.0.mlp.experts.4, layers.1.mlp.experts.4, whose adapters" in said
-    assert "memory: not predicted: this qwen3_moe model has experts that a router chooses" in said
+    assert "of tensors predicted for rank 0" in said
     whole = losses(routed.folder)
     assert whole[8] < whole[1]
+    records = [json.loads(line) for line in (routed.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    # the fifth of each layer has none; two of four opposite rows are chosen, which is half a bit less than all five
+    assert {record["idle_experts"] for record in steps} == {2.0}
+    assert all(0.4 < record["expert_entropy"] < 0.87 for record in steps)
+    assert all(1.25 <= record["expert_imbalance"] <= 2.5 for record in steps)
     again = routed.folder.with_name("again")
     routed(checkpoint__dir=again, train__steps=4)
     assert "resum" in routed(train__steps=8)
@@ -70,18 +57,68 @@ def test_a_run_is_resumed_exported_and_asked_for_text(
     assert texts[0] == texts[1] and texts[0]
 
 
+def test_a_base_in_four_bits_trains(routed: SmallRuns) -> None:
+    """A resumed run encodes the base again, and continues with the same bits."""
+    routed.place.set(model__base_dtype="nf4")
+    said = routed(train__steps=8, optim__schedule="constant", optim__warmup_steps=0)
+    assert "frozen base: 38 weights of the layers are nf4" in said
+    whole = losses(routed.folder)
+    assert whole[8] < whole[1]
+    again = routed.folder.with_name("again")
+    constant = {"optim__schedule": "constant", "optim__warmup_steps": 0}
+    routed(checkpoint__dir=again, train__steps=4, **constant)
+    assert "resum" in routed(train__steps=8, **constant)
+    assert losses(again) == whole
+
+
+def test_answers_are_compared_with_the_base_alone(routed: SmallRuns) -> None:
+    """The base computes without adapters of experts and routers, so that losses are those of a run that has kept the
+    base's likelihoods. With adapters left on in its pass they stay at ln 2."""
+    routed.place.set(
+        lora__targets="router,gate_proj,up_proj,down_proj", lora__dropout=0.0, lora__experts="shared_outer"
+    )
+    pairs = [("ab", "abab cab", "bac aa"), ("b", "a", "cab")]
+    records = routed.folder.with_name("pairs.jsonl")
+    lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), pair, strict=True))) for pair in pairs]
+    records.write_text("".join(f"{line}\n" for line in lines))
+    found = []
+    for reference in ("base", "initial"):
+        folder = routed.folder.with_name(reference)
+        routed(
+            data__train=records, objective__name="dpo", objective__reference=reference, checkpoint__dir=folder,
+            train__steps=4, train__global_batch_size=2, optim__warmup_steps=0, optim__schedule="constant",
+            optim__lr=0.1,
+        )  # fmt: skip
+        found.append(losses(folder))
+    base, initial = found
+    assert base[1] == pytest.approx(math.log(2), abs=1e-6) and base[4] < base[1] - 1e-4
+    assert base == pytest.approx(initial, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"lora__dora": "true"}, "lora.dora is true and layers.0.mlp.experts.0.gate_proj is to have an adapter"),
         ({"lora__bias": "true"}, "lora.bias is true and layers.0.mlp.experts.0.gate_proj is to have an adapter"),
-        ({"model__base_dtype": "nf4"}, "products take plain weights alone: set model.base_dtype to null"),
-        ({"lora__fused": "gate_up"}, "which have an adapter each: set lora.fused to none or qkv"),
         (
-            {"lora__rank_pattern": '{"experts.1.up_proj": 3}'},
-            "layers.0.mlp.experts.0.up_proj and layers.0.mlp.experts.1.up_proj are to have adapters of different rank",
+            {"lora__fused": "gate_up", "lora__rank_pattern": '{"experts.1.up_proj": 3}'},
+            "tell layers.0.mlp.experts.1.gate_proj, layers.0.mlp.experts.1.up_proj apart",
         ),
-        ({"lora__targets": "gate"}, "matches no module of this model"),
+        ({"lora__targets": "shared_expert_gate"}, "matches no module of this model"),
+        (
+            {"lora__experts": "shared", "lora__rank_pattern": '{"experts.1.up_proj": 3}'},
+            "layers.0.mlp.experts.0.up_proj and layers.0.mlp.experts.1.up_proj share a factor, but of",
+        ),
+        (
+            {"lora__experts": "shared_outer", "lora__targets": "q_proj,experts.0.up_proj"},
+            "layers.0.mlp.experts.0.up_proj and layers.0.mlp.experts.1.up_proj share a factor, but of",
+        ),
+        ({"lora__experts": "shared_outer", "lora__targets": "q_proj"}, "no expert that a router chooses is to have an"),
+        (
+            {"lora__targets": "router", "lora__dora": "true"},
+            "lora.dora is true and layers.0.mlp.router is to have an adapter, but a router has a plain adapter alone",
+        ),
+        ({"lora__targets": "gate", "trainable": "router"}, "is in lora.targets and in trainable"),
     ],
 )
 def test_what_experts_do_not_have_is_refused(routed: SmallRuns, options: dict[str, str], words: str) -> None:

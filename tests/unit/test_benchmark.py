@@ -21,9 +21,9 @@ from rankfold.benchmarking.arrangement import arrange
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.floor import GemmFloor
 from rankfold.benchmarking.model import attention_kernel, document_lengths, draw, draw_batches, step_operations
-from rankfold.benchmarking.options import StepOptions, add_options, read_options
+from rankfold.benchmarking.options import ExpertsOptions, StepOptions, add_options, read_options
 from rankfold.benchmarking.peak_memory import peak_above_now
-from rankfold.benchmarking.peft_side import PeftSide
+from rankfold.benchmarking.peft_side import ExpertLoopSide, ExpertsSide, PeftSide
 from rankfold.benchmarking.remote import RemoteSide
 from rankfold.benchmarking.sides import Alone
 from rankfold.benchmarking.table import Table
@@ -64,6 +64,22 @@ def test_ratio_is_that_of_the_samples(tables: tuple[Table, dict]) -> None:
     _, record = tables
     ratios = sorted(p / e for p, e in zip(record["seconds"][step.PEER], record["seconds"][step.ENGINE], strict=True))
     assert record["speedup_over_peft"]["median"] == pytest.approx(sum(ratios) / 2)
+
+
+@pytest.mark.parametrize("side", [ExpertsSide, ExpertLoopSide])
+def test_the_sides_of_a_mixture_compute_the_same(side: type[PeftSide]) -> None:
+    """Up drawn before gate, or B expert by expert, moves the losses by 1e-3. The floor has the arithmetic of a step
+    without attention, whose first three products need no gradient."""
+    options = ExpertsOptions(**TINY, experts=4, rows=2, length=10, device="cpu")
+    sides = {step.ENGINE: EngineSide(options, CPU), step.PEER: side(options, CPU)}
+    for one in sides.values():
+        one.prepare()
+    assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
+    hidden, tokens, lengths = options.hidden, options.tokens, options.length**2 * options.rows
+    without = step_operations(options) - 6 * options.layers * lengths * hidden
+    routers = 4 * tokens * options.layers * hidden * options.experts
+    below = 2 * tokens * hidden * (hidden + 2 * options.kv_width)
+    assert GemmFloor(sides[step.ENGINE].products()).operations() == without - routers - below
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
@@ -208,7 +224,7 @@ def test_floor_counts_what_a_lora_step_multiplies() -> None:
     per_layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48
     first_qkv = 32 * (32 + 2 * 16)
     products = 2 * (2 * per_layer + 32 * 131) - first_qkv
-    floor = GemmFloor(EngineSide(SMALL, CPU).linear_weights(), SMALL.tokens)
+    floor = GemmFloor(EngineSide(SMALL, CPU).products())
     assert floor.operations() == 2 * SMALL.tokens * products
     floor.run()
 

@@ -244,6 +244,32 @@ def test_an_end_that_is_no_token_is_told() -> None:
     assert load_tokenizer(shared("tokenizers/minimind"), ChatOptions(template="chatml")).chat_warnings() == []
 
 
+SPOKEN = (
+    "{% for m in messages %}{{ m['role'].upper() }}: {% if m['role'] == 'assistant' %}BEGIN{{ m['content'] }} END"
+    "{% else %}{{ m['content'] }} {% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""LLaVA 1.5's has this form: nothing but a space behind an answer."""
+
+
+@pytest.mark.parametrize("begin", ["", "{% generation %}"])
+def test_an_own_template_that_teaches_no_end_is_told(begin: str, tmp_path: Path) -> None:
+    """To those who train: the model itself has been taught one. What is behind a block is not trained on."""
+    end = begin.replace("generation", "endgeneration")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(shared("tokenizers/minimind"))
+    warnings = {}
+    for behind in ("", "{{ eos_token }}"):
+        for name, last in (("inside", behind + end), ("outside", end + behind)):
+            tokenizer.chat_template = SPOKEN.replace("BEGIN", begin).replace("END", last)
+            tokenizer.save_pretrained(tmp_path)
+            opened = load_tokenizer(tmp_path)
+            assert opened.chat_warnings() == []
+            warnings[bool(behind), name] = opened.chat_warnings(training=True)
+    words = f"chat template of {tmp_path} ends an answer with '', in which this tokenizer has no control token, so "
+    assert words in warnings[False, "inside"][0] and tokenizer.eos_token in warnings[False, "inside"][0]
+    assert warnings[True, "inside"] == []
+    assert bool(warnings[True, "outside"]) == bool(begin)
+
+
 def test_samples_are_shown(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "首都？\x1b[31m"}, {"role": "assistant", "content": "巴黎。\nOui"}]
     records = [{"messages": talk}, {"messages": talk[:1] + [{"role": "assistant", "content": "x" * 9000}]}, {"bad": 1}]

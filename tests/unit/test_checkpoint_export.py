@@ -122,7 +122,11 @@ def test_adapters_that_peft_reads_otherwise_are_refused(tmp_path: Path) -> None:
             config.write_text(json.dumps(settings))
         return prove_adapter(folder, base=base, trained=run.trained(), scale=SCALE)
 
-    for what, words in (("alpha", "PEFT's logits"), ("name", "PEFT does not take"), ("target", "PEFT does not take")):
+    for what, words in (
+        ("alpha", "PEFT gives logits"),
+        ("name", "PEFT does not take"),
+        ("target", "PEFT does not take"),
+    ):
         with pytest.raises(UserError, match=words):
             export_peft(run.trained(), run.lora, base.model, tmp_path / "a", proof=partial(tampering, what=what))
         assert not (tmp_path / "a").exists()

@@ -104,7 +104,8 @@ def test_a_tilde_is_the_home_in_every_path_of_a_tool(monkeypatch: pytest.MonkeyP
 def test_a_tilde_is_the_home_in_every_path_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Given on the command line or in a file; what has no such home is refused, not made here."""
     home = _home(monkeypatch, tmp_path)
-    given = dict.fromkeys(PATH_OPTIONS, "~/x") | {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl"}
+    texts = {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl", "rollout.rewards": "~/x.py:f"}
+    given = dict.fromkeys(PATH_OPTIONS, "~/x") | texts
     prompt = ["--train.sample_prompts=x", "--train.sample_every=1"]  # which the picture belongs to
     config = parse_config([*prompt, *(f"--{name}={value}" for name, value in given.items())])
     assert "~" not in to_yaml(config) and to_yaml(config).count(str(home)) == len(PATH_OPTIONS)

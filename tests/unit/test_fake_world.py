@@ -165,9 +165,9 @@ def test_rank_holds_what_arithmetic_says_and_takes_a_step(name: str, tmp_path: P
         assert _storage_bytes(entries) == weights
         assert [buffer.nbytes for buffer in _flat_buffers(training)] == [flat] * NUM_BUFFERS
 
-        # beside them there are only tables and counters
+        # beside them there are only tables and counters; some of an earlier test's may go meanwhile
         built = _live_bytes() - before
-        assert weights + NUM_BUFFERS * flat <= built < weights + NUM_BUFFERS * flat + 2**17, built
+        assert -(2**12) <= built - (weights + NUM_BUFFERS * flat) < 2**17, built
         batches, targets = rank_batches(config, training)
         result = training.step(batches, targets, 1e-3)
         assert result.loss.shape == result.grad_norm.shape == ()

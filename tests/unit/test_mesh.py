@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from engine.distributed.mesh import Mesh, build_mesh
+from engine.distributed.mesh import Mesh, build_mesh, shape_mesh
 from engine.distributed.ranks import RankGrid
 from tests.fake_world import fake_world
 
@@ -55,3 +55,33 @@ def test_gradients_are_not_summed_on_the_group_of_context_attention(tp: int, mon
     mesh, made = _built(monkeypatch, RankGrid(tp=tp, cp=4))
     assert made == ({"dp_cp": 1} if tp == 1 else {"tp": 4, "cp": 2, "dp_cp": 2})
     assert mesh.cp.group is not mesh.dp_cp.group and mesh.cp.size == mesh.dp_cp.size == 4
+
+
+def test_experts_fold_into_the_ranks_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks by hand: tensor ranks are neighbours, then data ranks; expert ranks are neighbours among those they are
+    taken from."""
+    whole = RankGrid(tp=2, dp=4, ep=4, cuts_experts=False)
+    assert whole.expert_groups() == {
+        "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    }
+    cut = RankGrid(tp=2, dp=4, ep=2)
+    assert cut.expert_groups() == {
+        "ep": [[0, 2], [4, 6], [1, 3], [5, 7]],
+        "edp": [[0, 4], [2, 6], [1, 5], [3, 7]],
+    }
+    stages = RankGrid(pp=2, tp=2, ep=2, cuts_experts=False)
+    assert stages.expert_groups() == {"ep": [[0, 1], [2, 3]], "edp": [[0], [1], [2], [3]]}
+    for grid in (whole, cut, stages):
+        mesh, made = _built(monkeypatch, grid)
+        assert made["ep"] == len(grid.expert_groups()["ep"]) and mesh.ep.size == grid.ep
+        assert made["edp"] == (4 if mesh.edp.size > 1 else 0) and mesh.edp.size * grid.ep == (
+            grid.dp if grid.cuts_experts else grid.dp * grid.tp
+        )
+        for rank in range(grid.world_size):
+            described = shape_mesh(grid, rank)
+            for axis in (described.ep, described.edp):
+                (ranks,) = (ranks for ranks in grid.expert_groups()[axis.name] if rank in ranks)
+                assert (axis.size, axis.rank) == (len(ranks), ranks.index(rank))
+    mesh, made = _built(monkeypatch, RankGrid(tp=2, dp=4))
+    assert "ep" not in made and "edp" not in made and mesh.experts.data == "dp_cp" and mesh.experts.tp == mesh.tp

@@ -119,9 +119,11 @@ def test_the_flops_of_a_tower_are_those_that_torch_counts(config: Any) -> None:
 
 
 def test_windows_of_one_length_are_side_by_side() -> None:
-    order, lengths = windows(3, 5, read(RELEASED["Qwen2.5-VL-7B-Instruct"]).vision)  # type: ignore[arg-type]
-    assert sorted(order.tolist()) == list(range(15))
-    assert lengths == (48, 12) and order[:4].tolist() == [0, 1, 2, 3] and order[12:].tolist() == [4, 9, 14]
+    found = windows((6, 10), read(RELEASED["Qwen2.5-VL-7B-Instruct"]).vision)  # type: ignore[arg-type]
+    order = found.patches_P[::4] // 4
+    assert sorted(found.patches_P.tolist()) == list(range(60)) and torch.equal(order[found.back_K], torch.arange(15))
+    assert found.lengths == (48, 12) and order[:4].tolist() == [0, 1, 2, 3] and order[12:].tolist() == [4, 9, 14]
+    assert found.places_P2[:6].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3]]
     assert segments_of([4, 4, 2, 4, 4, 4]) == ((2, 4), (1, 2), (3, 4))
 
 
@@ -137,7 +139,7 @@ def test_windows_of_one_length_are_side_by_side() -> None:
         (0, {"vision_config.num_heads": 33}, "hidden_size 1280, which does not divide into 33 heads"),
         (0, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, r"mrope_section \[16, 24\], but three"),
         (0, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, "for heads of 64 pairs"),
-        (0, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' in config.json is not supported"),
+        (0, {"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope type 'ntk' in config.json is not supported"),
         (1, {"vision_config.num_position_embeddings": 2305}, "num_position_embeddings 2305, but a square table"),
         (1, {"vision_config.deepstack_visual_indexes": [24]}, r"deepstack_visual_indexes \[24\], but a list"),
         (1, {"text_config.num_hidden_layers": 2}, "3 vision_config.deepstack_visual_indexes, whose features 2 layers"),

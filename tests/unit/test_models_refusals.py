@@ -47,7 +47,7 @@ def test_tokens_that_do_not_divide_over_sequence_parallel_ranks():
         dtype=torch.float32,
     )  # fmt: skip
     batch = make_batch([(0, (9,))], row_length=9, seq_length=9, vocab_size=131, seed=0)
-    with pytest.raises(UserError, match="1 rows x 9 tokens does not divide over parallel.tensor 2"):
+    with pytest.raises(UserError, match="1 rows x 9 tokens does not divide over the ranks of parallel.tensor 2"):
         model.context(batch, torch.tensor(0), training=True)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.models.describe import num_parameters
 from engine.models.families import WRAPPINGS, family_of, vision_left_out
-from engine.models.families.wrapping import TEXTS
+from engine.tower_defaults import MODEL_TOWERS, TOWER_DEFAULTS
 from tests.stock_vision import make_model
 
 V5, V4 = "model.language_model.", "language_model.model."
@@ -86,6 +87,31 @@ def test_layers_behind_the_features_are_carried_along() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_of_a_config_that_says_both_the_weights_are_believed(shares: bool, tmp_path: Path) -> None:
+    """InternVL's config has tied embeddings by default, whatever its `text_config` says, and transformers ties them
+    only if they are equal. A tied head instead of its own moves the logits by more than their own size."""
+    model = make_model("internvl")
+    model.config.tie_word_embeddings = True
+    assert model.config.text_config.tie_word_embeddings is False
+    if shares:
+        model.lm_head.weight.data.copy_(model.model.language_model.embed_tokens.weight)
+    model.save_pretrained(tmp_path / "hf")
+    stock = type(model).from_pretrained(tmp_path / "hf")
+    assert (stock.lm_head.weight is stock.model.language_model.embed_tokens.weight) == shares
+    source = open_source(tmp_path / "hf")
+    assert source.model.decoder.tied_embeddings == shares
+    head = source.read_whole("embed_tokens.weight" if shares else "lm_head.weight")
+    assert torch.equal(head, stock.lm_head.weight)
+    import_checkpoint(source, tmp_path / "base", tensor=2)
+    base = open_source(tmp_path / "base")
+    assert base.model.decoder == source.model.decoder and base.fingerprint() == source.fingerprint()
+    export_hf(base, tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(type(model).from_pretrained(tmp_path / "out").lm_head.weight, stock.lm_head.weight)
+
+
 @pytest.mark.parametrize("name", ["multi_modal_projector.linear_1.bias", "vision_tower.pre_layrnorm.weight"])
 def test_what_is_missing_or_beside_is_refused(name: str, tmp_path: Path) -> None:
     shutil.copy(_saved() / "config.json", tmp_path)
@@ -95,27 +121,43 @@ def test_what_is_missing_or_beside_is_refused(name: str, tmp_path: Path) -> None
     with pytest.raises(UserError, match=f"lacks {name}, which its config.json calls for"):
         open_source(tmp_path)
     save_file({**tensors, name: kept, f"{name}_2": kept.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"has {name}_2, which a llama model with its config.json does not have"):
+    with pytest.raises(UserError, match=f"has {name}_2, which a llava model with its config.json does not have"):
         open_source(tmp_path)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_a_text_config_leaves_out_is_what_transformers_has(text: str) -> None:
-    """LLaVA 1.5 is published without the sizes that are the class's own."""
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(kind, text) for kind, one in WRAPPINGS.items() for text in dict.fromkeys(one.texts.values())],
+)
+def test_what_a_config_leaves_out_is_what_transformers_has(kind: str, text: str) -> None:
+    """LLaVA 1.5 is published without the sizes that are the class's own, and fine-tuned Qwen2.5-VL without most of
+    `vision_config`. Nothing but the features' width has to be given, which must fit between the two."""
     stock = transformers.AutoConfig.for_model(text)
-    for wrapping in WRAPPINGS.values():
-        if wrapping.texts is not TEXTS:
-            continue
-        hf: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {}}
-        family, found = family_of(hf)
-        whole, _ = family_of(json.loads(stock.to_json_string()))
-        config = family.config_from_hf(found)
-        expected = whole.config_from_hf(json.loads(stock.to_json_string()))
-        for field in ("hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-            assert getattr(config, field) == getattr(expected, field), field
-        assert (config.norm_eps, config.rope_theta, config.max_length, config.layer_kinds) == (
-            expected.norm_eps, expected.rope_theta, expected.max_length, expected.layer_kinds,
-        )  # fmt: skip
+    fitting = {"gemma3": {"image_size": 896, "patch_size": 14}, "qwen2_5_vl": {"out_hidden_size": stock.hidden_size}}
+    vision = {"model_type": MODEL_TOWERS[kind], **(fitting | {"qwen3_vl": fitting["qwen2_5_vl"]}).get(kind, {})}
+    hf: dict[str, Any] = {"model_type": kind, "text_config": {"model_type": text}, "vision_config": vision}
+    family, found = family_of(hf)
+    config = family.config_from_hf(found)
+    whole = transformers.AutoConfig.for_model(kind, text_config=stock.to_dict(), vision_config=vision)
+    theirs = json.loads(whole.to_json_string(use_diff=False))
+    complete, found = family_of(theirs)
+    expected = complete.config_from_hf(found)
+    if kind != "internvl":  # whose class ties by default, which its text_config may not
+        assert config == expected
+    assert replace(config, tied_embeddings=True) == replace(expected, tied_embeddings=True)
+    assert config.num_layers == stock.num_hidden_layers and config.vocab_size == stock.vocab_size
+
+
+@pytest.mark.parametrize("tower", TOWER_DEFAULTS)
+def test_defaults_of_towers_are_those_of_transformers_classes(tower: str) -> None:
+    stock = transformers.AutoConfig.for_model(tower).to_dict()
+    square = {key: stock[key][0] if isinstance(stock[key], list | tuple) else stock[key] for key in ("patch_size",)}
+    if "image_size" in stock:
+        square["image_size"] = stock["image_size"][0] if tower == "internvl_vision" else stock["image_size"]
+    found = {key: {**stock, **square}[key] for key in TOWER_DEFAULTS[tower]}
+    assert {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()} == dict(
+        TOWER_DEFAULTS[tower]
+    )
 
 
 # transformers 4 and 5 read an InternVL config that says so at neither place differently, so that it is left out
@@ -169,7 +211,11 @@ def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "key", "hint"),
-    [("llava_next", "text_config", False), ("mistral3", "text_config", False), ("internvl_chat", "llm_config", True)],
+    [
+        ("llava_next_video", "text_config", False),
+        ("mistral3", "text_config", False),
+        ("internvl_chat", "llm_config", True),
+    ],
 )
 def test_a_language_model_that_is_read_alone_is_said(kind: str, key: str, hint: bool) -> None:
     hf = {"model_type": kind, key: {"model_type": "mistral"}, "vision_config": {}}
@@ -207,6 +253,7 @@ RELEASED_LLAVA = {
     [
         ("Llava", ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")),
         ("InternVL", ()),
+        ("LlavaNext", ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")),
         ("LlavaOnevision", ("vision_tower.post_layernorm.",)),
     ],
 )

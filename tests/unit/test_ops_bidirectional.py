@@ -17,10 +17,10 @@ from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
 from engine.kernels.records import Documents
-from engine.layers.attention import AttentionKind, _attention_of
+from engine.layers.attention import AttentionKind, attention_of
 from engine.layers.context import TensorLayout
 from engine.ops.attention import masked as masked_module
-from engine.ops.attention.bidirectional import BidirectionalAttention, InOneCall, spans_sentence, with_spans
+from engine.ops.attention.bidirectional import BidirectionalAttention, spans_sentence, with_spans
 from engine.ops.attention.blocks import (
     CPU_BLOCKS,
     NATIVE_BLOCKS,
@@ -30,6 +30,7 @@ from engine.ops.attention.blocks import (
     one_by_one,
 )
 from engine.ops.attention.masked import MaskedAttention
+from engine.ops.attention.mergeable import InOneCall
 from engine.ops.attention.packed import attention_by_document
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import REFERENCE
@@ -65,7 +66,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 
 def attention_on(path: str, window: int | None) -> Callable[..., Tensor]:
     layout = TensorLayout(attention_blocks=PATHS[path], kernels=replace(REFERENCE, attention=attention_by_document))
-    return _attention_of(AttentionKind(window=window, bidirectional=True), layout)
+    return attention_of(AttentionKind(window=window, bidirectional=True), layout)
 
 
 def check(attention: Callable[..., Tensor], window: int | None, dtype: torch.dtype, tolerance: float) -> None:
@@ -102,8 +103,8 @@ def test_one_call_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     def spans_of(offsets: Tensor) -> Documents:
         return Documents(lengths=tuple(offsets.diff().tolist()), offsets=None, max_length=0)
 
-    from engine.ops.attention import bidirectional
-    from engine.ops.attention.bidirectional import ByDocument
+    from engine.ops.attention import mergeable
+    from engine.ops.attention.mergeable import ByDocument
 
     by_document, calls = ByDocument(PLAIN_BLOCKS), []
 
@@ -115,8 +116,8 @@ def test_one_call_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(dout: Tensor, saved: tuple[Tensor, ...], offsets: Tensor, longest: int, scale: float) -> object:
         return by_document.backward(dout, *saved, spans_of(offsets), scale=scale)
 
-    monkeypatch.setattr(bidirectional, "flash_varlen_forward", forward)
-    monkeypatch.setattr(bidirectional, "flash_varlen_backward", backward)
+    monkeypatch.setattr(mergeable, "flash_varlen_forward", forward)
+    monkeypatch.setattr(mergeable, "flash_varlen_backward", backward)
     attention = with_spans(VarlenAttention(), REFERENCE_BLOCKS)
     assert isinstance(attention, BidirectionalAttention) and isinstance(attention.attention, InOneCall)
     check(attention, None, torch.float64, 1e-12)
@@ -183,4 +184,4 @@ def test_what_computes_is_said() -> None:
 def test_ring_attention_is_refused() -> None:
     layout = TensorLayout(cp=Axis("cp", 2), context_method="ring")
     with pytest.raises(UserError, match=r"tokens of pictures that see .* set parallel.context_method to ulysses"):
-        _attention_of(AttentionKind(bidirectional=True), layout)
+        attention_of(AttentionKind(bidirectional=True), layout)

@@ -41,7 +41,7 @@ def _entries(shapes: list[tuple[tuple[int, ...], bool]]) -> list[ShardEntry]:
 @settings(max_examples=100, deadline=None)
 @given(SHAPES, st.integers(2, 5), st.integers(1, 900))
 def test_every_element_is_one_ranks(shapes: list[tuple[tuple[int, ...], bool]], size: int, limit: int) -> None:
-    regions = plan_regions(_entries(shapes), size=size, bucket_elements=limit)
+    regions = plan_regions(_entries(shapes), num_parts={"dp_cp": size}, bucket_elements=limit)
     buckets = plan_buckets(regions, limit)
     assert regions[0].start == buckets[0].start == 0
     assert [region.stop for region in regions[:-1]] == [region.start for region in regions[1:]]
@@ -56,14 +56,14 @@ def test_every_element_is_one_ranks(shapes: list[tuple[tuple[int, ...], bool]], 
     held = {f"p{place}": torch.zeros(math.prod(shape), dtype=torch.int64) for place, (shape, _) in enumerate(shapes)}
     for rank in range(size):
         own = torch.zeros(regions[-1].stop // size, dtype=torch.int64)
-        for run in owned_ranges(buckets, rank=rank, size=size):
+        for run in owned_ranges(buckets, lambda data, rank=rank: rank):
             held[run.slot.entry.name][run.first : run.last] += 1
             own[run.place] += 1
             # the same place, counted from the beginning of the bucket's part
             bucket = next(one for one in buckets if run.slot in one.slots)
             length = (bucket.stop - bucket.start) // size
             there = run.slot.offset + run.first - bucket.start - rank * length
-            assert bucket.own(size).start + there == run.start and 0 <= there < length
+            assert bucket.own.start + there == run.start and 0 <= there < length
         assert own.max() <= 1
     assert all((count == 1).all() for count in held.values())
 
@@ -105,7 +105,7 @@ def test_without_other_ranks_nothing_is_spread() -> None:
     assert unit.run(lambda given: given, x) is x
     assert weights.parts(module.weight)[0].tensor.data_ptr() == module.weight.parameter.data_ptr()
     sharding = Sharding(level="parameters", axis=Axis("dp_cp"), weights=weights)
-    assert sharding.size == 1 and not sharding.shards_gradients
+    assert not sharding.is_sharded and not sharding.shards_gradients
 
 
 def test_a_parameter_that_no_unit_reads_is_a_defect() -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.kernels import reference_quantize
 from engine.kernels.native.loader import native_status
 from engine.ops.quantized_backends import choose_quantized
-from engine.ops.quantized_products import REFERENCE_OPERANDS
+from engine.ops.quantized_products import PLAIN_OPERANDS
 from engine.quantization.encoding import ENCODING_NAMES, encoding
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_what_is_asked_for_is_taken() -> None:
     expected = "native" if native_status().available else "reference"
     for wanted in ("auto", "native", "apex"):
         backend = choose_quantized(wanted, CPU)
-        assert backend.arithmetic.name == expected and backend.operands is REFERENCE_OPERANDS
+        assert backend.arithmetic.name == expected and backend.operands is PLAIN_OPERANDS
 
 
 def test_a_gpu_gets_triton() -> None:

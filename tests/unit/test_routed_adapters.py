@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
+from engine.choices import AdapterForm, AdapterReader
+from engine.conversion.expert_factors import CommonFactors, EachExpert
 from engine.conversion.import_export import export_hf
-from engine.conversion.merged_model import MergedSource
-from engine.conversion.peft_experts import obstacle
+from engine.conversion.merged_model import MergedSource, recorded_scale
+from engine.conversion.peft_experts import TrainedAdapters, obstacle
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft
+from engine.conversion.proof import prove_adapter
 from engine.errors import UserError
 from engine.layers.routed_experts import RoutedSizes
+from engine.models.names import own_names
 from engine.ops.routing import RoutingRule
 from tests.distributed.cases import RANK, SCALE, small_config
 from tests.family_models import ROUTED, engine_model, make_model
@@ -26,6 +32,7 @@ from tests.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 from tests.unit.test_families_adapters import _logits, _stock_logits
 
+TOGETHER = r"layers\.\d+\.mlp\.experts\.\d+\.(gate_up|down)_proj"
 ADAPTED = r"layers\.\d+\.(attention|mlp\.experts\.\d+)\..*_proj"
 SIZES = small_config(
     num_layers=3,
@@ -37,25 +44,91 @@ SIZES = small_config(
 EVERY = {f"layers.{i}.mlp.experts.{e}.{leaf}_proj" for i in (1, 2) for e in range(3) for leaf in ("gate", "up", "down")}
 
 
-@pytest.mark.parametrize("name", sampled(ROUTED, ["mixtral", "qwen3 moe"]))
-def test_adapter_and_merged_model_give_the_live_models_logits(name: str, tmp_path: Path):
+FORMS: dict[str, dict[str, Any]] = {
+    "per expert": {},
+    "one A for gate and up": {"adapters": TOGETHER, "fused": TOGETHER},
+    "shared outer": {"experts": "shared_outer"},
+    "shared": {"experts": "shared"},
+}
+"""What is trained, as options of a case."""
+WRITTEN: dict[str, tuple[AdapterForm, ...]] = {
+    "per expert": ("per_expert", "stacked"),
+    "one A for gate and up": ("per_expert", "stacked"),
+    "shared outer": ("per_expert", "stacked", "shared_outer"),
+    "shared": ("stacked", "shared_outer"),
+}
+CASES = [
+    (name, trained, form)
+    for name in ROUTED
+    for trained, forms in WRITTEN.items()
+    for form in forms
+    if name != "gpt oss"
+]
+QUICK = [
+    ("mixtral", "per expert", "per_expert"), ("qwen3 moe", "per expert", "stacked"),
+    ("qwen3 moe", "shared outer", "shared_outer"), ("mixtral", "one A for gate and up", "stacked"),
+    ("olmoe", "shared", "stacked"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "trained", "form"), sampled(CASES, QUICK))
+def test_adapter_and_merged_model_give_the_live_models_logits(
+    name: str, trained: str, form: AdapterForm, tmp_path: Path
+):
+    """Read back, each factor has its bits. B by expert instead of by rank, or up before gate, moves logits by 0.1."""
     base = tmp_path / "hf"
     plain = make_model(name, base)
-    built = engine_model(base, trained="", adapters=ADAPTED)
+    built = engine_model(base, trained="", **{"adapters": ADAPTED, **FORMS[trained]})
     live, tensors = _logits(built), built.parameters()
     assert (live - _stock_logits(plain)).abs().max() > 0.05, "the adapters do nothing"
     checkpoint = open_run(trained_run(tmp_path / "run", tensors, base, alpha=SCALE * RANK))
     source = open_source(base)
-    export_peft(checkpoint.trained(), checkpoint.lora, source.model, tmp_path / "adapter")
-    export_hf(MergedSource(source.model, source, checkpoint.trained(), scale=SCALE), tmp_path / "merged")
+    values = EachExpert(checkpoint.trained(), source.model.decoder)
+    export_peft(values, checkpoint.lora, source.model, tmp_path / "adapter", form=form)
+    export_hf(MergedSource(source.model, source, values, scale=SCALE), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     torch.testing.assert_close(_stock_logits(merged), live, rtol=0, atol=1e-4)
     model = open_model(base)
-    read = AdapterSource(tmp_path / "adapter", names=model.names, decoder=model.decoder)
-    assert read.tensor_names() == sorted(tensors)
-    assert all(torch.equal(read.read_whole(key), value) for key, value in tensors.items())
+    wanted = [name for name in tensors if "gate_up" in name]
+    fused = [own.rpartition(".")[0] for name in wanted for own in own_names(name, model.decoder)]
+    read = AdapterSource(tmp_path / "adapter", names=model.names, decoder=model.decoder, fused=fused)
+    again = CommonFactors(read, list(tensors), model.decoder)
+    assert sorted(again.tensor_names()) == sorted(tensors)
+    assert all(torch.equal(again.read_whole(key), value) for key, value in tensors.items())
+    if form == "shared_outer":
+        stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        shapes = {
+            key.partition("experts.")[2]: list(value.shape) for key, value in stored.items() if ".experts.w" in key
+        }
+        sizes = model.decoder.routed
+        assert sizes is not None
+        count, inner, hidden = sizes.rule.num_experts, sizes.intermediate, model.decoder.hidden
+        assert shapes == {
+            "w1.lora_A.weight": [1, RANK, hidden], "w1.lora_B.weight": [count, inner, RANK],
+            "w2.lora_A.weight": [count, RANK, inner], "w2.lora_B.weight": [1, hidden, RANK],
+            "w3.lora_A.weight": [1, RANK, hidden], "w3.lora_B.weight": [count, inner, RANK],
+        }  # fmt: skip
+        return
     peft = PeftModel.from_pretrained(plain, tmp_path / "adapter")
     torch.testing.assert_close(_stock_logits(peft.eval()), live, rtol=0, atol=1e-4)
+
+
+def test_ranks_of_single_experts_and_the_router_are_stacked(tmp_path: Path):
+    """The narrower experts have zeros; a scale of their own is refused, as a stack has one."""
+    make_model("qwen3 moe", tmp_path / "hf")
+    ranks = ((r".*experts\.1\..*", 5),)
+    built = engine_model(tmp_path / "hf", trained="", adapters=rf"{ADAPTED}|.*router", ranks=ranks)
+    tensors, source = built.parameters(), open_source(tmp_path / "hf")
+    alike = open_run(trained_run(tmp_path / "run", tensors, tmp_path / "hf", alpha=SCALE * RANK))
+    with pytest.raises(UserError, match="differ in scale, and their stack has one: export with --format hf --merge"):
+        export_peft(alike.trained(), alike.lora, source.model, tmp_path / "adapter", form="stacked")
+    alphas = {r".*experts\.1\..*": 5 * SCALE}
+    run = open_run(trained_run(tmp_path / "again", tensors, tmp_path / "hf", alpha=RANK * SCALE, alpha_pattern=alphas))
+    with pytest.raises(UserError, match="differ in rank or alpha, .* export with --adapter-form stacked"):
+        export_peft(run.trained(), run.lora, source.model, tmp_path / "adapter")
+    export_peft(run.trained(), run.lora, source.model, tmp_path / "adapter", form="stacked")
+    scale = recorded_scale(run.lora, run.trained(), source.model.names)
+    assert "agree to" in prove_adapter(tmp_path / "adapter", source, run.trained(), scale, "stacked")
 
 
 def test_what_peft_would_read_otherwise_is_refused(tmp_path: Path):
@@ -66,20 +139,88 @@ def test_what_peft_would_read_otherwise_is_refused(tmp_path: Path):
         export_peft(checkpoint.trained(), checkpoint.lora, open_model(tmp_path / "hf"), tmp_path / "adapter")
 
 
+ROUTERS = {f"layers.{i}.mlp.router" for i in (1, 2)}
+OUTER = {"layers.1.mlp.experts.gate_proj.lora_A"}
+
+
+def _found(adapted: set[str], in_full: list[str], **changes: Any) -> TrainedAdapters:
+    facts = {"shared": (), "rslora": False, **changes}
+    return TrainedAdapters(adapters=dict.fromkeys(adapted, (2, 1.5)), in_full=in_full, **facts)
+
+
 @pytest.mark.parametrize(
-    ("adapted", "in_full", "alike", "rslora", "reason"),
+    ("found", "form", "reader", "reason"),
     [
-        (EVERY, [], True, False, None),
-        ({"layers.1.attention.q_proj"}, ["lm_head"], False, True, None),
-        (EVERY, ["layers.1.mlp.router"], True, False, "layers.1.mlp.router was trained in full"),
-        (EVERY | {"layers.0.mlp.up_proj"}, [], True, False, "layers.0.mlp.up_proj has an adapter"),
-        ({one for one in EVERY if "up" not in one}, [], True, False, "one alone"),
-        (EVERY - {"layers.2.mlp.experts.1.down_proj"}, [], True, False, "experts.1.down_proj has no adapter"),
-        (EVERY, [], False, False, "differ in rank"),
-        (EVERY, [], True, True, "rslora"),
-        ({one for one in EVERY if "down" in one}, [], True, True, None),
+        (_found(EVERY, []), "per_expert", None, None),
+        (_found(EVERY, []), "per_expert", "vllm", None),
+        (_found({"layers.1.attention.q_proj"}, ["lm_head"], rslora=True), "per_expert", None, None),
+        (_found(EVERY, ["layers.1.mlp.router"]), "stacked", None, "layers.1.mlp.router was trained in full"),
+        (_found(EVERY | {"layers.0.mlp.up_proj"}, []), "stacked", None, "layers.0.mlp.up_proj has an adapter"),
+        (_found({one for one in EVERY if "up" not in one}, []), "per_expert", None, "one alone"),
+        (_found({one for one in EVERY if "up" not in one}, []), "stacked", None, None),
+        (_found(EVERY - {"layers.2.mlp.experts.1.down_proj"}, []), "per_expert", None, "experts.1.down_proj has no"),
+        (_found(EVERY - {"layers.2.mlp.experts.1.down_proj"}, []), "stacked", None, None),
+        (_found(EVERY, [], rslora=True), "per_expert", None, "rslora"),
+        (_found(EVERY, [], rslora=True), "stacked", None, None),
+        (_found({one for one in EVERY if "down" in one}, [], rslora=True), "per_expert", None, None),
+        (_found(EVERY | ROUTERS, []), "per_expert", None, None),
+        (_found(EVERY | {"layers.1.mlp.router"}, []), "per_expert", None, "layers.2.mlp.router has no adapter"),
+        (_found(EVERY | ROUTERS, []), "per_expert", "vllm", "compute routers without"),
+        (_found(EVERY, []), "shared_outer", None, "share no factors"),
+        (_found(EVERY, [], shared=OUTER), "shared_outer", "sglang", None),
+        (_found(EVERY, [], shared=OUTER), "shared_outer", "peft", "PEFT has no form"),
+        (
+            _found({one for one in EVERY if "down" in one}, [], shared=OUTER),
+            "shared_outer",
+            "vllm",
+            "gate_proj has no adapter, and vLLM reads this form with all three",
+        ),
+        (_found(EVERY, []), "stacked", "sglang", "SGLang has no form"),
+        (_found(EVERY, []), "per_expert", "sglang", "SGLang is only known to read"),
     ],
 )
-def test_obstacles(adapted: set[str], in_full: list[str], alike: bool, rslora: bool, reason: str | None):
-    found = obstacle(adapted, in_full, SIZES, alike=alike, rslora=rslora)
-    assert found is None if reason is None else found is not None and reason in found
+def test_obstacles(found: TrainedAdapters, form: AdapterForm, reader: AdapterReader | None, reason: str | None):
+    seen = obstacle(found, SIZES, form, reader)
+    assert seen is None if reason is None else seen is not None and reason in seen
+
+
+def test_no_form_is_known_for_gpt_oss(tmp_path: Path):
+    make_model("gpt oss", tmp_path / "hf")
+    built = engine_model(tmp_path / "hf", trained="", adapters=ADAPTED)
+    run = open_run(trained_run(tmp_path / "run", built.parameters(), tmp_path / "hf", alpha=SCALE * RANK))
+    for form in ("per_expert", "stacked"):
+        with pytest.raises(
+            UserError, match="adapter of its own.* of a gpt_oss model.*: export with --format hf --merge"
+        ):
+            export_peft(run.trained(), run.lora, open_model(tmp_path / "hf"), tmp_path / "adapter", form=form)
+
+
+def test_skyrl_1852_vllm_41384_a_stack_that_vllm_would_load_and_not_apply_is_refused(tmp_path: Path):
+    """vLLM skips its check of names at `base_layer`, and has no module of that name for a model with experts apart."""
+    make_model("qwen3 moe", tmp_path / "hf")
+    built = engine_model(tmp_path / "hf", trained="", adapters=ADAPTED)
+    run = open_run(trained_run(tmp_path / "run", built.parameters(), tmp_path / "hf", alpha=SCALE * RANK))
+    model = open_model(tmp_path / "hf")
+    with pytest.raises(UserError, match="would load their stacks .*: export with --adapter-form per_expert"):
+        export_peft(run.trained(), run.lora, model, tmp_path / "adapter", form="stacked", reader="vllm")
+    assert not (tmp_path / "adapter").exists()
+    report = export_peft(run.trained(), run.lora, model, tmp_path / "adapter", form="stacked")
+    assert any("vLLM would load them and compute without them" in note for note in report.notes)
+
+
+def test_megatron_bridge_5376_gate_and_up_are_in_order_in_every_form(tmp_path: Path):
+    """B of gate alone is not zero: in a stack its rows are the first half, and in the outer form it is w1."""
+    make_model("qwen3 moe", tmp_path / "hf")
+    built = engine_model(tmp_path / "hf", trained="", adapters=ADAPTED, experts="shared_outer")
+    tensors = {key: value * (0 if ".up_proj.lora_B" in key else 1) for key, value in built.parameters().items()}
+    run = open_run(trained_run(tmp_path / "run", tensors, tmp_path / "hf", alpha=SCALE * RANK))
+    model = open_model(tmp_path / "hf")
+    values = EachExpert(run.trained(), model.decoder)
+    for form in ("stacked", "shared_outer"):
+        export_peft(values, run.lora, model, tmp_path / form, form=form)
+    layer = "base_model.model.model.layers.1.mlp.experts"
+    stacked = load_file(tmp_path / "stacked" / "adapter_model.safetensors")[f"{layer}.base_layer.lora_B.weight"]
+    half = stacked.shape[0] // 2
+    assert stacked[:half].any() and not stacked[half:].any()
+    outer = load_file(tmp_path / "shared_outer" / "adapter_model.safetensors")
+    assert outer[f"{layer}.w1.lora_B.weight"].any() and not outer[f"{layer}.w3.lora_B.weight"].any()

@@ -48,9 +48,9 @@ def _reporter(every: int, said: list[str]) -> tuple[StepReporter, _Told]:
         loss_at_chance=None, shown=("accuracy",), named=lambda values: dict(zip(("accuracy",), values, strict=True))
     )
     training = SimpleNamespace(objective=objective, parts=[], optimizer=SimpleNamespace(loss_scale=object()))
-    loader = SimpleNamespace(stalled=0.0)
+    source = SimpleNamespace(stalled=0.0, work_seconds={})
     reporter = StepReporter(
-        LogOptions(every=every), cast(Any, training), cast(Any, loader), RunClock(), metrics=told, progress=told,
+        LogOptions(every=every), cast(Any, training), cast(Any, source), RunClock(), metrics=told, progress=told,
         listener=told, observation=told, forecast=told,
         guards=guards_of(build_run(Layout(case="adapters", grid=RankGrid())), OPTIONS, said),
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_report_waits_for_its_own_step_alone(every: int) -> None:
             ends.append(stream.launched)
             seen = StepSeen(number, [], 1.0, 1e-3, 0, result, StepFigures(result))
             copied = stream.launched - ends[-1]
-            reporter.after(seen, rows=1, tokens=1)
+            reporter.after(seen, rows=1, tokens=1, figures={"reward": number / 2})
             assert stream.waited <= ends[number - 1] + copied, "the report waited for the step that had just begun"
         reporter.catch_up(last=True)
     reported = [number for number in range(1, STEPS + 1) if number % every == 0 or number == STEPS]
@@ -84,7 +84,7 @@ def test_a_report_waits_for_its_own_step_alone(every: int) -> None:
     for one in told.steps:
         number = float(one["step"])
         assert (one["loss"], one["grad_norm"], one["accuracy"]) == (number, number * 10, number * 100)
-        assert one["loss_scale"] == 8.0
+        assert one["loss_scale"] == 8.0 and one["reward"] == number / 2
 
 
 def test_a_copy_is_of_its_moment() -> None:

@@ -234,7 +234,9 @@ def test_pictures_and_places_that_do_not_fit_are_refused(name: str, tmp_path: Pa
 
 
 def test_models_of_text_alone_refuse_pictures(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'image' names a picture, but only text is read here: .*llava, llava_onev"):
+    with pytest.raises(
+        UserError, match="'image' names a picture, but only text is read here: .*llava, llava_next, llava_onev"
+    ):
         build(tmp_path, minicpm_records()[0], reads=False)
 
 

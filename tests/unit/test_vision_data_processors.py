@@ -18,6 +18,8 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
@@ -79,6 +81,19 @@ KINDS: dict[str, dict[str, Any]] = {
         "processor": LlavaProcessor,
         "options": {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     },
+    "llava_next": {
+        "config": {
+            "vision_config": {"patch_size": 7, "image_size": 30, "model_type": "clip_vision_model"},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        "tokens": {"image_token": "<image>"},
+        "mark": "<image>\n",
+        "images": lambda: LlavaNextImageProcessorPil(
+            size={"shortest_edge": 30}, crop_size=UNEVEN, image_grid_pinpoints=PINPOINTS
+        ),
+        "processor": LlavaNextProcessor,
+        "options": {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    },
     "llava_onevision": {
         "config": {
             "vision_config": {"patch_size": 7, "image_size": 30, "model_type": "siglip_vision_model"},
@@ -96,7 +111,7 @@ KINDS: dict[str, dict[str, Any]] = {
         },
     },
     "gemma3": {
-        "config": {"vision_config": {"patch_size": 7}, "mm_tokens_per_image": 4},
+        "config": {"vision_config": {"patch_size": 7, "image_size": 28}, "mm_tokens_per_image": 4},
         "tokens": {
             "boi_token": "<start_of_image>",
             "eoi_token": "<end_of_image>",
@@ -159,9 +174,9 @@ def written(kind: str, folder: Path) -> tuple[Any, Any]:
     return tokenizer, images
 
 
-def processor_of(kind: str, tokenizer: Any, images: Any) -> Any:
+def processor_of(kind: str, tokenizer: Any, images: Any, case: dict[str, Any] | None = None) -> Any:
     """Returns the processor for text and pictures, without its parts for videos, which need torchvision."""
-    case = KINDS[kind]
+    case = case or KINDS[kind]
     kept = case["processor"].check_argument_for_proper_class
     case["processor"].check_argument_for_proper_class = lambda *arguments: None
     try:
@@ -207,8 +222,10 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     patches = np.concatenate([one.patches_PF for one in tiles])
     pixels = found["pixel_values"]
     if kind not in BY_GRID:
-        pixels = pixels[..., :28, :28]
-        patches = np.concatenate([unfolded(one.patches_PF, one.grids) for one in tiles])
+        shown = [unfolded(one.patches_PF) for one in tiles]
+        if kind == "llava_next":  # of as many tiles as the picture with the most has
+            pixels = torch.cat([own[: len(mine)] for own, mine in zip(pixels, shown, strict=True)])
+        pixels, patches = pixels[..., :28, :28], np.concatenate(shown)
     np.testing.assert_array_equal(patches, pixels.reshape(patches.shape).numpy())
     assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
     assert [family.grids(image.size, alone=False) for image in made] == [one.grids for one in tiles]
@@ -244,10 +261,13 @@ def test_a_document_begins_with_the_token_that_the_tokenizer_adds(writes_bos: bo
 
 
 @pytest.mark.parametrize("size", [(61, 43), (90, 200), (28, 28), (300, 40), (17, 200), (57, 55), (113, 112), (5, 300)])
-def test_one_picture_in_tiles_is_that_of_transformers_processor(size: tuple[int, int], tmp_path: Path) -> None:
-    """Tokens, pixels and grids of LLaVA-OneVision; padded above and beside, scaled down and not."""
-    tokenizer, images = written("llava_onevision", tmp_path)
-    processor = processor_of("llava_onevision", tokenizer, images)
+@pytest.mark.parametrize("kind", ["llava_next", "llava_onevision"])
+def test_one_picture_in_tiles_is_that_of_transformers_processor(
+    size: tuple[int, int], kind: str, tmp_path: Path
+) -> None:
+    """Tokens, pixels and grids; padded above and beside, and LLaVA-OneVision's scaled down and not."""
+    tokenizer, images = written(kind, tmp_path)
+    processor = processor_of(kind, tokenizer, images)
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
     noise = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
@@ -259,8 +279,7 @@ def test_one_picture_in_tiles_is_that_of_transformers_processor(size: tuple[int,
     tiles = family.tiles(Image.fromarray(noise))
     ((rows, columns, *_),) = tiles.grids
     assert tiles.patches_PF.shape == (rows * columns, family.patch_features)
-    pixels = unfolded(tiles.patches_PF, ((4, 4),) * (rows // 4))
-    np.testing.assert_array_equal(pixels, found["pixel_values"][0, ..., :28, :28].numpy())
+    np.testing.assert_array_equal(unfolded(tiles.patches_PF), found["pixel_values"][0, ..., :28, :28].numpy())
 
 
 def test_a_picture_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) -> None:
@@ -310,11 +329,91 @@ def test_files_that_do_not_fit_are_refused(
         family.prompt(Conversation((Turn("user", (0, "Who?")),)), [(61, 43)])
 
 
-def unfolded(patches: np.ndarray, grids: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Pixels [tiles, 3, H, W] of patches of side 7."""
-    rows, columns = grids[0]
-    tiles = patches.reshape(len(grids), rows, columns, 3, 7, 7)
-    return tiles.transpose(0, 3, 1, 4, 2, 5).reshape(len(grids), 3, rows * 7, columns * 7)
+@pytest.mark.parametrize(
+    ("kind", "config", "processor", "words"),
+    [
+        ("qwen3_vl", {}, {"patch_size": 14}, r"merge_size \(14, 2, 2\) and do_resize True, but .* \(16, 2, 2\)"),
+        ("qwen2_5_vl", {}, {"merge_size": 1}, r"merge_size \(14, 2, 1\) and"),
+        ("qwen2_5_vl", {}, {"temporal_patch_size": 1}, r"merge_size \(14, 1, 2\) and"),
+        ("qwen2_5_vl", {}, {"do_resize": False}, r"\(14, 2, 2\) and do_resize False, but"),
+        ("llava", {}, {"do_center_crop": False}, r"no fixed height and width \(size {'shortest_edge': 28}"),
+        ("internvl", {}, {"do_resize": False}, "no fixed height and width .*, do_resize False"),
+        ("llava", {"vision_config": {"patch_size": None, "image_size": 28}}, {}, "^config.json has .*patch_size None"),
+        ("internvl", {"vision_config": {"patch_size": [7, 8]}}, {}, r"^config.json has .*patch_size \[7, 8\], but"),
+        ("llava", {"vision_config": None}, {}, "^config.json lacks vision_config"),
+        (
+            "qwen2_5_vl",
+            {},
+            {"size": {"min_pixels": 784, "max_pixels": 9000}},
+            r"has size {.*}, but shortest_edge and longest_edge",
+        ),
+    ],
+)
+def test_processors_that_do_not_fit_the_tower_are_refused(
+    kind: str, config: dict[str, Any], processor: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(kind, tmp_path)
+    for name, more in (("config.json", config), ("preprocessor_config.json", processor)):
+        file = tmp_path / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    with pytest.raises(UserError, match=words) as refused:
+        read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert str(refused.value).startswith("config.json" if config else str(tmp_path / "preprocessor_config.json"))
+
+
+@pytest.mark.parametrize("written_as", ["Qwen2_5_VLImageProcessor", "Qwen2VLImageProcessorFast", None])
+def test_processors_by_former_names_are_the_same(written_as: str | None, tmp_path: Path) -> None:
+    """Names of releases that are over, of which today's transformers knows the second, and settings without a name."""
+    _, images = written("qwen2_5_vl", tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor_type"] = written_as
+    file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    for image in pictures(tmp_path):
+        expected = images(images=[image], return_tensors="np")["pixel_values"]
+        np.testing.assert_array_equal(family.tiles(image).patches_PF, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("parts", "content"),
+    [
+        (("\nLook: \n", 0, "\n\nWho is this?\n"), ["\nLook: ", None, "Who is this?\n"]),
+        ((0, "\n", "\nWho?\n\n"), [None, "\nWho?\n\n"]),
+        (("\n", 0, "\n", 1, " Who?\n"), [None, None, " Who?\n"]),
+    ],
+)
+def test_line_breaks_that_are_beside_no_marker_stay(
+    kind: str, parts: tuple[str | int, ...], content: list[str | None], tmp_path: Path
+) -> None:
+    """Those beside a marker are the template's; where all at a turn's ends went, tokens were fewer."""
+    tokenizer, images = written(kind, tmp_path)
+    processor = processor_of(kind, tokenizer, images)
+    family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
+    assert family is not None
+    shown = pictures(tmp_path)[: sum(isinstance(part, int) for part in parts)]
+    numbered = iter(shown)
+    asked = [
+        {"type": "image", "image": next(numbered)} if text is None else {"type": "text", "text": text}
+        for text in content
+    ]
+    found = processor.apply_chat_template(
+        [{"role": "user", "content": asked}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="np",
+    )
+    ids = np.asarray(found["input_ids"]).reshape(-1).tolist()
+    prompt = family.prompt(Conversation((Turn("user", parts),)), [image.size for image in shown])
+    assert prompt.ids == ids
+
+
+def unfolded(patches: np.ndarray) -> np.ndarray:
+    """Pixels [tiles, 3, 28, 28] of tiles of 4 x 4 patches of side 7."""
+    return patches.reshape(-1, 4, 4, 3, 7, 7).transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, 28, 28)
 
 
 @pytest.mark.parametrize(("kind", "stock"), [("qwen2_5_vl", Qwen2_5_VLModel), ("qwen3_vl", Qwen3VLModel)])

@@ -20,8 +20,9 @@ VISION: dict[str, Any] = {
     "model_type": "siglip_vision_model", "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3,
     "num_attention_heads": 3, "patch_size": PATCH, "image_size": PATCH * SIDE, "vision_use_head": False,
 }  # fmt: skip
-GEMMA: dict[str, Any] = {"vision_config": VISION, "mm_tokens_per_image": 9}
+GEMMA: dict[str, Any] = {"model_type": "gemma3", "vision_config": VISION, "mm_tokens_per_image": 9}
 RELEASED_GEMMA = {
+    "model_type": "gemma3",
     "mm_tokens_per_image": 256,
     "vision_config": {
         "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
@@ -73,7 +74,9 @@ def test_gemma_features_and_gradients_are_transformers_own() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
     text = {"hidden_size": WIDTH, "num_attention_heads": 4}
-    projector = drawn(Gemma3MultiModalProjector(Gemma3Config(text_config=text, **GEMMA)))
+    projector = drawn(
+        Gemma3MultiModalProjector(Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=9))
+    )
     tower = stock_tower()
     ours = Gemma3Vision(Gemma3VisionConfig.from_hf(GEMMA, width=WIDTH))
     ours.vision_tower.load_state_dict(tower.state_dict())

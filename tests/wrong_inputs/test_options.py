@@ -141,6 +141,22 @@ def test_files_of_options(text: bytes, words: str, place: Workplace, refused: Re
         (3, {"parallel.tensor": 2}, "The run has 3 ranks and parallel.tensor 2"),
         (5, {"train.global_batch_size": 4}, "1 x 5 data-parallel ranks: use for example train.global_batch_size 5"),
         (4, {"parallel.pipeline": 2, "parallel.context": 4}, "needs a multiple of 8"),
+        (2, {"parallel.expert": 4}, "stage has 2 data, context and tensor parallel ranks to divide"),
+        (
+            4,
+            {"parallel.tensor": 2, "parallel.expert": 4, "parallel.expert_tensor": 2},
+            "a pipeline stage has 2 data and context parallel ranks to divide experts over: use a parallel.expert that",
+        ),
+        (
+            2,
+            {"parallel.tensor": 2, "parallel.expert_tensor": 1, "parallel.sequence": "false", "data.seq_length": 15},
+            "do not divide over parallel.tensor 2 before whole experts: make data.seq_length a multiple of 2",
+        ),
+        (
+            4,
+            {"parallel.tensor": 4, "parallel.expert_tensor": 2},
+            "whole or divided over all tensor ranks: use 1, 4, or",
+        ),
     ],
 )
 def test_world_sizes(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class TrainingContents:
         lora: the run's settings of adapters, "rank", "alpha", "dropout", "rslora", "fused" and others; empty
             without adapters.
         layout: sizes of the mesh, for information.
+        beside: further small files that the trainer needs to resume, by name.
     """
 
     step: int
@@ -59,6 +60,7 @@ class TrainingContents:
     base: dict[str, Any]
     lora: dict[str, Any]
     layout: dict[str, int]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def owned(shards: Iterable[NamedShard]) -> list[NamedShard]:
@@ -235,11 +237,13 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Sequenc
             "base": contents.base,
             "lora": contents.lora,
             "run_config_checksum": text_checksum(config),
+            "beside": {name: text_checksum(data) for name, data in contents.beside.items()},
         },
         columns=columns,
     )
     manifest_from_json(manifest.to_json(), staging / MANIFEST)  # parts of all ranks, each once, or none is published
-    write_durably(staging / RUN_CONFIG, config)
+    for name, data in {RUN_CONFIG: config, **contents.beside}.items():
+        write_durably(staging / name, data)
     with writing(staging):
         for path in list(staging.iterdir()):
             if path.suffix in (".done", ".failed"):

@@ -119,7 +119,7 @@ def save_now(
     try:
         with writing(staging), held(staging):
             if group.rank == 0:
-                require_room(staging, group.num_bytes)
+                require_room(staging, group.num_bytes + sum(map(len, contents.beside.values())))
             else:
                 require_wanted(staging, group.rank)
             if group.rank in group.writers:

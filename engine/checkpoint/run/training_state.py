@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 MASTER, ADAPTER = "master/", "adapter/"
-_MAX_CONFIG_BYTES = 16 << 20
+_MAX_CONFIG_BYTES, _MAX_BESIDE_BYTES = 16 << 20, 8 << 30
 
 
 class TrainingCheckpoint(PieceReader):
@@ -73,7 +73,8 @@ class TrainingCheckpoint(PieceReader):
         for key in ("state", "base", "lora"):
             if not isinstance(manifest.training.get(key), dict):
                 raise UserError(f"{folder / MANIFEST} is damaged: training.{key} is missing; use another checkpoint.")
-        self.run_config = _read_config(folder / RUN_CONFIG, manifest.training.get("run_config_checksum"))
+        checksum = manifest.training.get("run_config_checksum")
+        self.run_config = _read_checked(folder / RUN_CONFIG, checksum, _MAX_CONFIG_BYTES).decode("utf-8")
         """The resolved YAML of the run."""
         super().__init__(folder, manifest)
 
@@ -92,22 +93,32 @@ class TrainingCheckpoint(PieceReader):
         """Adapter settings; empty without adapters."""
         return self.manifest.training["lora"]
 
+    def beside(self, name: str) -> bytes:
+        """Returns a small file that the trainer saved beside its state.
+
+        Raises:
+            UserError: it is missing or damaged.
+        """
+        sums = self.manifest.training.get("beside")
+        checksum = sums.get(name) if isinstance(sums, dict) else None
+        return _read_checked(self.folder / name, checksum, _MAX_BESIDE_BYTES)
+
     def trained(self) -> TrainedValues:
         """Returns the trained values by logical name."""
         return TrainedValues(self)
 
 
-def _read_config(path: Path, checksum: object) -> str:
+def _read_checked(path: Path, checksum: object, limit: int) -> bytes:
     if not path.is_file():
         raise UserError(f"{path} is missing: copy the checkpoint again, with all of its files.")
     try:
         with open(path, "rb") as file:
-            text = file.read(_MAX_CONFIG_BYTES)
+            data = file.read(limit)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): use another copy of the checkpoint.") from error
-    if text_checksum(text) != checksum:
-        raise UserError(f"{path} is damaged: it is not the text that was written; use another copy of the checkpoint.")
-    return text.decode("utf-8")
+    if text_checksum(data) != checksum:
+        raise UserError(f"{path} is damaged: it is not what was written; use another copy of the checkpoint.")
+    return data
 
 
 class TrainedValues(TensorReader):

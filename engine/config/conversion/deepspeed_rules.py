@@ -238,6 +238,6 @@ RULES |= {
     "checkpoint.*": dropped("checkpoints are this engine's own"),
     "moe.*": dropped("options for experts are not converted"),
     "_comment": dropped("a comment"),
-    "use_data_before_expert_parallelism": dropped("there is no expert parallelism"),
+    "use_data_before_expert_parallelism": dropped("neighbouring ranks share experts"),
     "dataloader_drop_last": dropped("train.global_batch_size rows make a step"),
 }

@@ -1,8 +1,9 @@
-"""Pictures of any size as LLaVA-OneVision cuts them: the whole in one tile, and a grid of tiles that it is padded to.
+"""Pictures of any size as LLaVA-NeXT and LLaVA-OneVision cut them: the whole in one tile, and a grid of tiles that it
+is padded to.
 
-Of the features of the grid those of padding are left out, and what is still too much is scaled down; each row of what
-is left ends with one that marks its end. All of that follows from the picture's size. A picture that is not alone in
-its conversation is one tile, and one mark.
+Of the features of the grid those of padding are left out; each row of what is left ends with one that marks its end.
+All of that follows from the picture's size. OneVision scales down what is still too much, and a picture that is not
+alone in its conversation is one tile there, and one mark.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def most_tiles(aspect_ratio: object) -> int:
     return int(match[1])
 
 
-def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, side: int, most: int) -> Grid:
+def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, side: int, most: int | None) -> Grid:
     """Returns the grid of a picture.
 
     Args:
@@ -37,7 +38,7 @@ def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, 
         pinpoints: heights and widths in pixels that it may be padded to.
         tile: pixels on a side of a tile.
         side: patches on a side of a tile.
-        most: see `most_tiles`.
+        most: see `most_tiles`; None where features are not scaled.
 
     Returns:
         (rows, columns) of patches, all tiles one below the other; (rows, columns) of tiles; (rows, columns) of features
@@ -49,7 +50,7 @@ def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, 
     best = select_best_resolution((height, width), list(pinpoints))
     tiles_down, tiles_across = best[0] // tile, best[1] // tile
     rows, columns = _without_padding(height, width, tiles_down * side, tiles_across * side)
-    ratio = math.sqrt(rows * columns / (most * side**2))
+    ratio = 0.0 if most is None else math.sqrt(rows * columns / (most * side**2))
     scaled = (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
     if ratio > 1.1 and min(scaled) < 1:
         raise UserError(f"a picture of {width} x {height} is so long and thin that no features of it are left; cut it.")

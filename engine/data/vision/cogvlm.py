@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.template import Learn
-from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn
+from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily
 from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 from engine.errors import UserError
@@ -63,7 +63,7 @@ _CROSS_PATCH = 14
 """Pixels of a patch's side in CogAgent's second tower; not in its configuration."""
 
 
-class CogVLM:
+class CogVLM(VisionFamily):
     """The family.
 
     Args:
@@ -74,9 +74,6 @@ class CogVLM:
     """
 
     has_experts = True
-    rotates_by_grid = False
-    is_bidirectional = False
-    turns_upright = False
 
     def __init__(
         self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int, eos: int, template: str | None = None
@@ -91,7 +88,6 @@ class CogVLM:
         rows = side // patch // (2 if second else 1)
         self._features = rows * rows + 2  # with boi and eoi
         self._cross_size: Size | None = None
-        self.cross_patch_features: int | None = None
         if self._is_agent:
             self._cross_size = (int(config["cross_image_size"]),) * 2
             self._cross_norm = Normalisation(CLIP_MEAN, CLIP_STD, _CROSS_PATCH)

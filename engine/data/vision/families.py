@@ -43,6 +43,8 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
             return OmniLMM(config, tokenizer, bos=_special(tokenizer, "bos"))
         if config.get("model_type") in STAND_INS:
             return ProcessorFamily(config, folder, tokenizer)
+    except UserError:  # says itself which file it is, and is a ValueError, too
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"config.json lacks what the pictures of a {architecture or config.get('model_type')} need ({error!r}); "

@@ -7,9 +7,10 @@ pure function of configuration, text and sizes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +99,9 @@ class Tiles:
     grids: tuple[Grid, ...]
 
 
-class VisionFamily(Protocol):
-    """The interface of a family.
+class VisionFamily(ABC):
+    """The interface of a family. What most of them have in common is what a family has that does not say otherwise:
+    one tower, one set of weights, positions and attention as for text, and pictures as their files have them.
 
     Attributes:
         patch_features: F, numbers of a patch.
@@ -111,12 +113,13 @@ class VisionFamily(Protocol):
     """
 
     patch_features: int
-    cross_patch_features: int | None
-    has_experts: bool
-    rotates_by_grid: bool
-    is_bidirectional: bool
-    turns_upright: bool
+    cross_patch_features: int | None = None
+    has_experts: ClassVar[bool] = False
+    rotates_by_grid: bool = False
+    is_bidirectional: bool = False
+    turns_upright: ClassVar[bool] = False
 
+    @abstractmethod
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         """Yields what is trained on: one item, or one for each answer where the layout has room for one answer only.
 
@@ -128,39 +131,38 @@ class VisionFamily(Protocol):
         Raises:
             UserError: a conversation that the family cannot express.
         """
-        ...
 
+    @abstractmethod
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         """Returns the tokens up to where the assistant's next turn begins, without targets.
 
         Raises:
             UserError: a conversation that the family cannot express.
         """
-        ...
 
+    @abstractmethod
     def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
         """Returns the grids of the tiles that `tiles` makes of a picture of this size.
 
         Args:
             alone: its conversation has no other.
         """
-        ...
 
+    @abstractmethod
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         """Returns the patches of an RGB picture.
 
         Args:
             alone: its conversation has no other.
         """
-        ...
 
     def cross_grids(self, size: Size) -> tuple[Grid, ...]:
         """Returns the grids of the tiles for the second tower; none where there is no such tower."""
-        ...
+        return ()
 
     def cross_tiles(self, image: Image) -> Tiles | None:
         """Returns the patches for the second tower, where there is one."""
-        ...
+        return None
 
     def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         """Returns the position of each token of a document: int64 [length], or [3, length] in time, height and width.
@@ -169,8 +171,8 @@ class VisionFamily(Protocol):
             spans: the tokens that features replace, in order.
             sizes: of the document's pictures.
         """
-        ...
+        return np.arange(length, dtype=np.int64)
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Returns the tokens that take the weights for pictures, given those that features replace."""
-        ...
+        return ()

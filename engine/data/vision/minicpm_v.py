@@ -20,16 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.data.template import Learn
 from engine.data.vision.family import (
     Conversation,
     EncodedChat,
     Placing,
-    Span,
     Tiles,
     Turn,
+    VisionFamily,
     with_picture_first,
 )
 from engine.data.vision.pixels import Grid, Normalisation, Size
@@ -64,7 +63,7 @@ def version_of(config: Mapping[str, Any]) -> str:
     return version
 
 
-class MiniCPMV:
+class MiniCPMV(VisionFamily):
     """The family, for all versions.
 
     Args:
@@ -74,12 +73,6 @@ class MiniCPMV:
         learn_header: train on the line break between the header of an answer and the answer, as the script of 2.6 did
             before 2025-09.
     """
-
-    cross_patch_features = None
-    has_experts = False
-    rotates_by_grid = False
-    is_bidirectional = False
-    turns_upright = False
 
     def __init__(
         self,
@@ -128,18 +121,6 @@ class MiniCPMV:
         slices = self.rule.slices(image.size)
         patches = [self._norm.patches(tile) for tile in slices.tiles(image)]
         return Tiles(np.concatenate(patches), self.grids(image.size))
-
-    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
-        return ()
-
-    def cross_tiles(self, image: Image) -> None:
-        return None
-
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
-        return np.arange(length, dtype=np.int64)
-
-    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return ()
 
     def _write_plain(self, chat: Conversation, slices: Sequence[Slices], learn: Learn | None) -> EncodedChat:
         """Writes 2.0's layout; `learn` None writes the prompt of `chat`."""

@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.data.template import Learn
-from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, with_picture_first
+from engine.data.vision.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily, with_picture_first
 from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 
@@ -31,7 +28,7 @@ _PATCH = 14
 """Pixels of a patch's side of its tower; not in its configuration."""
 
 
-class OmniLMM:
+class OmniLMM(VisionFamily):
     """The family.
 
     Args:
@@ -39,12 +36,6 @@ class OmniLMM:
         tokenizer: of the model.
         bos: id of the begin token.
     """
-
-    cross_patch_features = None
-    has_experts = False
-    rotates_by_grid = False
-    is_bidirectional = False
-    turns_upright = False
 
     def __init__(self, config: Mapping[str, Any], tokenizer: TextEncoder, *, bos: int) -> None:
         side = int(config.get("image_size", 448))
@@ -72,18 +63,6 @@ class OmniLMM:
 
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(image.size))
-
-    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
-        return ()
-
-    def cross_tiles(self, image: Image) -> None:
-        return None
-
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
-        return np.arange(length, dtype=np.int64)
-
-    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return ()
 
     def _write(self, chat: Conversation, num_pictures: int, learn: Learn | None) -> ChatWriter:
         """Writes the layout; `learn` None writes the prompt."""

@@ -5,7 +5,8 @@ The image processors of transformers that need only Pillow are taken. Its proces
 not: they need torchvision, for videos, and pixels where sizes are enough. What they put into the text for a picture
 is in the table here.
 
-Line breaks around a marker in a text belong to the marker, because templates write their own.
+Line breaks beside a marker in a text belong to the marker, because templates write their own; all others are the
+text's.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from engine.data.placeholders import Placeholders
 from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.data.vision.anyres import anyres_grid, most_tiles, num_features
-from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, with_picture_first
+from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily, with_picture_first
 from engine.data.vision.pixels import Grid, Size
 from engine.errors import UserError
+from engine.files.documents import read_json
+from engine.tower_defaults import CLIP, whole_tower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,6 +56,7 @@ class StandIn:
 
 STAND_INS = {
     "llava": StandIn("<image>", "<image>"),
+    "llava_next": StandIn("<image>", "<image>"),
     "llava_onevision": StandIn("<image>", "<image>"),
     "qwen2_5_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
     "qwen3_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
@@ -65,15 +69,16 @@ _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Families whose processor cuts patches itself, and whose positions are of three kinds."""
 
 _ONEVISION = "llava_onevision"
+"""A family that cuts a picture into tiles only if it is alone, and scales what is too much."""
+
+_IN_TILES = ("llava_next", _ONEVISION)
+"""Families whose features of all tiles of a picture are one map."""
 
 _BIDIRECTIONAL = ("gemma3",)
 """Families in whose attention the tokens of a picture see the whole picture."""
 
-_OF_ONE_SIZE = ("llava", _ONEVISION, "internvl", "gemma3")
-"""Families whose tower takes pictures of one size."""
 
-
-class ProcessorFamily:
+class ProcessorFamily(VisionFamily):
     """The family.
 
     Args:
@@ -82,8 +87,6 @@ class ProcessorFamily:
         tokenizer: of the model.
     """
 
-    cross_patch_features = None
-    has_experts = False
     turns_upright = True
 
     def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
@@ -100,19 +103,23 @@ class ProcessorFamily:
                 "with the model's own files, or data.chat_template its template."
             )
         self._feature = feature
-        self._processor = _image_processor(folder)
+        self._processor, self._file = _image_processor(folder), _settings_file(folder)
         if getattr(self._processor, "do_pan_and_scan", None):
             raise UserError(
-                f"{folder / 'preprocessor_config.json'} has do_pan_and_scan, which cuts pictures into crops, and that "
-                "is not supported; set it to false."
+                f"{self._file} has do_pan_and_scan, which cuts pictures into crops, and that is not supported; set it "
+                "to false."
             )
-        vision = config["vision_config"]
-        patch = vision["patch_size"]
-        self._patch = int(patch[0] if isinstance(patch, list) else patch)
-        frames = int(vision.get("temporal_patch_size", 2)) if self.rotates_by_grid else 1
+        vision = whole_tower(config)
+        if vision is None:
+            raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
+        self._tower, self._config = vision, config
+        self._patch = _side(vision, "patch_size")
+        frames = _side(vision, "temporal_patch_size") if self.rotates_by_grid else 1
         self.patch_features = 3 * self._patch**2 * frames  # a picture is as many equal frames
-        self._config = config
-        self._check_size(folder)
+        if self.rotates_by_grid:
+            self._check_patches(frames)
+        else:
+            self._check_size()
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         chat = with_picture_first(chat, len(sizes))
@@ -131,7 +138,7 @@ class ProcessorFamily:
         return self._placed(chat, ids, [False] * len(ids), counts)
 
     def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
-        if self._kind == _ONEVISION:
+        if self._kind in _IN_TILES:
             return (self._anyres(size, alone=alone),)
         if self.rotates_by_grid:
             return (self._grid(size),)
@@ -143,24 +150,18 @@ class ProcessorFamily:
         pixels = np.asarray(found["pixel_values"], dtype=np.float32)
         if self.rotates_by_grid:
             return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
-        if self._kind == _ONEVISION:
+        if self._kind in _IN_TILES:
             pixels = pixels[0]
         rows, columns = (length // self._patch for length in pixels.shape[-2:])
         pixels = pixels[..., : rows * self._patch, : columns * self._patch]  # the convolution of a tower reads no more
         patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
-        if self._kind == _ONEVISION:
+        if self._kind in _IN_TILES:
             return Tiles(patches, (self._anyres(image.size, alone=alone),))
         return Tiles(patches, ((rows, columns),) * len(pixels))
 
-    def cross_grids(self, size: Size) -> tuple[Grid, ...]:
-        return ()
-
-    def cross_tiles(self, image: Image) -> None:
-        return None
-
     def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         if not self.rotates_by_grid:
-            return np.arange(length, dtype=np.int64)
+            return super().positions(length, spans, sizes)
         positions = np.empty((3, length), dtype=np.int64)
         at = after = 0
         for (start, end), size in zip(spans, sizes, strict=True):
@@ -172,9 +173,6 @@ class ProcessorFamily:
             at, after = end, first + max(rows, columns)
         positions[:, at:] = after + np.arange(length - at)
         return positions
-
-    def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return ()
 
     def _bos(self, ids: list[int]) -> list[int]:
         """Returns what belongs in front: the tokenizer's first token, unless it adds none or the template wrote it."""
@@ -205,7 +203,7 @@ class ProcessorFamily:
 
     def _count(self, size: Size, *, alone: bool) -> int:
         """Returns the features of a picture of this size; `alone` in its conversation or not."""
-        if self._kind == _ONEVISION:
+        if self._kind in _IN_TILES:
             return num_features(self._anyres(size, alone=alone))
         if self.rotates_by_grid:
             rows, columns = self._grid(size)
@@ -217,8 +215,7 @@ class ProcessorFamily:
             ratio = float(self._config.get("downsample_ratio", 0.5))
             return self._num_tiles(size) * round(rows * ratio) * round(columns * ratio)
         # the first output of a CLIP tower is that of the class; "default" leaves the first out, whatever it is
-        has_class = "clip" in str(self._config["vision_config"].get("model_type", "clip_vision_model"))
-        return rows * columns + has_class - self._leaves_out_first
+        return rows * columns + (self._tower["model_type"] == CLIP) - self._leaves_out_first
 
     def _num_tiles(self, size: Size) -> int:
         """Returns the tiles that InternVL's processor cuts a picture into."""
@@ -231,34 +228,54 @@ class ProcessorFamily:
     def _picture_size(self) -> Size:
         """Returns height and width in pixels of a picture, or of a tile, as the processor makes it."""
         crop = self._processor.crop_size if getattr(self._processor, "do_center_crop", False) else None
-        size = crop or self._processor.size
+        size = dict(crop or self._processor.size)
+        if not (size.get("height") and size.get("width")) or not (crop or self._processor.do_resize):
+            raise UserError(
+                f"{self._file} makes pictures of no fixed height and width (size {size}, do_resize "
+                f"{self._processor.do_resize}), but the tower takes pictures of one size; copy the model's own file."
+            )
         return int(size["height"]), int(size["width"])
 
-    def _check_size(self, folder: Path) -> None:
-        """Refuses pictures of another size than the tower's."""
-        given = self._config["vision_config"].get("image_size")
-        side = given[0] if isinstance(given, list) else given
-        if self._kind in _OF_ONE_SIZE and side is not None and self._picture_size() != (side, side):
-            height, width = self._picture_size()
+    def _check_patches(self, frames: int) -> None:
+        """Refuses patches, or blocks of them, of other sizes than the tower's."""
+        processor, limits = self._processor, self._processor.size
+        tower = (self._patch, frames, _side(self._tower, "spatial_merge_size"))
+        made = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
+        if made != tower or not processor.do_resize:
             raise UserError(
-                f"{folder / 'preprocessor_config.json'} makes pictures of {height} x {width} pixels, but config.json "
-                f"has a tower for {side} x {side}; copy both files of one model."
+                f"{self._file} has patch_size, temporal_patch_size and merge_size {made} and do_resize "
+                f"{processor.do_resize}, but config.json has a tower for {tower} and pictures that are resized; copy "
+                "both files of one model."
             )
-        if self._kind == _ONEVISION:
-            self._check_pinpoints(folder)
+        if not (limits.get("shortest_edge") and limits.get("longest_edge")):
+            raise UserError(
+                f"{self._file} has size {dict(limits)}, but shortest_edge and longest_edge, or min_pixels and "
+                "max_pixels beside it, are expected: copy the model's own file."
+            )
 
-    def _check_pinpoints(self, folder: Path) -> None:
+    def _check_size(self) -> None:
+        """Refuses pictures of another size than the tower's."""
+        side = _side(self._tower, "image_size")
+        height, width = self._picture_size()
+        if (height, width) != (side, side):
+            raise UserError(
+                f"{self._file} makes pictures of {height} x {width} pixels, but config.json has a tower for {side} x "
+                f"{side}; copy both files of one model."
+            )
+        if self._kind in _IN_TILES:
+            self._check_pinpoints()
+
+    def _check_pinpoints(self) -> None:
         tile, _ = self._picture_size()
         pinpoints = [list(one) for one in self._processor.image_grid_pinpoints]
         if any(length % tile or length < tile for one in pinpoints for length in one):
             raise UserError(
-                f"{folder / 'preprocessor_config.json'} has image_grid_pinpoints that are not whole tiles of {tile} "
-                "pixels; copy the model's own file."
+                f"{self._file} has image_grid_pinpoints that are not whole tiles of {tile} pixels; copy the model's "
+                "own file."
             )
         if self._config.get("image_grid_pinpoints") not in (None, pinpoints):
             raise UserError(
-                f"{folder / 'preprocessor_config.json'} and config.json have other image_grid_pinpoints; copy both "
-                "files of one model."
+                f"{self._file} and config.json have other image_grid_pinpoints; copy both files of one model."
             )
 
     def _grid(self, size: Size) -> Grid:
@@ -274,9 +291,11 @@ class ProcessorFamily:
     def _anyres(self, size: Size, *, alone: bool) -> Grid:
         tile, _ = self._picture_size()
         side = tile // self._patch
-        if not alone:
-            return side, side
-        most = most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
+        most = None
+        if self._kind == _ONEVISION:
+            if not alone:
+                return side, side
+            most = most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
         return anyres_grid(size, self._processor.image_grid_pinpoints, tile=tile, side=side, most=most)
 
     def _processed(self, image: Image, *, alone: bool) -> Mapping[str, Any]:
@@ -289,15 +308,42 @@ class ProcessorFamily:
 def _image_processor(folder: Path) -> Any:
     """Opens the image processor in a model's folder."""
     # the name at the top of transformers 5.17 asks for torchvision
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor, get_image_processor_config
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     opened: Any = AutoImageProcessor
     try:
+        kind = get_image_processor_config(str(folder), local_files_only=True).get("image_processor_type")
+        if str(kind).removesuffix("Fast") == _FORMER_QWEN:
+            return Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
         return opened.from_pretrained(str(folder), backend="pil", local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise UserError(
-            f"{folder} has no preprocessor_config.json that transformers can open ({error}); copy the model's own file."
+            f"{_settings_file(folder)} is none that transformers can open ({error}); copy the model's own file."
         ) from error
+
+
+_FORMER_QWEN = "Qwen2_5_VLImageProcessor"
+"""Its name in folders from before the release of transformers that has Qwen2.5-VL, where it is Qwen2-VL's."""
+
+
+def _settings_file(folder: Path) -> Path:
+    """Returns the file with the image processor's settings, which transformers 5 writes into those of the whole."""
+    whole = folder / "processor_config.json"
+    nested = whole.is_file() and "image_processor" in read_json(whole, "copy it again")
+    return whole if nested else folder / "preprocessor_config.json"
+
+
+def _side(vision: Mapping[str, Any], key: str) -> int:
+    """Returns a length in `vision_config`, which may be given as two equal ones."""
+    given = vision.get(key)
+    side = given[0] if isinstance(given, list | tuple) and len(set(given)) == 1 else given
+    if not isinstance(side, int) or isinstance(side, bool) or side < 1:
+        raise UserError(
+            f"config.json has vision_config.{key} {given!r}, but a whole number above 0 is expected: correct it or "
+            "copy it again."
+        )
+    return side
 
 
 def _order(chat: Conversation) -> list[int]:
@@ -312,7 +358,14 @@ def _messages(chat: Conversation) -> list[Message]:
 def _content(turn: Turn, chat: Conversation) -> str | list[dict[str, str]]:
     if not turn.pictures:
         return turn.text
-    texts = (part if isinstance(part, int) or chat.placing == "parts" else part.strip("\n") for part in turn.parts)
-    return [
-        {"type": "image"} if isinstance(part, int) else {"type": "text", "text": part} for part in texts if part != ""
-    ]
+    found = []
+    for before, part, behind in zip((None, *turn.parts), turn.parts, (*turn.parts[1:], None), strict=False):
+        if isinstance(part, int):
+            found.append({"type": "image"})
+            continue
+        if chat.placing != "parts":
+            part = part.lstrip("\n") if isinstance(before, int) else part
+            part = part.rstrip("\n") if isinstance(behind, int) else part
+        if part:
+            found.append({"type": "text", "text": part})
+    return found

@@ -30,6 +30,10 @@ _PICTURE_TILES = 1 << 10
 """More tiles than a picture has: tile n of the picture at token t has the dropout coordinate t * _PICTURE_TILES + n."""
 
 
+Decoded = dict[tuple[Path, bool], tuple[Tiles, Tiles | None]]
+"""The tiles of pictures for both towers, by file and whether it is alone in its conversation."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionRows:
     """The vision part of a micro-batch of whole rows; arguments of `engine.batch.Batch`."""
@@ -59,10 +63,12 @@ class RowPictures:
     Args:
         family: of the model.
         columns: of the data set; None where its documents have tokens alone.
+        decoded: pictures that need not be decoded again, to which others are added; None keeps none.
     """
 
-    def __init__(self, family: VisionFamily, columns: VisionColumns | None) -> None:
+    def __init__(self, family: VisionFamily, columns: VisionColumns | None, decoded: Decoded | None = None) -> None:
         self._family, self._columns = family, columns
+        self._known: Decoded = {} if decoded is None else decoded
         self._pictures: list[_Placed] = []
         self._places: list[Span] = []
         self._experts: list[Span] = []
@@ -130,7 +136,7 @@ class RowPictures:
 
     def _decoded(self, pictures: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
         """Returns the tiles of these pictures for both towers, by the pictures' numbers."""
-        found: dict[tuple[Path, bool], tuple[Tiles, Tiles | None]] = {}
+        found = self._known
         for at in pictures:
             picture, key = self._pictures[at].picture, self._key(at, alone)
             if key not in found:  # the answers of a pair share a picture

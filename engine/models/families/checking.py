@@ -32,12 +32,14 @@ _COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "sliding_window", "no_rope_layer_interval", "sliding_window_pattern",
     "original_max_position_embeddings", "dim_model_base", "num_multi_query_heads",
-    "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size",
+    "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size", "n_group", "topk_group",
+    "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-    "scale_emb", "scale_depth", "initializer_range", "partial_rotary_factor",
+    "scale_emb", "scale_depth", "initializer_range", "partial_rotary_factor", "routed_scaling_factor",
+    "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings",
@@ -47,10 +49,13 @@ _SWITCHES = (
     "qkv_bias",
     "norm_topk_prob",
     "output_router_logits",
+    "use_qk_norm",
+    "rope_interleave",
 )
 _EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "decoder_sparse_step",
+    "shared_expert_intermediate_size", "decoder_sparse_step", "n_routed_experts", "n_shared_experts",
+    "first_k_dense_replace", "num_nextn_predict_layers",
 )  # fmt: skip
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
 _TEXTS = ("hidden_act", "hidden_activation")
@@ -77,6 +82,7 @@ _KINDS: dict[str, Kind] = {
     "no_rope_layers": ("a list of 0 and 1", lambda value: _is_list_of(value, lambda item: item in (0, 1))),
 }
 _ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta", "partial_rotary_factor")
+_NULLABLE_ROPE_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _NEVER_NULL = (
     "rms_norm_eps", "query_pre_attn_scalar", "logits_scaling", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",
@@ -130,7 +136,9 @@ def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
         place = f"{key}.{name}"
         if isinstance(value, dict):  # a rotary embedding for each kind of layer
             _check_rope(place, value)
-        elif name in _ROPE_KEYS and not _FACTOR[1](value):
+        elif name in _NULLABLE_ROPE_KEYS and value is None:
+            continue
+        elif name in _ROPE_KEYS + _NULLABLE_ROPE_KEYS and not _FACTOR[1](value):
             raise _wrong(place, value, _FACTOR[0])
         elif name == "original_max_position_embeddings" and not _COUNT[1](value):
             raise _wrong(place, value, _COUNT[0])

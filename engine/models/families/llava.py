@@ -1,4 +1,4 @@
-"""LLaVA and LLaVA-OneVision: a language model with a CLIP or SigLIP tower and two linears in front of it."""
+"""LLaVA, LLaVA-NeXT and LLaVA-OneVision: a language model with a CLIP or SigLIP tower and two linears in front."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from engine.models.families.wrapping import Wrapping, spellings
 
 if TYPE_CHECKING:
     from engine.models.vision.llava import LlavaVisionConfig
-    from engine.models.vision.llava_onevision import OneVisionConfig
+    from engine.models.vision.llava_tiles import TiledLlavaConfig
 
 _ROOTS, _INNER = ("vision_tower", "multi_modal_projector"), {"vision_tower": "vision_model"}
-_ONEVISION = "llava_onevision"
 
 
-def _vision(hf: dict[str, Any], width: int) -> LlavaVisionConfig | OneVisionConfig:
+def _vision(hf: dict[str, Any], width: int) -> LlavaVisionConfig | TiledLlavaConfig:
     # where no picture is looked at, the packages that vision models need may be missing
     from engine.models.vision.llava import LlavaVisionConfig
-    from engine.models.vision.llava_onevision import OneVisionConfig
+    from engine.models.vision.llava_tiles import TiledLlavaConfig
 
-    return (OneVisionConfig if hf["model_type"] == _ONEVISION else LlavaVisionConfig).from_hf(hf, width)
+    return (LlavaVisionConfig if hf["model_type"] == "llava" else TiledLlavaConfig).from_hf(hf, width)
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
@@ -36,11 +35,11 @@ def _unused(hf: dict[str, Any]) -> tuple[str, ...]:
 
 
 LLAVA = Wrapping(complete=_complete, spellings=spellings(_ROOTS, inner=_INNER), unused=_unused, either_ties=True)
-ONEVISION = Wrapping(
+NEXT = Wrapping(
     complete=_complete,
     spellings=spellings((*_ROOTS, "image_newline"), inner=_INNER),
-    text="qwen2",
     unused=_unused,
     parameters=("image_newline",),
     either_ties=True,
 )
+ONEVISION = NEXT._replace(text="qwen2")

@@ -7,13 +7,18 @@ chosen by the length of a sequence, which in a pack of several means nothing, so
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
 from engine.models.families.checking import rope_value
-from engine.models.families.reading import check_activation, decoder_config, original_length, rope_from_hf
+from engine.models.families.reading import (
+    check_activation,
+    decoder_config,
+    original_length,
+    rope_from_hf,
+    rotating_part,
+)
 from engine.models.names import GATE_UP, QKV
 
 FUSED = (QKV, GATE_UP)
@@ -68,20 +73,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         max_row_length=limit,
         layer_kinds=(LayerKind(window=int(window)),) * int(hf.get("num_hidden_layers", 0)) if window else (),
     )
-    share = float(rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
-    rotary_dim = int(config.head_dim * share)
+    config = rotating_part(config, hf)
+    rotary_dim = config.rotary_dim or config.head_dim
     if scaling is not None and scaling.factors and len(scaling.factors) * 2 != rotary_dim:
         raise UserError(
             f"config.json has {len(scaling.factors)} numbers in short_factor for {rotary_dim} rotated features, "
             f"expected {rotary_dim // 2}: correct it or copy it again."
         )
-    return config if rotary_dim == config.head_dim else _rotating(config, rotary_dim)
-
-
-def _rotating(config: DecoderConfig, rotary_dim: int) -> DecoderConfig:
-    if rotary_dim % 2:
-        raise UserError(
-            f"config.json rotates {rotary_dim} of {config.head_dim} features, which are not pairs: "
-            "expected a partial_rotary_factor that leaves an even number."
-        )
-    return replace(config, rotary_dim=rotary_dim)
+    return config

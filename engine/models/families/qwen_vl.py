@@ -90,13 +90,13 @@ def _complete_2_5(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
     # where no picture is looked at, the packages that vision models need may be missing
     from engine.models.vision.qwen2_5_vl import Qwen25VisionConfig
 
-    return replace(text, vision=Qwen25VisionConfig.from_hf(part_of(hf, "vision_config"), text.hidden))
+    return replace(text, vision=Qwen25VisionConfig.from_hf(hf, text.hidden))
 
 
 def _complete_3(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
     from engine.models.vision.qwen3_vl import Qwen3VisionConfig
 
-    vision = Qwen3VisionConfig.from_hf(part_of(hf, "vision_config"), text.hidden)
+    vision = Qwen3VisionConfig.from_hf(hf, text.hidden)
     if len(vision.deepstack) > text.num_layers:
         raise UserError(
             f"config.json has {len(vision.deepstack)} vision_config.deepstack_visual_indexes, whose features "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
@@ -69,10 +71,40 @@ def rope_from_hf(hf: Mapping[str, Any], *, in_limits: bool = False) -> tuple[flo
             high_freq_factor=float(rope_value(scaling, kind, "high_freq_factor")),
             original_length=original_length(scaling, hf, kind),
         )
+    if kind == "yarn":
+        return theta, _yarn(scaling, hf)
     if kind == "dynamic" and in_limits:
         rope_value(scaling, kind, "factor")
         return theta, None
-    raise UserError(f"rope type {kind!r} in config.json is not supported: use a model with default, linear or llama3.")
+    raise UserError(
+        f"rope type {kind!r} in config.json is not supported: use a model with default, linear, llama3 or yarn."
+    )
+
+
+def _yarn(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> RopeScaling:
+    """Reads YaRN (arXiv 2309.00071), with the attention factor of DeepSeek's models where the config has its two
+    scales."""
+    length, factor = original_length(scaling, hf, "yarn"), scaling.get("factor")
+    if factor is None:
+        factor = int(rope_value(hf, "yarn", "max_position_embeddings")) / length
+
+    def attention_factor(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    table_scale, scales = scaling.get("attention_factor"), (scaling.get("mscale"), scaling.get("mscale_all_dim"))
+    if table_scale is None:
+        table_scale = attention_factor(1.0)
+        if scales[0] and scales[1]:
+            table_scale = attention_factor(scales[0]) / attention_factor(scales[1])
+    return RopeScaling(
+        kind="yarn",
+        factor=float(factor),
+        low_freq_factor=float(scaling.get("beta_slow") or 1),
+        high_freq_factor=float(scaling.get("beta_fast") or 32),
+        original_length=length,
+        table_scale=float(table_scale),
+        whole_pairs=bool(scaling.get("truncate", True)),
+    )
 
 
 def _scaling(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -90,6 +122,27 @@ def original_length(scaling: Mapping[str, Any], hf: Mapping[str, Any], kind: str
     """
     key = "original_max_position_embeddings"
     return int(hf[key] if hf.get(key) is not None else rope_value(scaling, kind, key))
+
+
+def rotating_part(config: DecoderConfig, hf: Mapping[str, Any], *, usual: float = 1.0) -> DecoderConfig:
+    """Returns the config with as many features of each head rotated as `partial_rotary_factor` says.
+
+    Args:
+        usual: the factor where the config has none.
+
+    Raises:
+        UserError: they are not pairs.
+    """
+    scaling, _ = _scaling(hf)
+    share = float(scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", usual)))
+    if (rotary_dim := int(config.head_dim * share)) == config.head_dim:
+        return config
+    if rotary_dim % 2:
+        raise UserError(
+            f"config.json rotates {rotary_dim} of {config.head_dim} features, which are not pairs: "
+            "expected a partial_rotary_factor that leaves an even number."
+        )
+    return replace(config, rotary_dim=rotary_dim)
 
 
 def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind, ...]:

@@ -1,4 +1,4 @@
-"""The families with a mixture of experts in the place of the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
+"""The families with a mixture of experts in the place of the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and GLM-4-MoE.
 
 Checkpoints have each expert's matrices apart. What transformers adds to the loss when it is asked for the router's
 logits is not computed here, so that a config that asks for them is refused.
@@ -12,7 +12,13 @@ from typing import Any
 from engine.errors import UserError
 from engine.layers.routed_experts import RoutedSizes
 from engine.models.decoder_config import DecoderConfig, LayerKind
-from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config, windows_from_hf
+from engine.models.families.reading import (
+    PRE_NORM_MODULES,
+    check_activation,
+    decoder_config,
+    rotating_part,
+    windows_from_hf,
+)
 from engine.models.names import NameMap
 from engine.ops.routing import RoutingRule
 
@@ -35,6 +41,12 @@ NAMES = NameMap(
         "mlp.shared_expert_gate": "mlp.shared_expert_gate",
     }
 )
+GLM4_NAMES = NameMap(
+    layer_modules={
+        **{name: place for name, place in NAMES.layer_modules.items() if "shared_expert" not in name},
+        **{f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _LINEARS},
+    }
+)
 
 _MIXTRAL = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
@@ -49,9 +61,16 @@ _QWEN3 = {
     "moe_intermediate_size": 768,
 }  # fmt: skip
 _OLMOE = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}
+_GLM4 = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+    "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
-def _read(hf: Mapping[str, Any], defaults: Mapping[str, Any], unsupported: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_routed(
+    hf: Mapping[str, Any], defaults: Mapping[str, Any], unsupported: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Returns the config with its family's defaults.
 
     Raises:
@@ -66,24 +85,34 @@ def _read(hf: Mapping[str, Any], defaults: Mapping[str, Any], unsupported: tuple
                 f"config.json has {key} {hf[key]}, but {what} is not computed here: set it to {without}, if the model "
                 "may do without."
             )
-    return {**defaults, **hf}
+    # no window is a value of its own, of other keys null is no value
+    return {**defaults, **{key: value for key, value in hf.items() if value is not None or key == "sliding_window"}}
 
 
-def _sizes(
-    hf: Mapping[str, Any], *, usual: int, intermediate: int, renormalises: bool, rounds: bool, **more: Any
+def routed_sizes(
+    hf: Mapping[str, Any],
+    *,
+    usual: int,
+    intermediate: int,
+    renormalises: bool,
+    rounds: bool,
+    rule: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> RoutedSizes:
     """Returns the mixture's sizes.
 
     Args:
-        hf: the config, which has the number of experts under one of two names.
-        usual: that number, where the config has neither.
-        intermediate, renormalises, rounds, more: as of `RoutedSizes` and its rule.
+        hf: the config, which has the number of experts under one of three names.
+        usual: that number, where the config has none of them.
+        intermediate, more: as of `RoutedSizes`.
+        renormalises, rounds, rule: as of its rule.
 
     Raises:
         UserError: a token is to have more experts than there are.
     """
     per_token = int(hf["num_experts_per_tok"])
-    given = [hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    given = [hf[key] for key in names if hf.get(key) is not None]
     num_experts = int(given[0]) if given else usual
     if not 1 <= per_token <= num_experts:
         raise UserError(
@@ -92,15 +121,46 @@ def _sizes(
         )
     if intermediate < 1:
         raise UserError("config.json gives experts no inner features: correct their intermediate size.")
-    rule = RoutingRule(num_experts=num_experts, per_token=per_token, renormalises=renormalises, rounds=rounds)
-    return RoutedSizes(rule=rule, intermediate=intermediate, **more)
+    found = RoutingRule(
+        num_experts=num_experts, per_token=per_token, renormalises=renormalises, rounds=rounds, **(rule or {})
+    )
+    return RoutedSizes(rule=found, intermediate=intermediate, **more)
+
+
+def compared_by_group(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is DeepSeek-V3's own of the rule of a router, which others have taken over.
+
+    Raises:
+        UserError: experts do not make such groups, or tokens cannot choose as many experts as they are to have.
+    """
+    num_experts, groups, kept = (int(hf[key]) for key in ("n_routed_experts", "n_group", "topk_group"))
+    if groups > 1 and (num_experts % groups or num_experts // groups < 2):
+        raise UserError(
+            f"config.json has n_routed_experts {num_experts} and n_group {groups}, but groups have equally many "
+            "experts, and two or more: correct it or copy it again."
+        )
+    if kept > groups or kept * (num_experts // groups) < int(hf["num_experts_per_tok"]):
+        raise UserError(
+            f"config.json has topk_group {kept} of {groups} groups of {num_experts // groups} experts, but "
+            f"num_experts_per_tok {hf['num_experts_per_tok']}: correct it or copy it again."
+        )
+    return {
+        "scores": "sigmoid", "num_groups": groups, "kept_groups": kept, "has_correction": True, "wide": True,
+        "factor": float(hf["routed_scaling_factor"]),
+    }  # fmt: skip
+
+
+def later_tokens(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns patterns of the tensors of layers that predict tokens after the next one, which follow the others."""
+    layers, more = int(hf.get("num_hidden_layers") or 0), int(hf.get("num_nextn_predict_layers") or 0)
+    return tuple(f"model.layers.{index}.*" for index in range(layers, layers + more))
 
 
 def _qwen_sizes(hf: Mapping[str, Any], *, usual: int, **more: Any) -> RoutedSizes:
     """Returns the sizes of a Qwen mixture, in which some layers may have an MLP."""
     step, alone = int(hf.get("decoder_sparse_step") or 1), set(hf.get("mlp_only_layers") or ())
     layers = range(int(hf.get("num_hidden_layers") or 0))
-    return _sizes(
+    return routed_sizes(
         hf,
         usual=usual,
         intermediate=int(hf["moe_intermediate_size"]),
@@ -123,8 +183,8 @@ def mixtral(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    hf = _read(hf, _MIXTRAL, ("router_jitter_noise",))
-    sizes = _sizes(
+    hf = read_routed(hf, _MIXTRAL, ("router_jitter_noise",))
+    sizes = routed_sizes(
         hf,
         usual=8,
         intermediate=int(hf.get("intermediate_size") or 1),
@@ -140,7 +200,7 @@ def qwen2_moe(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    hf = _read(hf, _QWEN2)
+    hf = read_routed(hf, _QWEN2)
     kinds: tuple[LayerKind, ...] = ()
     if hf.get("use_sliding_window", False):
         below = int(hf["max_window_layers"])
@@ -161,7 +221,7 @@ def qwen3_moe(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    hf = _read(hf, _QWEN3)
+    hf = read_routed(hf, _QWEN3)
     kinds = _every_window(hf) if hf.get("use_sliding_window", False) else ()
     return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, routed=_qwen_sizes(hf, usual=128))
 
@@ -172,8 +232,8 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    hf = _read(hf, _OLMOE, ("clip_qkv",))
-    sizes = _sizes(
+    hf = read_routed(hf, _OLMOE, ("clip_qkv",))
+    sizes = routed_sizes(
         hf,
         usual=64,
         intermediate=int(hf.get("intermediate_size") or 1),
@@ -181,3 +241,36 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
         rounds=True,
     )
     return decoder_config(hf, "olmoe", qk_norm=True, qk_norm_over="all", routed=sizes)
+
+
+def balanced_sizes(hf: dict[str, Any], *, usual: int) -> RoutedSizes:
+    """Reads DeepSeek-V3's mixture: sigmoids compared with corrections and by groups, shared experts that all tokens
+    have, and the first layers dense.
+
+    Args:
+        usual: number of experts where the config does not say.
+    """
+    intermediate = int(hf["moe_intermediate_size"])
+    return routed_sizes(
+        hf,
+        usual=usual,
+        intermediate=intermediate,
+        renormalises=bool(hf["norm_topk_prob"]),
+        rounds=False,
+        rule=compared_by_group(hf),
+        shared=int(hf["n_shared_experts"]) * intermediate,
+        gates_shared=False,
+        dense_layers=tuple(range(int(hf["first_k_dense_replace"]))),
+    )
+
+
+def glm4_moe(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a GLM-4-MoE `config.json`: DeepSeek-V3's router, half of each head rotated, and the first layers dense.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = read_routed(hf, _GLM4)
+    sizes = balanced_sizes(hf, usual=128)
+    config = decoder_config(hf, "glm4_moe", qk_norm=bool(hf["use_qk_norm"]), out_bias=False, routed=sizes)
+    return rotating_part(config, hf, usual=0.5)

@@ -33,10 +33,19 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
         "vocab_size": 151936, "max_position_embeddings": 32768,
     },
+    "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    "qwen2_5_vl_text": {
+        "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "vocab_size": 152064,
+    },
+    "qwen3_vl_text": {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 151936,
+    },
 }  # fmt: skip
 """By family: what `text_config` leaves out where it is what transformers' class has."""
 
-TEXTS = {name: name for name in _TEXT_DEFAULTS}
+TEXTS = {name: name for name in ("llama", "mistral", "qwen2", "qwen3")}
 """The language models that most of them may have: model_type of `text_config` -> key of the family table."""
 
 

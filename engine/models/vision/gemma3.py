@@ -20,10 +20,9 @@ from torch.nn.functional import rms_norm
 
 from engine.errors import UserError
 from engine.models.vision.siglip import SiglipConfig, SiglipTower
-from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, vision_part
 from engine.models.vision.tiles import run_by_length
-
-_TOWER = "siglip_vision_model"
+from engine.tower_defaults import SIGLIP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +48,10 @@ class Gemma3VisionConfig:
         Raises:
             UserError: a size is missing, or the features do not divide a picture into squares of patches.
         """
-        vision = hf.get("vision_config")
-        if not isinstance(vision, Mapping):
-            raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
-        if (kind := vision.get("model_type", _TOWER)) != _TOWER:
+        vision = vision_part(hf)
+        if (kind := vision["model_type"]) != SIGLIP:
             raise UserError(
-                f"config.json has a vision tower of type {kind!r}, but a gemma3 model is supported with {_TOWER}: use "
+                f"config.json has a vision tower of type {kind!r}, but a gemma3 model is supported with {SIGLIP}: use "
                 "a model with that."
             )
         tower = SiglipConfig.from_hf(vision)
@@ -74,12 +71,12 @@ class Gemma3VisionConfig:
     @property
     def patch_features(self) -> int:
         """Numbers of a patch."""
-        return 3 * self.tower.patch**2
+        return self.tower.patch_features
 
     @property
     def usual_tile(self) -> tuple[int, int]:
         """Rows and columns, in patches, of every picture."""
-        return self.tower.side, self.tower.side
+        return self.tower.usual_tile
 
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
@@ -88,7 +85,7 @@ class Gemma3VisionConfig:
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""
         projection = 2 * self.side**2 * self.tower.width * self.width
-        return self.tower.flops(grids) + len(grids) * projection
+        return self.tower.encoder_flops(grids) + len(grids) * projection
 
 
 class _Norm(nn.Module):

@@ -17,42 +17,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.errors import UserError
-from engine.models.vision.clip import outputs_of
-from engine.models.vision.llava import Projector, ProjectorConfig, select_strategy, taken_states, vision_part
-from engine.models.vision.sizes import (
-    ENCODER_SIZES,
-    Grid,
-    Grids,
-    activation_from_hf,
-    check_dropout,
-    check_grids,
-    counts_from_hf,
-    heads_fit,
-    number_from_hf,
-    whole_patches,
-)
-from engine.models.vision.tiles import encoder_flops, run_by_length
-
-_DEFAULTS = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "patch_size": 14, "image_size": 448, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
-}  # fmt: skip
-"""What `vision_config` leaves out where it is what transformers' class has."""
+from engine.models.vision.encoders import EncoderConfig, outputs_of, sizes_from_hf
+from engine.models.vision.llava import Projector, ProjectorConfig, select_strategy, taken_states
+from engine.models.vision.sizes import Grid, Grids, activation_from_hf, check_grids, number_from_hf, vision_part
+from engine.models.vision.tiles import run_by_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InternVLVisionConfig:
+class InternVLVisionConfig(EncoderConfig):
     """Sizes of tower and projector.
 
     Args:
-        width, mlp_width, num_heads: of a layer.
-        num_layers: that are computed.
-        stored_layers: that the checkpoint has.
-        patch: pixels on a side of a patch.
-        side: patches on a side of a tile.
-        activation: of the MLP, as transformers names it.
         norm: of the layers.
-        norm_eps: of these, and of the norm behind the last.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether queries and keys have norms.
         has_positions: whether a table of positions is added.
@@ -61,16 +37,7 @@ class InternVLVisionConfig:
         together: patches on a side of a square that makes one feature row.
     """
 
-    width: int
-    mlp_width: int
-    num_heads: int
-    num_layers: int
-    stored_layers: int
-    patch: int
-    side: int
-    activation: str
     norm: Literal["layer_norm", "rms_norm"]
-    norm_eps: float
     qkv_bias: bool
     qk_norm: bool
     has_positions: bool
@@ -78,6 +45,8 @@ class InternVLVisionConfig:
     first: int
     together: int
     projector: ProjectorConfig
+
+    has_class = True
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], width: int) -> InternVLVisionConfig:
@@ -89,11 +58,8 @@ class InternVLVisionConfig:
         Raises:
             UserError: something is missing, does not fit, or is not what this tower has.
         """
-        vision = {**_DEFAULTS, **vision_part(hf)}
+        vision = vision_part(hf)
         vision |= {key: _square(vision[key], key) for key in ("image_size", "patch_size")}
-        sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
-        heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
-        check_dropout(vision)
         layer = hf.get("vision_feature_layer", -1)
         if isinstance(layer, list):
             raise UserError(
@@ -106,20 +72,12 @@ class InternVLVisionConfig:
                 f"config.json has vision_config.norm_type {norm!r}, but layer_norm or rms_norm is expected: correct it "
                 "or copy it again."
             )
-        side = whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config")
+        sizes = sizes_from_hf(vision, state)
         first = 1 if select_strategy(hf, default="default") == "default" else 0
-        together = _together(hf, side, first)
+        together = _together(hf, sizes["side"], first)
         return cls(
-            width=sizes["hidden_size"],
-            mlp_width=sizes["intermediate_size"],
-            num_heads=sizes["num_attention_heads"],
-            num_layers=state,
-            stored_layers=sizes["num_hidden_layers"],
-            patch=sizes["patch_size"],
-            side=side,
-            activation=activation_from_hf(vision, "hidden_act", "vision_config"),
+            **sizes,
             norm=norm,
-            norm_eps=number_from_hf(vision, "layer_norm_eps", "vision_config"),
             qkv_bias=bool(vision.get("attention_bias", False)),
             qk_norm=bool(vision.get("use_qk_norm", False)),
             has_positions=bool(vision.get("use_absolute_position_embeddings", True)),
@@ -127,7 +85,7 @@ class InternVLVisionConfig:
             first=first,
             together=together,
             projector=ProjectorConfig(
-                inputs=sizes["hidden_size"] * together**2,
+                inputs=sizes["width"] * together**2,
                 width=width,
                 bias=True,
                 activation=activation_from_hf({"projector_hidden_act": "gelu", **hf}, "projector_hidden_act"),
@@ -143,27 +101,13 @@ class InternVLVisionConfig:
         """Feature rows of one tile."""
         return (self.side // self.together) ** 2
 
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a tile."""
-        return self.side, self.side
-
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""
-        lengths = [rows * columns for rows, columns in grids]
-        embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
-        lengths = [length + 1 for length in lengths]
-        encoder = encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
-        return embedding + encoder + len(grids) * self.rows_per_tile * self.projector.flops_per_row
+        return self.encoder_flops(grids) + len(grids) * self.rows_per_tile * self.projector.flops_per_row
 
 
 def _square(size: object, key: str) -> object:
@@ -215,20 +159,14 @@ class _Embeddings(nn.Module):
 class _Tower(nn.Module):
     def __init__(self, config: InternVLVisionConfig) -> None:
         super().__init__()
-        from transformers.models.internvl.configuration_internvl import InternVLVisionConfig as EncoderConfig
+        from transformers.models.internvl.configuration_internvl import InternVLVisionConfig as StockConfig
         from transformers.models.internvl.modeling_internvl import InternVLVisionEncoder
 
-        encoder = EncoderConfig(
-            hidden_size=config.width,
-            intermediate_size=config.mlp_width,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            hidden_act=config.activation,
-            layer_norm_eps=config.norm_eps,
+        encoder = StockConfig(
+            **config.stock,
             norm_type=config.norm,
             attention_bias=config.qkv_bias,
             use_qk_norm=config.qk_norm,
-            attn_implementation="sdpa",
         )
         self.embeddings = _Embeddings(config)
         self.encoder = InternVLVisionEncoder(encoder)

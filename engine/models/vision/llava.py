@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from engine.errors import UserError
 from engine.models.vision.clip import ClipConfig
 from engine.models.vision.siglip import SiglipConfig
-from engine.models.vision.sizes import Grid, Grids, activation_from_hf, check_grids
+from engine.models.vision.sizes import Grid, Grids, activation_from_hf, check_grids, counts_from_hf, vision_part
 from engine.models.vision.tiles import run_by_length
+from engine.tower_defaults import CLIP, SIGLIP
 
 _TOWERS: dict[str, type[ClipConfig] | type[SiglipConfig]] = {
-    "clip_vision_model": ClipConfig,
-    "siglip_vision_model": SiglipConfig,
+    CLIP: ClipConfig,
+    SIGLIP: SiglipConfig,
 }
 """By model_type of `vision_config`."""
 
@@ -87,7 +88,7 @@ class LlavaVisionConfig:
             UserError: it has another kind of tower, or something is missing or does not fit.
         """
         vision = vision_part(hf)
-        kind = vision.get("model_type", "clip_vision_model")
+        kind = vision["model_type"]
         if kind not in _TOWERS:
             raise UserError(
                 f"config.json has a vision tower of type {kind!r}, but a {hf.get('model_type')} model is supported "
@@ -115,12 +116,12 @@ class LlavaVisionConfig:
     @property
     def patch_features(self) -> int:
         """Numbers of a patch."""
-        return 3 * self.tower.patch**2
+        return self.tower.patch_features
 
     @property
     def usual_tile(self) -> tuple[int, int]:
         """Rows and columns, in patches, of a picture."""
-        return self.tower.side, self.tower.side
+        return self.tower.usual_tile
 
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a picture."""
@@ -128,19 +129,7 @@ class LlavaVisionConfig:
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these pictures in forward."""
-        return self.tower.flops(grids) + len(grids) * self.rows_per_tile * self.projector.flops_per_row
-
-
-def vision_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `vision_config`.
-
-    Raises:
-        UserError: there is none.
-    """
-    vision = hf.get("vision_config")
-    if not isinstance(vision, Mapping):
-        raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
-    return vision
+        return self.tower.encoder_flops(grids) + len(grids) * self.rows_per_tile * self.projector.flops_per_row
 
 
 def taken_states(hf: Mapping[str, Any], vision: Mapping[str, Any], *, default: int) -> tuple[int, ...]:
@@ -148,9 +137,10 @@ def taken_states(hf: Mapping[str, Any], vision: Mapping[str, Any], *, default: i
     i - 1.
 
     Raises:
-        UserError: there is no such layer.
+        UserError: there is no such layer, or no number of layers.
     """
-    given, count = hf.get("vision_feature_layer", default), vision.get("num_hidden_layers", 12)
+    count = counts_from_hf(vision, ("num_hidden_layers",), "vision_config")["num_hidden_layers"]
+    given = hf.get("vision_feature_layer", default)
     layers = given if isinstance(given, list) else [given]
     if not layers or not all(isinstance(one, int) and -count - 1 <= one <= count for one in layers):
         raise UserError(

@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from engine.errors import UserError
 from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
 from engine.models.vision.sizes import ENCODER_SIZES, Grid, Grids, counts_from_hf, heads_fit, square_side
-from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length
+from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length, sent
 
 CHECKPOINT_PREFIX = ""
 """What precedes the parameters' names in a checkpoint."""
@@ -181,9 +181,9 @@ class _Embeddings(nn.Module):
     def _places(self, grid: Grid, device: torch.device) -> Tensor:
         rows, columns = grid
         if self.places is PatchPlaces.FLAT:
-            return position_buckets(rows * columns, self.side).to(device, non_blocking=True)
-        down = position_buckets(rows, self.side).to(device, non_blocking=True)
-        across = position_buckets(columns, self.side).to(device, non_blocking=True)
+            return sent(position_buckets(rows * columns, self.side), device)
+        down = sent(position_buckets(rows, self.side), device)
+        across = sent(position_buckets(columns, self.side), device)
         return (down[:, None] * self.side + across).flatten()
 
 

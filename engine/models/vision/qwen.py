@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ Segments = tuple[tuple[int, int], ...]
 
 FRAMES = 2
 """Times that a picture stands in a patch: as that many equal frames of a video."""
+_SETTINGS = {"temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3}
+KEPT_TABLES = 64
+"""Sizes of pictures whose tables on the host are kept; those of a picture of 640 x 480 have 0.1 MB."""
 _USUAL_PICTURE = (480, 640)
 """Pixels; pictures keep their size, within the processor's limits."""
 
@@ -77,10 +81,12 @@ def segments_of(lengths: Sequence[int]) -> Segments:
     return tuple(runs)
 
 
+@lru_cache(maxsize=KEPT_TABLES)
 def block_places(grid: tuple[int, int], merge: int) -> Tensor:
-    """Returns the row and column of each patch, in the order of merged blocks: int64 [patches, 2], on the host."""
-    rows, columns = grid
-    places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
+    """Returns the row and column of each patch, in the order of merged blocks: int64 [patches, 2], on the host, to be
+    read only."""
+    rows, columns = (torch.arange(count, device="cpu") for count in grid)
+    places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)
     return rearrange(places, "(r a) (c b) xy -> (r c a b) xy", a=merge, b=merge)
 
 
@@ -91,23 +97,22 @@ def check_merged(grids: Grids, merge: int) -> None:
             raise ValueError(f"a picture of {rows} x {columns} patches came to a tower that merges {merge} x {merge}")
 
 
-def sizes_from_hf(vision: object, keys: tuple[str, ...], defaults: Mapping[str, Any], hidden: int) -> dict[str, int]:
-    """Reads the sizes of a tower from `vision_config`.
+def sizes_from_hf(vision: Mapping[str, Any], keys: tuple[str, ...], activation: str, hidden: int) -> dict[str, int]:
+    """Reads the sizes of a tower from `vision_config`, which leaves nothing out.
 
     Args:
-        defaults: what the config may leave out, and what has to be as given where it is no size.
+        activation: of its MLPs.
         hidden: of the language model, which the tower's features must have.
 
     Raises:
         UserError: a size is missing or does not fit, or the tower differs from what is built here.
     """
-    sizes = counts_from_hf({**defaults, **vision} if isinstance(vision, Mapping) else vision, keys, "vision_config")
-    assert isinstance(vision, Mapping)
-    for key in ("hidden_act", "temporal_patch_size", "in_channels", "in_chans"):
-        if key in defaults and vision.get(key, defaults[key]) != defaults[key]:
+    sizes = counts_from_hf(vision, keys, "vision_config")
+    for key, value in (("hidden_act", activation), *_SETTINGS.items()):
+        if vision.get(key, value) != value:
             raise UserError(
-                f"config.json has vision_config.{key} {vision[key]!r}, but this model's tower has {defaults[key]!r}: "
-                "use a model with that."
+                f"config.json has vision_config.{key} {vision[key]!r}, but this model's tower has {value!r}: use a "
+                "model with that."
             )
     if sizes["hidden_size"] % (4 * sizes["num_heads"]):
         raise UserError(

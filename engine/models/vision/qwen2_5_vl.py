@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import UserError
 from engine.models.vision.qwen import (
-    FRAMES,
+    KEPT_TABLES,
     AxialRotation,
     MergedPictures,
     PatchEmbed,
@@ -30,16 +31,13 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grids
+from engine.models.vision.sizes import Grids, vision_part
+from engine.models.vision.tiles import sent
 
 _SIZES = (
     "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "window_size",
     "out_hidden_size",
 )  # fmt: skip
-_DEFAULTS = {
-    "hidden_act": "silu", "temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3, "patch_size": 14,
-    "spatial_merge_size": 2, "window_size": 112, "intermediate_size": 3420, "num_heads": 16, "depth": 32,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,16 +53,19 @@ class Qwen25VisionConfig(MergedPictures):
     whole: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen25VisionConfig:
-        """Reads `vision_config`.
+    def from_hf(cls, hf: Mapping[str, Any], hidden: int) -> Qwen25VisionConfig:
+        """Reads a `config.json`.
+
+        Args:
+            hidden: of the language model.
 
         Raises:
-            UserError: a size is missing or does not fit.
+            UserError: there is no tower, or a size does not fit.
         """
-        sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
-        assert vision is not None
+        vision = vision_part(hf)
+        sizes = sizes_from_hf(vision, _SIZES, "silu", hidden)
         window = sizes["window_size"] // sizes["spatial_merge_size"] // sizes["patch_size"]
-        whole = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
+        whole = vision["fullatt_block_indexes"]
         if window == 0 or not isinstance(whole, list | tuple) or not all(isinstance(one, int) for one in whole):
             raise UserError(
                 f"config.json has vision_config.window_size {sizes['window_size']} and fullatt_block_indexes {whole}, "
@@ -93,7 +94,7 @@ class Qwen25VisionConfig(MergedPictures):
         total = 0
         for rows, columns in grids:
             patches = rows * columns
-            seen = sum(length**2 for length in windows(rows // self.merge, columns // self.merge, self)[1])
+            seen = sum(length**2 for length in windows((rows, columns), self).lengths)
             within = sum(patches**2 if block in self.whole else seen for block in range(self.num_layers))
             linears = self.num_layers * 2 * self.width * (4 * self.width + 3 * self.mlp_width)
             wide = self.width * self.merge**2
@@ -103,18 +104,37 @@ class Qwen25VisionConfig(MergedPictures):
         return total
 
 
-@lru_cache(maxsize=64)
-def windows(rows: int, columns: int, config: Qwen25VisionConfig) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns the merged blocks of a picture in the order of its windows, and the patches of each window.
+class Windows(NamedTuple):
+    """The windows of a picture, on the host, to be read only.
 
     Args:
-        rows, columns: of merged blocks.
+        patches_P: int64, the picture's patches in the order of its windows.
+        places_P2: int64, their rows and columns.
+        back_K: int64, for each merged block its place in that order.
+        lengths: patches of each window.
     """
-    side = config.window
-    blocks = torch.arange(rows * columns).view(rows, columns)
-    found = [part.flatten() for strip in blocks.split(side) for part in strip.split(side, dim=1)]
+
+    patches_P: Tensor
+    places_P2: Tensor
+    back_K: Tensor
+    lengths: tuple[int, ...]
+
+
+@lru_cache(maxsize=KEPT_TABLES)
+def windows(grid: tuple[int, int], config: Qwen25VisionConfig) -> Windows:
+    """Returns the windows of a picture of this size, in patches."""
+    rows, columns = (side // config.merge for side in grid)
+    blocks, merged = torch.arange(rows * columns, device="cpu").view(rows, columns), config.merge**2
+    found = [part.flatten() for strip in blocks.split(config.window) for part in strip.split(config.window, dim=1)]
     found.sort(key=len, reverse=True)
-    return torch.cat(found), tuple(len(window) * config.merge**2 for window in found)
+    order_K = torch.cat(found)
+    patches_P = (order_K[:, None] * merged + torch.arange(merged, device="cpu")).flatten()
+    return Windows(
+        patches_P=patches_P,
+        places_P2=block_places(grid, config.merge)[patches_P],
+        back_K=order_K.argsort(),
+        lengths=tuple(len(window) * merged for window in found),
+    )
 
 
 class _Tower(nn.Module):
@@ -142,21 +162,15 @@ class _Tower(nn.Module):
         )
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        config, merged = self._config, self._config.merge**2
-        orders, lengths, first = [], list[int](), 0
-        for rows, columns in grids:
-            order, own = windows(rows // config.merge, columns // config.merge, config)
-            orders.append(order + first)
-            lengths += own
-            first += len(order)
-        order_K = torch.cat(orders)
-        device = patches_PF.device
-        back_K = order_K.argsort().to(device, non_blocking=True)
-        patches = (order_K[:, None] * merged + torch.arange(merged)).flatten()
-        places_P2 = torch.cat([block_places(grid, config.merge) for grid in grids])[patches]
-        rotation = self.rotation(places_P2.to(device, non_blocking=True))
-        x = self.patch_embed(patches_PF.index_select(0, patches.to(device, non_blocking=True)))
-        whole, window = segments_of([rows * columns for rows, columns in grids]), segments_of(lengths)
+        config, device, lengths = self._config, patches_PF.device, [rows * columns for rows, columns in grids]
+        found = [windows(grid, config) for grid in grids]
+        first = list(accumulate(lengths, initial=0))
+        patches_P = torch.cat([one.patches_P + start for one, start in zip(found, first, strict=False)])
+        back_K = torch.cat([one.back_K + start // config.merge**2 for one, start in zip(found, first, strict=False)])
+        rotation = self.rotation(sent(torch.cat([one.places_P2 for one in found]), device))
+        x = self.patch_embed(patches_PF.index_select(0, sent(patches_P, device)))
+        back_K = sent(back_K, device)
+        whole, window = segments_of(lengths), segments_of([length for one in found for length in one.lengths])
         for index, block in enumerate(self.blocks):
             segments = whole if index in config.whole else window
             x = block(x, cu_seqlens=segments, position_embeddings=rotation)

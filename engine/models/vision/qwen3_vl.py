@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 from engine.models.vision.qwen import (
-    FRAMES,
+    KEPT_TABLES,
     AxialRotation,
     MergedPictures,
     PatchEmbed,
@@ -30,17 +31,13 @@ from engine.models.vision.qwen import (
     segments_of,
     sizes_from_hf,
 )
-from engine.models.vision.sizes import Grids
-from engine.models.vision.tiles import encoder_flops
+from engine.models.vision.sizes import Grids, vision_part
+from engine.models.vision.tiles import encoder_flops, sent
 
 _SIZES = (
     "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size",
     "num_position_embeddings", "out_hidden_size",
 )  # fmt: skip
-_DEFAULTS = {
-    "hidden_act": "gelu_pytorch_tanh", "temporal_patch_size": FRAMES, "in_channels": 3, "patch_size": 16,
-    "spatial_merge_size": 2, "num_position_embeddings": 2304,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,20 +53,23 @@ class Qwen3VisionConfig(MergedPictures):
     deepstack: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, vision: Mapping[str, Any] | None, hidden: int) -> Qwen3VisionConfig:
-        """Reads `vision_config`.
+    def from_hf(cls, hf: Mapping[str, Any], hidden: int) -> Qwen3VisionConfig:
+        """Reads a `config.json`.
+
+        Args:
+            hidden: of the language model.
 
         Raises:
-            UserError: a size is missing or does not fit.
+            UserError: there is no tower, or a size does not fit.
         """
-        sizes = sizes_from_hf(vision, _SIZES, _DEFAULTS, hidden)
-        assert vision is not None
+        vision = vision_part(hf)
+        sizes = sizes_from_hf(vision, _SIZES, "gelu_pytorch_tanh", hidden)
         if isqrt(sizes["num_position_embeddings"]) ** 2 != sizes["num_position_embeddings"]:
             raise UserError(
                 f"config.json has vision_config.num_position_embeddings {sizes['num_position_embeddings']}, but a "
                 "square table is expected: correct it or copy it again."
             )
-        behind = vision.get("deepstack_visual_indexes", (8, 16, 24))
+        behind = vision["deepstack_visual_indexes"]
         blocks = range(sizes["depth"])
         if not isinstance(behind, list | tuple) or not all(one in blocks for one in behind):
             raise UserError(
@@ -113,9 +113,10 @@ def _taps(places: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
     return neighbours.long().clamp(max=side - 1), weights
 
 
+@lru_cache(maxsize=KEPT_TABLES)
 def interpolation(grid: tuple[int, int], merge: int, side: int) -> tuple[Tensor, Tensor]:
     """Returns the four neighbours of each patch in a table of side x side positions, and their weights: int64 and fp32
-    [rows * columns, 4], in the order of merged blocks, on the host."""
+    [rows * columns, 4], in the order of merged blocks, on the host, to be read only."""
     row, column = block_places(grid, merge).unbind(1)
     (down, own_down), (across, own_across) = _taps(row, grid[0], side), _taps(column, grid[1], side)
     indices = rearrange(down, "p a -> p a 1") * side + rearrange(across, "p b -> p 1 b")
@@ -154,9 +155,9 @@ class _Tower(nn.Module):
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
         config, device = self._config, patches_PF.device
         tables = [interpolation(grid, config.merge, config.table_side) for grid in grids]
-        indices, weights = (torch.cat(one).to(device, non_blocking=True) for one in zip(*tables, strict=True))
+        indices, weights = (sent(torch.cat(one), device) for one in zip(*tables, strict=True))
         places_P2 = torch.cat([block_places(grid, config.merge) for grid in grids])
-        rotation = self.rotation(places_P2.to(device, non_blocking=True))
+        rotation = self.rotation(sent(places_P2, device))
         x = self.patch_embed(patches_PF)
         x = x + (self.pos_embed(indices) * weights[..., None]).sum(1).to(x.dtype)
         segments, features = segments_of([rows * columns for rows, columns in grids]), []

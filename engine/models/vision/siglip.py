@@ -16,59 +16,22 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.errors import UserError
-from engine.models.vision.clip import outputs_of
-from engine.models.vision.sizes import (
-    ENCODER_SIZES,
-    Grids,
-    activation_from_hf,
-    counts_from_hf,
-    heads_fit,
-    number_from_hf,
-    whole_patches,
-)
-from engine.models.vision.tiles import encoder_flops
-
-_DEFAULTS = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "patch_size": 16, "image_size": 224, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
-}  # fmt: skip
-"""What `vision_config` leaves out where it is what transformers' class has."""
-_SETTINGS = {"attention_dropout": 0.0, "num_channels": 3}
+from engine.models.vision.encoders import EncoderConfig, outputs_of, sizes_from_hf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SiglipConfig:
+class SiglipConfig(EncoderConfig):
     """Sizes of the tower.
 
     Args:
-        width, mlp_width, num_heads: of a layer.
-        num_layers: that are computed.
-        stored_layers: that the checkpoint has.
-        patch: pixels on a side of a patch.
-        side: patches on a side of a picture.
-        activation: of the MLP, as transformers names it.
-        norm_eps: of all norms.
         has_last_norm: the last norm is computed.
     """
 
-    width: int
-    mlp_width: int
-    num_heads: int
-    num_layers: int
-    stored_layers: int
-    patch: int
-    side: int
-    activation: str
-    norm_eps: float
     has_last_norm: bool
-
-    has_class = False
-    """All outputs of a layer are those of patches."""
 
     @classmethod
     def from_hf(cls, vision: Mapping[str, Any], states: tuple[int, ...] | None = None) -> SiglipConfig:
-        """Reads `vision_config`.
+        """Reads `vision_config`, which leaves nothing out.
 
         Args:
             states: the layers' outputs that are taken, 0 for what enters the first; None for what the last norm makes
@@ -77,37 +40,12 @@ class SiglipConfig:
         Raises:
             UserError: a size does not fit.
         """
-        vision = {**_DEFAULTS, **vision}
-        sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
-        for key, value in _SETTINGS.items():
-            if vision.get(key, value) != value:
-                raise UserError(
-                    f"config.json has vision_config.{key} {vision[key]!r}, but {value!r} is expected: use a model with "
-                    "that."
-                )
-        heads_fit(sizes["hidden_size"], sizes["num_attention_heads"])
-        return cls(
-            width=sizes["hidden_size"],
-            mlp_width=sizes["intermediate_size"],
-            num_heads=sizes["num_attention_heads"],
-            num_layers=sizes["num_hidden_layers"] if states is None else max(states),
-            stored_layers=sizes["num_hidden_layers"],
-            patch=sizes["patch_size"],
-            side=whole_patches(sizes["image_size"], sizes["patch_size"], "vision_config"),
-            activation=activation_from_hf(vision, "hidden_act", "vision_config"),
-            norm_eps=number_from_hf(vision, "layer_norm_eps", "vision_config"),
-            has_last_norm=states is None,
-        )
+        sizes = sizes_from_hf(vision, None if states is None else max(states))
+        return cls(**sizes, has_last_norm=states is None)
 
     def build(self) -> SiglipTower:
         """Returns the module."""
         return SiglipTower(self)
-
-    def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
-        lengths = [rows * columns for rows, columns in grids]
-        embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
-        return embedding + encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
 
 
 class _Embeddings(nn.Module):
@@ -129,18 +67,9 @@ class SiglipTower(nn.Module):
         from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
         from transformers.models.siglip.modeling_siglip import SiglipEncoder
 
-        encoder = SiglipVisionConfig(
-            hidden_size=config.width,
-            intermediate_size=config.mlp_width,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            hidden_act=config.activation,
-            layer_norm_eps=config.norm_eps,
-            attn_implementation="sdpa",
-        )
         self.num_layers = config.num_layers
         self.embeddings = _Embeddings(config)
-        self.encoder = SiglipEncoder(encoder)
+        self.encoder = SiglipEncoder(SiglipVisionConfig(**config.stock))
         if config.has_last_norm:
             self.post_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
+from engine.tower_defaults import whole_tower
 
 Grid = tuple[int, ...]
 """Rows and columns of a tile, in patches, and behind that what else its model has to know."""
@@ -37,6 +38,17 @@ def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict
                 "again."
             )
     return {key: int(part[key]) for key in keys}
+
+
+def vision_part(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `vision_config` of a model that transformers has, with what it leaves out.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (vision := whole_tower(hf)) is None:
+        raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
+    return vision
 
 
 def sizes_in_code(hf: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -81,13 +93,17 @@ def number_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> float:
     return float(value)
 
 
-def check_dropout(vision: Mapping[str, Any]) -> None:
-    """Raises UserError where a tower drops values in training, which towers here do not."""
-    for key in ("attention_dropout", "hidden_dropout_prob", "projection_dropout"):
-        if vision.get(key):
+def check_settings(vision: Mapping[str, Any]) -> None:
+    """Raises UserError where an encoder drops values in training, or reads other than three channels, which those here
+    do not."""
+    for key, value in _SETTINGS.items():
+        if (given := vision.get(key)) is not None and given != value:
             raise UserError(
-                f"config.json has vision_config.{key} {vision[key]!r}, which towers do not have here: use 0."
+                f"config.json has vision_config.{key} {given!r}, but {value!r} is expected: use a model with that."
             )
+
+
+_SETTINGS = {"attention_dropout": 0.0, "hidden_dropout_prob": 0.0, "projection_dropout": 0.0, "num_channels": 3}
 
 
 def heads_fit(width: int, heads: int) -> None:

@@ -12,8 +12,7 @@ Legend: T tokens, H query heads, K key/value heads, D head size, N tokens of spa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,94 +20,9 @@ from torch import Tensor
 from engine.kernels.records import Documents, SeenWhole
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, merge_
 from engine.ops.attention.masked import MaskedAttention
-from engine.ops.attention.varlen import VarlenAttention, flash_varlen_backward, flash_varlen_forward, whole_blocks
+from engine.ops.attention.mergeable import ByDocument, InOneCall, MergeableAttention
+from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import Attention
-from engine.zigzag import Block, Span
-
-
-class MergeableAttention(Protocol):
-    """Causal attention within documents, whose results can be merged with others of the same queries."""
-
-    def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Returns out [T, H, D] in q's dtype or a wider one, and the log sum exp of scores, fp32 or wider [T, H]."""
-        ...
-
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns these documents' share of dq, dk, dv, given `out` and `lse` of all keys of each query."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ByDocument:
-    """A block of attention for each document, with lengths from the host."""
-
-    blocks: AttentionBlocks
-
-    def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self.blocks.forward(q_THD, k_TKD, v_TKD, _causal(documents), scale=scale)
-
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.blocks.backward(dout_THD, q_THD, k_TKD, v_TKD, out_THD, lse_TH, _causal(documents), scale=scale)
-
-
-def _causal(documents: Documents) -> tuple[Block, ...]:
-    ends = pairwise(accumulate(documents.lengths, initial=0))
-    return tuple(Block(Span(*span), Span(*span), True) for span in ends)
-
-
-@dataclass(frozen=True, slots=True)
-class InOneCall:
-    """All documents in one call of a flash kernel, with boundaries from the device."""
-
-    def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        assert documents.offsets is not None
-        longest = whole_blocks(documents.max_length)
-        return flash_varlen_forward(q_THD, k_TKD, v_TKD, documents.offsets, longest, scale)
-
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert documents.offsets is not None
-        longest = whole_blocks(documents.max_length)
-        saved = (q_THD, k_TKD, v_TKD, out_THD, lse_TH)
-        return flash_varlen_backward(dout_THD, saved, documents.offsets, longest, scale)
 
 
 def _as_documents(spans: SeenWhole) -> Documents:

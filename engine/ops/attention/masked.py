@@ -41,10 +41,12 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
+    """What is done with scores; see `MaskedAttention`."""
+
     scale: float
     window: int | None
-    softcap: float | None
+    softcap: float | None = None
 
 
 def _blocks(lengths: tuple[int, ...], window: int | None, spans: tuple[_Span, ...]) -> tuple[_Block, ...]:
@@ -61,7 +63,7 @@ def _blocks(lengths: tuple[int, ...], window: int | None, spans: tuple[_Span, ..
     return tuple(blocks)
 
 
-def _scores(q_QKGD: Tensor, k_MKD: Tensor, block: _Block, rule: _Rule) -> tuple[Tensor, Tensor]:
+def _scores(q_QKGD: Tensor, k_MKD: Tensor, block: _Block, rule: Rule) -> tuple[Tensor, Tensor]:
     """Returns scores [K, H / K, Q, M] after the cap, and which of them count [Q, M]."""
     scores = torch.einsum("qkgd,mkd->kgqm", q_QKGD, k_MKD) * rule.scale
     if rule.softcap is not None:
@@ -80,41 +82,70 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (num_kv_heads, -1))
 
 
+def masked_blocks(documents: Documents, window: int | None) -> tuple[_Block, ...]:
+    """Returns the blocks of queries, each with the keys that some of it sees; lengths are those on the host."""
+    spans = () if documents.bidirectional is None else documents.bidirectional.spans
+    return _blocks(documents.lengths, window, spans)
+
+
+def masked_forward(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, blocks: tuple[_Block, ...], rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Returns out [T, H, D] in q's dtype, and the log sum exp of scores, fp32 or wider [T, H]."""
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    lse = q_THD.new_empty(q_THD.shape[:2], dtype=wide)
+    for block in blocks:
+        queries, keys = slice(block.first, block.last), slice(block.low, block.high)
+        scores, seen = _scores(_grouped(q_THD[queries], k_TKD.shape[1]), k_TKD[keys].to(wide), block, rule)
+        scores = scores.masked_fill_(~seen, -torch.inf)
+        lse[queries] = scores.logsumexp(-1).flatten(0, 1).t()
+        out[queries] = torch.einsum("kgqm,mkd->qkgd", scores.softmax(-1), v_TKD[keys].to(wide)).flatten(1, 2)
+    return out, lse
+
+
+def masked_backward(
+    dout_THD: Tensor, saved: tuple[Tensor, ...], blocks: tuple[_Block, ...], rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv, in fp32 or wider.
+
+    Args:
+        saved: q, k, v, and out [T, H, D] and log sum exp [T, H], which may be those of more keys than these, merged.
+    """
+    q, k, v, out, lse = saved
+    heads = k.shape[1]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    for block in blocks:
+        queries, keys = slice(block.first, block.last), slice(block.low, block.high)
+        q4, dout4, out4 = (_grouped(x[queries], heads) for x in (q, dout_THD, out))
+        k3, v3 = k[keys].to(lse.dtype), v[keys].to(lse.dtype)
+        scores, seen = _scores(q4, k3, block, rule)
+        shifted = scores - lse[queries].t().unflatten(0, (heads, -1)).unsqueeze(-1)
+        p = shifted.exp_().masked_fill_(~seen, 0.0)
+        dv[keys] += torch.einsum("kgqm,qkgd->mkd", p, dout4)
+        ds = torch.einsum("qkgd,mkd->kgqm", dout4, v3)
+        ds = ds.sub_((dout4 * out4).sum(-1).permute(1, 2, 0).unsqueeze(-1)).mul_(p).mul_(rule.scale)
+        if rule.softcap is not None:
+            ds = ds.mul_(1.0 - (scores / rule.softcap).square_())
+        dq[queries] = torch.einsum("kgqm,mkd->qkgd", ds, k3).flatten(1, 2)
+        dk[keys] += torch.einsum("kgqm,qkgd->mkd", ds, q4)
+    return dq, dk, dv
+
+
 class _MaskedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], rule: _Rule) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=wide)
-        for block in blocks:
-            queries, keys = slice(block.first, block.last), slice(block.low, block.high)
-            scores, seen = _scores(_grouped(q[queries], k.shape[1]), k[keys].to(wide), block, rule)
-            scores = scores.masked_fill_(~seen, -torch.inf)
-            lse[queries] = scores.logsumexp(-1).flatten(0, 1).t()
-            out[queries] = torch.einsum("kgqm,mkd->qkgd", scores.softmax(-1), v[keys].to(wide)).flatten(1, 2)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], rule: Rule) -> Tensor:
+        out, lse = masked_forward(q, k, v, blocks, rule)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks, ctx.rule = blocks, rule
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        rule, heads = ctx.rule, k.shape[1]
-        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-        for block in ctx.blocks:
-            queries, keys = slice(block.first, block.last), slice(block.low, block.high)
-            q4, dout4, out4 = (_grouped(x[queries], heads) for x in (q, dout, out))
-            k3, v3 = k[keys].to(lse.dtype), v[keys].to(lse.dtype)
-            scores, seen = _scores(q4, k3, block, rule)
-            shifted = scores - lse[queries].t().unflatten(0, (heads, -1)).unsqueeze(-1)
-            p = shifted.exp_().masked_fill_(~seen, 0.0)
-            dv[keys] += torch.einsum("kgqm,qkgd->mkd", p, dout4)
-            ds = torch.einsum("qkgd,mkd->kgqm", dout4, v3)
-            ds = ds.sub_((dout4 * out4).sum(-1).permute(1, 2, 0).unsqueeze(-1)).mul_(p).mul_(rule.scale)
-            if rule.softcap is not None:
-                ds = ds.mul_(1.0 - (scores / rule.softcap).square_())
-            dq[queries] = torch.einsum("kgqm,mkd->qkgd", ds, k3).flatten(1, 2)
-            dk[keys] += torch.einsum("kgqm,qkgd->mkd", ds, q4)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        saved = ctx.saved_tensors  # once: what is recomputed is given up with it
+        gradients = masked_backward(dout, saved, ctx.blocks, ctx.rule)
+        dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(gradients, saved[:3], strict=True))
+        return dq, dk, dv, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,5 +182,5 @@ class MaskedAttention:
                 f"{self.window} and soft cap {self.softcap} reads them on the host for rows of up to "
                 f"{documents.max_length} tokens: turn the capture of graphs off."
             )
-        blocks = _blocks(documents.lengths, self.window, spans)
-        return _MaskedAttention.apply(q_THD, k_TKD, v_TKD, blocks, _Rule(scale, self.window, self.softcap))
+        blocks = masked_blocks(documents, self.window)
+        return _MaskedAttention.apply(q_THD, k_TKD, v_TKD, blocks, Rule(scale, self.window, self.softcap))

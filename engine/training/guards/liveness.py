@@ -174,9 +174,11 @@ class LivenessGuard:
             )
         )
         if self._optimizer.flat.is_sharded:  # a factor's state is spread over these ranks
-            all_reduce(flags, self._mesh.dp_cp, dist.ReduceOp.MAX)
+            for data in ("dp_cp", "edp"):
+                self._join(flags, [entry.spec.data == data for entry in self._factors], self._mesh.axis(data))
         # a rank's rows of the vocabulary may not occur in the data
-        together = all_reduce(flags.clone(), self._mesh.tp, dist.ReduceOp.MAX)
+        together = flags.clone()
+        self._join(together, [entry.name.startswith("embed_tokens.") for entry in self._factors], self._mesh.tp)
         here, together = flags.T.tolist(), together.T.tolist()
         dead = [Dead(name, "is not among the trained parameters", self._world.rank) for name in self._frozen]
         idle = self._idle_experts(here, updates)
@@ -199,6 +201,12 @@ class LivenessGuard:
             everyones.dead.extend(Dead(*one) for one in found[0])
             everyones.idle.extend(name for name in found[1] if name not in everyones.idle)
         return everyones
+
+    def _join(self, flags: Tensor, chosen: Sequence[bool], axis: Axis) -> None:
+        """Gives the chosen columns the largest numbers of any rank of the axis. Collective."""
+        columns = torch.tensor([place for place, is_chosen in enumerate(chosen) if is_chosen], device=flags.device)
+        if len(columns) and axis.size > 1:
+            flags[:, columns] = all_reduce(flags[:, columns].contiguous(), axis, dist.ReduceOp.MAX)
 
     def _had_no_gradient(self, size: float, before: float, updates: int) -> bool:
         """Whether the first moment only decayed from what it was before the first of these updates."""

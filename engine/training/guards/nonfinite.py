@@ -147,6 +147,10 @@ class _WatchedStage:
     def sums(self) -> Tensor:
         return self._stage.sums
 
+    @property
+    def maxima(self) -> Tensor:
+        return self._stage.maxima
+
     def before_last_backward(self, start: Callable[[Iterable[ShardEntry]], None]) -> None:
         """Leaves all reductions to the end of the step: gradients are looked at after backward, and one that is being
         summed is no longer this rank's own, or has been given up."""

@@ -1,10 +1,10 @@
 """Checks that ranks that hold copies of a tensor hold the same bits.
 
-Who holds copies of what is read off each parameter's ShardSpec; what is not spread over them is a copy on all ranks of
-dp x cp, too. Encoded weights are compared as they are stored, unless their memory is spread or waits in host memory.
-Fingerprints of all of these and of the run's own numbers (steps, data cursor, tokens, loss, norm) travel in one small
-all-gather an axis. Whether any rank of the whole run saw a difference is one more number, so that all ranks learn of it
-together; only then do they talk about which.
+Who holds copies of what is read off each parameter's ShardSpec; what is not spread over the ranks that train on other
+data (dp x cp, or an expert's own) is a copy on all of these, too. Encoded weights are compared as they are stored,
+unless their memory is spread or waits in host memory. Fingerprints of all of these and of the run's own numbers (steps,
+data cursor, tokens, loss, norm) travel in one small all-gather an axis. Whether any rank of the whole run saw a
+difference is one more number, so that all ranks learn of it together; only then do they talk about which.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class ReplicaGuard:
     ) -> None:
         self._weights, self._mesh, self._world, self._fingerprints = weights, mesh, world, fingerprints
         self._axes = {
-            axis.name: axis for axis in (mesh.tp, mesh.kv_replica, mesh.pp_ends, mesh.dp_cp, mesh.pp) if axis.size > 1
+            axis.name: axis
+            for axis in (mesh.tp, mesh.kv_replica, mesh.pp_ends, mesh.dp_cp, mesh.edp, mesh.pp)
+            if axis.size > 1
         }
         self._held: dict[str, list[_Held]] = {name: [] for name in self._axes}
         for entry in entries:
@@ -116,7 +118,7 @@ class ReplicaGuard:
 
     def _hold(self, held: _Held, spec: ShardSpec, *, everywhere: bool) -> None:
         for name, known in self._held.items():
-            if name in spec.replicated or (name == "dp_cp" and everywhere):
+            if name in spec.replicated or (name == spec.data and everywhere):
                 known.append(held)
 
     @property
@@ -157,7 +159,7 @@ class ReplicaGuard:
                 things.append(held.name)
                 values.append(prints[id(held)])
             for what, number in numbers.items():
-                if name != "dp_cp" or what not in shared_data:
+                if name not in ("dp_cp", "edp") or what not in shared_data:
                     things.append(what)
                     values.append(number.to(device, non_blocking=True))
             whole, handle = all_gather_async(torch.stack(values), axis)
@@ -194,6 +196,8 @@ class ReplicaGuard:
 
     def _label(self, name: str) -> str:
         grid = self._mesh.grid
+        if name == "edp":
+            return "the ranks of the same experts"
         if name != "dp_cp":
             return name
         return "dp" if grid.cp == 1 else "cp" if grid.dp == 1 else "dp x cp"

@@ -55,6 +55,7 @@ class StepSeen:
         consumed: the data cursor after it.
         result: its figures, on the device.
         figures: the same on their way to the host.
+        teaches: whether a gradient is to be expected; False where all completions of each prompt were equally good.
         loss_limit, norm_limit: above these the device left its update out.
     """
 
@@ -65,6 +66,7 @@ class StepSeen:
     consumed: int
     result: StepResult
     figures: StepFigures
+    teaches: bool = True
     loss_limit: float = NO_LIMIT
     norm_limit: float = NO_LIMIT
 
@@ -115,6 +117,8 @@ class Guards:
         self._comparisons, self._compared = 0, -1
         self._liveness: LivenessGuard | None = None
         self._live_from: int | None = None
+        self._live_steps = 0
+        """Steps with a learning rate, and something to learn, since then."""
         self._looked_after = 0
         self._begun_at = 0
 
@@ -170,7 +174,8 @@ class Guards:
             UserError: a guard saw what its policy stops at.
         """
         guard = self._liveness
-        if guard is not None and self._live_from is not None and not guard.is_over:  # a short run
+        is_short = guard is not None and self._live_from is not None and not guard.is_over
+        if guard is not None and is_short and self._live_steps > 2:
             while not guard.is_over:
                 guard.look()
             self._looked_after = step
@@ -184,7 +189,7 @@ class Guards:
     # spikes, and what is not finite
 
     def _judge(self, seen: StepSeen) -> None:
-        loss, norm, scale, _ = seen.figures.read()
+        loss, norm, scale, *_ = seen.figures.read()
         if isfinite(loss) and not isfinite(norm) and self._is_overflow(seen, scale):
             return
         finite = isfinite(loss) and isfinite(norm)
@@ -318,13 +323,16 @@ class Guards:
         guard = self._liveness
         if guard is None or guard.is_over:
             return
+        if not seen.teaches:
+            return
         if self._live_from is None:
             if seen.lr <= 0:
                 return
-            self._live_from = seen.step
+            self._live_from, self._live_steps = seen.step, 0
             guard.begin()
+        self._live_steps += 1
         # twice, because the model may read a step's update as late as in the next one
-        if seen.step >= self._live_from + self._options.liveness_steps - 1:
+        if self._live_steps >= self._options.liveness_steps:
             guard.look()
             self._looked_after = seen.step
 

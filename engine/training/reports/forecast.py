@@ -36,10 +36,10 @@ class MemoryForecast:
         config: of the run.
         launch: rank, ranks and device.
         training: what is trained.
-        dataset: whose rows are trained on.
+        dataset: whose rows are trained on; None where they are not known yet.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset) -> None:
+    def __init__(self, config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset | None) -> None:
         self._rank, self._device = launch.rank, launch.device.type
         self._graphs = config.memory.cuda_graph != "none"
         self._spoken = False
@@ -93,7 +93,7 @@ class MemoryForecast:
         )
 
 
-def _predict(config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset) -> PeakEstimate:
+def _predict(config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset | None) -> PeakEstimate:
     """Predicts the peak memory of rank 0.
 
     Raises:
@@ -103,7 +103,9 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
     workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=device.type)
     data = max(1, launch.world_size // config.parallel.model_parallel_size)
     layout = Layout(parallel=config.parallel, data=data)
-    return predict_layout(_with_rows(workload, config, device, dataset), layout, memory_plan_of(config))[0]
+    if dataset is not None:
+        workload = _with_rows(workload, config, device, dataset)
+    return predict_layout(workload, layout, memory_plan_of(config))[0]
 
 
 def _with_rows(workload: Workload, config: RunConfig, device: torch.device, dataset: TokenDataset) -> Workload:

@@ -130,7 +130,7 @@ def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceil
         "packages": {name: _version(name) for name in ("torch", "triton", "transformers", "safetensors", "numpy")},
         "command": " ".join(sys.argv),
         "world_size": launch.world_size,
-        "layout": {"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp},
+        "layout": {"tensor": grid.tp, "context": grid.cp, "data": grid.dp, "pipeline": grid.pp, "expert": grid.ep},
         "schedule": {
             "name": choice.name,
             "virtual": choice.virtual,

@@ -8,12 +8,11 @@ prepares the one after. A step is reported one step late, and the last one of th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.config.log import LogOptions
-from engine.data.loader import DataLoader
 from engine.objectives.objective import figures_to_show
 from engine.objectives.stuck import StuckLoss
 from engine.telemetry.listener import RunListener
@@ -25,6 +24,11 @@ from engine.training.guards.run_guards import Guards, StepSeen
 from engine.training.host_copy import StepFigures
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
+from engine.training.router_load import NAMES
+from engine.training.step_source import StepSource
+
+SHOWN_OF_ROWS = "reward"
+"""The figure of a step's rows that a progress line shows."""
 
 
 class RunClock:
@@ -61,6 +65,8 @@ class _Unread:
     tokens: int
     finished: float
     """When it was handed to the device, on the run's clock."""
+    of_rows: Mapping[str, float]
+    """What is reported of its rows."""
 
 
 class StepReporter:
@@ -69,7 +75,7 @@ class StepReporter:
     Args:
         options: how often steps are reported.
         training: what is trained.
-        loader: the training data.
+        source: of the steps.
         clock: of the run.
         metrics, progress, listener: who is told.
         observation: what this rank records of itself.
@@ -81,7 +87,7 @@ class StepReporter:
         self,
         options: LogOptions,
         training: Training,
-        loader: DataLoader,
+        source: StepSource,
         clock: RunClock,
         *,
         metrics: MetricsWriter,
@@ -91,7 +97,7 @@ class StepReporter:
         guards: Guards,
         forecast: MemoryForecast,
     ) -> None:
-        self._every, self._training, self._loader, self._clock = options.every, training, loader, clock
+        self._every, self._training, self._source, self._clock = options.every, training, source, clock
         self._metrics, self._progress, self._listener = metrics, progress, listener
         self._observation, self._guards, self._forecast = observation, guards, forecast
         self._stuck = StuckLoss(training.objective.loss_at_chance)
@@ -102,6 +108,7 @@ class StepReporter:
         self._rows, self._step_tokens = 0, 0
         """Since the report before."""
         self._stalled = 0.0
+        self._worked: Mapping[str, float] = dict.fromkeys(source.work_seconds, 0.0)
         self.tokens = 0
         """Tokens of the steps that were read in this start."""
         self.losses: list[tuple[int, float]] = []
@@ -115,12 +122,13 @@ class StepReporter:
         """Is told that `step`, counted from 1, is about to be handed to the device."""
         self._observation.step_begins(step)
 
-    def after(self, seen: StepSeen, *, rows: int, tokens: int) -> None:
+    def after(self, seen: StepSeen, *, rows: int, tokens: int, figures: Mapping[str, float]) -> None:
         """Is told that a step was handed to the device, and reports the step before it.
 
         Args:
             seen: the step.
             rows, tokens: of its global batch.
+            figures: what is reported of these rows.
 
         Raises:
             UserError: a guard saw what its policy stops at, or a file cannot be written.
@@ -132,7 +140,7 @@ class StepReporter:
                 self._progress.info(f"step {seen.step}: {report.line()}")
         self._guards.after(seen)
         self._read(
-            _Unread(seen.step, seen.figures, seen.lr, seen.consumed, rows, tokens, finished=self._clock.now()),
+            _Unread(seen.step, seen.figures, seen.lr, seen.consumed, rows, tokens, self._clock.now(), figures),
             last=False,
         )
 
@@ -158,14 +166,15 @@ class StepReporter:
             self._report(ready, last=last)
 
     def _report(self, ready: _Unread, *, last: bool) -> None:
-        loss, norm, loss_scale, metrics = ready.figures.read()
+        loss, norm, loss_scale, metrics, router = ready.figures.read()
         self.losses.append((ready.step, loss))
         rows, tokens, seconds = self._rows, self._step_tokens, ready.finished - self._since
         self._since, self._rows, self._step_tokens = ready.finished, 0, 0
         memory = peak_memory_bytes()
-        more = self._named_figures(metrics, loss_scale)
+        more = self._named_figures(metrics, loss_scale) | dict(zip(NAMES, router, strict=False))
+        more |= dict(ready.of_rows) | self._working(seconds)
         seen = self._observation.report(step=ready.step, rows=rows, tokens=tokens, seconds=seconds)
-        stalled, self._stalled = self._loader.stalled - self._stalled, self._loader.stalled
+        stalled, self._stalled = self._source.stalled - self._stalled, self._source.stalled
         more["data_stall"] = stalled
         self._metrics.train(
             step=ready.step,
@@ -186,13 +195,21 @@ class StepReporter:
             tokens=tokens,
             seconds=seconds,
             memory=memory,
-            more=figures_to_show(self._training.objective, more),
+            more={name: value for name, value in ready.of_rows.items() if name == SHOWN_OF_ROWS}
+            | figures_to_show(self._training.objective, more),
         )
         self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
         for warning in (self._stuck.seen(loss), self._forecast.seen(memory, last=last)):
             if warning is not None:
                 self._progress.info(warning)
         self._guards.read(ready.step)
+
+    def _working(self, seconds: float) -> dict[str, float]:
+        """The seconds of work between steps since the report before, by name, and what is left of all for training."""
+        now = dict(self._source.work_seconds)
+        found = {name: total - self._worked[name] for name, total in now.items()}
+        self._worked = now
+        return found | {"training_seconds": seconds - sum(found.values())} if found else {}
 
     def _named_figures(self, metrics: list[float], loss_scale: float) -> dict[str, float]:
         """The objective's metrics by name, with the loss scale where there is one."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.run import RunConfig
-from engine.conversion.peft_experts import obstacle
+from engine.conversion.peft_experts import TrainedAdapters, advice, obstacle
+from engine.distributed.ranks import RankGrid
 from engine.models.describe import num_parameters
+from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
@@ -72,32 +74,41 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
             f"note: the adapters of {', '.join(idle)} have no gradient: nobody reads what the last layer makes there"
         )
     if (reason := _peft_obstacle(config, training)) is not None:
-        log.info(f"note: {reason}, so that this run can be exported merged (--format hf --merge), not as PEFT's folder")
+        log.info(f"note: {reason}")
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
         log.info(line)
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(
         f"layout: {counted(launch.world_size, 'rank')}, tensor {grid.tp}{sequence}, {_pipeline(training)}"
-        f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}; "
+        f"{f'context {grid.cp} ({config.parallel.context_method}), ' if grid.cp > 1 else ''}data {grid.dp}"
+        f"{_experts(grid)}; "
         f"{counted(num_micro_batches, 'micro-batch')} of {counted(config.train.micro_batch_size, 'row')} a step"
     )
 
 
 def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
-    """Returns the reason why a mixture's adapters cannot be exported by themselves."""
-    plan, names = training.plan.modules, training.plan.trained
-    modules = {name.rpartition(".")[0] for name in names}
+    """Returns the reason why a mixture's adapters cannot be exported as each expert's, and what can be done then."""
+    plan, decoder = training.plan.modules, training.source.model.decoder
+    modules = {own.rpartition(".")[0] for name in training.plan.trained for own in own_names(name, decoder)}
     adapters = {module: settings for module in modules if (settings := plan.adapter(module)) is not None}
     if not adapters:
         return None
-    return obstacle(
-        adapters,
-        sorted(modules - adapters.keys()),
-        training.source.model.decoder,
-        alike=len({(one.rank, one.scale) for one in adapters.values()}) == 1,
+    trained = TrainedAdapters(
+        adapters={module: (settings.rank, settings.scale) for module, settings in adapters.items()},
+        in_full=sorted(modules - adapters.keys()),
+        shared=[name for name in training.plan.trained if is_shared_factor(name)],
         rslora=config.lora.rslora,
     )
+    reason = obstacle(trained, decoder, "per_expert")
+    return None if reason is None else f"{reason}: {advice(trained, decoder, None)}"
+
+
+def _experts(grid: RankGrid) -> str:
+    """Returns how experts are spread, where that is otherwise than the rest of the model."""
+    if not grid.folds_experts:
+        return ""
+    return f", expert {grid.ep}{f' (each on {grid.tp} tensor ranks)' if grid.cuts_experts and grid.tp > 1 else ''}"
 
 
 def _pipeline(training: Training) -> str:

@@ -240,7 +240,7 @@ _OWN: dict[str, Rule] = {
     "full_finetune": Rule(shared.full_finetune, ("lora.rank", "trainable")),
     "lora_target_parameters": shared.off_or_lack("adapters sit on linears"),
     "model_config.*": dropped("the model's own config.json says it"),
-    "expert_parallel_size": shared.only(1, "there is no expert parallelism"),
+    "expert_parallel_size": option("parallel.expert", whole),
     "tokens.*": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
     "relora_*": shared.off_or_lack("adapters are not merged while they train"),
     "jagged_*": shared.off_or_lack("the learning rate does not restart"),
@@ -361,6 +361,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
         lambda conversion: None, "LoraConfig.load_in_4bit and load_in_8bit = False, also with adapter: qlora"
     ),
     "model.init": Default("checkpoint", "AxolotlInputConfig.reinit_weights"),
+    "parallel.expert": Default(1, "AxolotlInputConfig.expert_parallel_size = None"),
     "data.mix": Ours("all datasets are named"),
     "data.format": Ours("each dataset has its type"),
     "data.seq_length": Default(512, "AxolotlInputConfig.sequence_len"),

@@ -227,7 +227,8 @@ RULES: dict[str, Rule] = {
     "hidden_dropout": shared.off_or_lack("the base has no dropout"),
     "label_smoothing": shared.off_or_lack("labels are not smoothed"),
     "num_experts": shared.off_or_lack("options for experts are not converted"),
-    "expert_model_parallel_size": shared.only(1, "there is no expert parallelism"),
+    "expert_model_parallel_size": option("parallel.expert", whole),
+    "expert_tensor_parallel_size": option("parallel.expert_tensor", whole),
     "mtp_num_layers": shared.off_or_lack("the model predicts the next token"),
     "decoupled_lr": rates.rate_of("embed_tokens", "lm_head"),
     "decoupled_min_lr": shared.off_or_lack("all learning rates fall by the same factor: optim.min_lr"),
@@ -261,6 +262,7 @@ def _split(conversion: Conversion) -> float | None:
     return 0.03 if conversion.given("data_path") and not conversion.given("split", "valid_data_path") else None
 
 
+_EXPERTS = "expert_model_parallel_size"
 DEFAULTS: dict[str, Default | Ours] = {
     "model.path": Ours("the model has to be named"),
     "model.init": Default(_random, "CheckpointConfig.load = None, or the folder that the run saves to"),
@@ -302,6 +304,11 @@ DEFAULTS: dict[str, Default | Ours] = {
     "parallel.virtual": Default(None, "ModelParallelConfig.virtual_pipeline_model_parallel_size"),
     "parallel.context": Default(1, "ModelParallelConfig.context_parallel_size"),
     "parallel.context_method": Default("ring", "TransformerConfig.cp_comm_type = p2p"),
+    "parallel.expert": Default(1, "ModelParallelConfig.expert_model_parallel_size"),
+    "parallel.expert_tensor": Default(
+        lambda conversion: conversion.options.get("parallel.tensor") if conversion.given(_EXPERTS) else None,
+        "ModelParallelConfig.expert_tensor_parallel_size = tensor_model_parallel_size",
+    ),
     "parallel.sequence": Default(
         lambda conversion: False if conversion.options.get("parallel.tensor", 1) > 1 else None,
         "ModelParallelConfig.sequence_parallel",

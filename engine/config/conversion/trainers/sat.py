@@ -84,6 +84,8 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     "parallel.virtual": Default(None, "no such option"),
     "checkpoint.every": Default(5000, "arguments.py: --save-interval"),
     "parallel.context_method": Default("ring", "no such option"),
+    "parallel.expert": Default(1, "no such option"),
+    "parallel.expert_tensor": Default(None, "no such option"),
     "lora.rank": Default(10, "finetune scripts: --lora_rank"),
     "lora.alpha": Ours("each script has a scale of its own"),
     "lora.targets": Ours("each script has targets of its own"),

@@ -1,4 +1,5 @@
-"""LLaVA-OneVision: pictures as one tile and a grid of tiles, their features joined to one map, without its padding.
+"""LLaVA-NeXT and LLaVA-OneVision: pictures as one tile and a grid of tiles, whose features are joined to one map
+without its padding.
 
 The grid of a picture has (rows, columns) of patches, all tiles one below the other, and behind that, where it is in
 several tiles, (rows, columns) of the tiles but the first, (rows, columns) of features without padding, and (rows,
@@ -24,13 +25,14 @@ from engine.models.vision.llava import LlavaVisionConfig, Projector
 from engine.models.vision.siglip import SiglipConfig
 from engine.models.vision.sizes import Grid, Grids
 
-_DEFAULTS = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+_DEFAULTS = {"llava_onevision": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}}
+"""By model_type: what config.json leaves out, where it is not what LLaVA 1.5 has."""
 _TILES_OF_A_PICTURE = 2
 """On a side, of the picture that stands for all in plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OneVisionConfig:
+class TiledLlavaConfig:
     """Sizes of tower and projector.
 
     Args:
@@ -40,7 +42,7 @@ class OneVisionConfig:
     tiles: LlavaVisionConfig
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], width: int) -> OneVisionConfig:
+    def from_hf(cls, hf: Mapping[str, Any], width: int) -> TiledLlavaConfig:
         """Reads a `config.json`.
 
         Args:
@@ -49,10 +51,7 @@ class OneVisionConfig:
         Raises:
             UserError: it has another kind of tower, or something is missing or does not fit.
         """
-        vision = hf.get("vision_config")
-        if isinstance(vision, Mapping):
-            vision = {"model_type": "siglip_vision_model", **vision}
-        tiles = LlavaVisionConfig.from_hf({**_DEFAULTS, **hf, "vision_config": vision}, width)
+        tiles = LlavaVisionConfig.from_hf({**_DEFAULTS.get(hf["model_type"], {}), **hf}, width)
         if tiles.rows_per_tile != tiles.tower.side**2:
             raise UserError(
                 f"config.json makes {tiles.rows_per_tile} features of a tile of {tiles.tower.side} x "
@@ -64,9 +63,9 @@ class OneVisionConfig:
     def tower(self) -> ClipConfig | SiglipConfig:
         return self.tiles.tower
 
-    def build(self) -> OneVision:
+    def build(self) -> TiledLlava:
         """Returns the module."""
-        return OneVision(self)
+        return TiledLlava(self)
 
     @property
     def patch_features(self) -> int:
@@ -102,10 +101,10 @@ class _Newline(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
 
-class OneVision(nn.Module):
+class TiledLlava(nn.Module):
     """Tower, projector and the joining of tiles."""
 
-    def __init__(self, config: OneVisionConfig) -> None:
+    def __init__(self, config: TiledLlavaConfig) -> None:
         super().__init__()
         self.config = config
         self.vision_tower = config.tower.build()

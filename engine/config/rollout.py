@@ -1,0 +1,157 @@
+"""Rollout options: how the model's own completions are generated and scored, for objectives that train on them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from engine.config.checks import require, require_at_least, require_positive
+from engine.errors import UserError
+
+BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
+"""Rewards that need no file; see `engine.rewards.built_in`."""
+_WEIGHT = re.compile(r"(.+)=([-+]?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutOptions:
+    """Rollout: how completions are generated and scored, where objective.name is grpo.
+
+    Args:
+        rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer or regex:PATTERN;
+            followed by =WEIGHT where its weight is not 1. A completion's reward is the weighted sum. exact_match and
+            numeric_answer compare with the column answer of the records, or with exact_match:COLUMN.
+        num_generations: Completions of each prompt, which are compared with each other.
+        max_completion_length: Tokens of a completion at most; it divides the loss of objective.loss_type dr_grpo.
+            data.seq_length is that of prompt and completion.
+        temperature: Logits are divided by it, in sampling and in training alike.
+        top_k: Sample from the k most likely tokens alone; null for all. Training sees the whole distribution.
+        top_p: Sample from the most likely tokens whose probabilities together reach this alone; 1 for all.
+        steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
+        slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
+            kept in memory.
+        overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
+            truncated completion has whole; null for no penalty (arXiv 2503.14476).
+        drop_uniform_groups: Leave prompts out of a step all of whose completions have the same reward, so that nothing
+            is learned from them.
+        reward_workers: Processes that call the reward functions.
+        reward_timeout: Seconds that a call of a reward function may take.
+        show: Completions to log of each generation batch, with their rewards.
+    """
+
+    rewards: tuple[str, ...] = ()
+    num_generations: int = 8
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    steps_per_generation: int = 1
+    slots: int = 32
+    overlong_buffer: int | None = None
+    drop_uniform_groups: bool = False
+    reward_workers: int = 1
+    reward_timeout: float = 60.0
+    show: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.num_generations", self.num_generations, 2, "use for example 8")
+        require_at_least("rollout.max_completion_length", self.max_completion_length, 1, "use for example 512")
+        require_positive("rollout.temperature", self.temperature, "use for example 1.0")
+        if self.top_k is not None:
+            require_at_least("rollout.top_k", self.top_k, 1, "use for example 50, or null for all tokens")
+        require(
+            0 < self.top_p <= 1,
+            f"rollout.top_p is {self.top_p}, but a share above 0 and up to 1 is expected: use for example 0.95, or 1 "
+            "for all tokens.",
+        )
+        require_at_least("rollout.steps_per_generation", self.steps_per_generation, 1, "use for example 1")
+        require_at_least("rollout.slots", self.slots, 1, "use for example 32")
+        if self.overlong_buffer is not None:
+            require(
+                1 <= self.overlong_buffer <= self.max_completion_length,
+                f"rollout.overlong_buffer is {self.overlong_buffer}, but 1 to rollout.max_completion_length "
+                f"{self.max_completion_length} is expected: use fewer tokens, or null for no penalty.",
+            )
+        require_at_least("rollout.reward_workers", self.reward_workers, 1, "use for example 1")
+        require_positive("rollout.reward_timeout", self.reward_timeout, "use for example 60")
+        require_at_least("rollout.show", self.show, 0, "use for example 1, or 0 for none")
+        names = [source.name for source in self.reward_sources]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(
+            twice is None,
+            f"rollout.rewards has {twice} twice, and figures are told apart by these names: remove one of them, or "
+            "rename its function.",
+        )
+
+    @property
+    def reward_sources(self) -> tuple[RewardSource, ...]:
+        """`rewards`, parsed."""
+        return tuple(RewardSource.parse(text) for text in self.rewards)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSource:
+    """An entry of rollout.rewards.
+
+    Args:
+        file: that has the function; None for one that is built in.
+        function: its name.
+        argument: what follows the name of one that is built in: a column or a pattern; "" for none.
+        weight: of its rewards in the sum.
+    """
+
+    file: str | None
+    function: str
+    argument: str = ""
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """By which its figures are reported."""
+        return self.function
+
+    @classmethod
+    def parse(cls, text: str) -> RewardSource:
+        """Reads an entry.
+
+        Raises:
+            UserError: it is none.
+        """
+        found = _WEIGHT.fullmatch(text)
+        source, weight = (text, 1.0) if found is None else (found[1], _number(found[2]))
+        require(
+            weight is not None and math.isfinite(weight),
+            f"rollout.rewards has {text!r}, whose weight is no number: write for example exact_match=0.5.",
+        )
+        assert weight is not None
+        name, _, argument = source.partition(":")
+        if name in BUILT_IN_REWARDS:
+            require(
+                name != "regex" or bool(argument),
+                f"rollout.rewards has {text!r}, which lacks its pattern: write regex:PATTERN.",
+            )
+            if name == "regex":
+                _require_pattern(text, argument)
+            return cls(file=None, function=name, argument=argument, weight=weight)
+        file, colon, function = source.rpartition(":")
+        require(
+            bool(colon) and bool(file) and function.isidentifier(),
+            f"rollout.rewards has {text!r}, but FILE.py:NAME, or one of {', '.join(BUILT_IN_REWARDS)}, is expected: "
+            "write for example rewards.py:accuracy.",
+        )
+        return cls(file=file, function=function, weight=weight)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _require_pattern(text: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"rollout.rewards has {text!r}, whose pattern is none ({error}): correct it.") from None

@@ -1,0 +1,95 @@
+"""Adapters whose factors the experts of a layer share, as if each expert had its own, and the other way round.
+
+A run with `lora.experts shared_outer` or `shared` trains `layers.3.mlp.experts.gate_proj.lora_A` once for all experts.
+Merging, exporting and generating read a pair of factors for each expert, which `EachExpert` gives them without a copy.
+A run that starts from a folder with a pair for each expert finds in `CommonFactors` what they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.reshard import Box
+from engine.errors import UserError
+from engine.models.decoder_config import DecoderConfig
+from engine.models.names import is_shared_factor, own_names
+
+
+class _Renamed(TensorReader):
+    """A reader by other names.
+
+    Args:
+        reader: has the tensors.
+        stored: name -> that of the tensor in `reader`.
+    """
+
+    def __init__(self, reader: TensorReader, stored: Mapping[str, str]) -> None:
+        self._reader, self.stored = reader, stored
+
+    @property
+    def label(self) -> str:
+        return self._reader.label
+
+    def tensor_names(self) -> list[str]:
+        return list(self.stored)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._reader.shape(self.stored[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(self.stored[name])
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return self._reader.boxes(self.stored[name])
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self._reader.view(self.stored[name], index)
+
+
+class EachExpert(_Renamed):
+    """A reader with both factors of every expert's adapters under the expert's name.
+
+    Args:
+        trained: trained values; those that experts share, once.
+        decoder: of the model.
+    """
+
+    def __init__(self, trained: TensorReader, decoder: DecoderConfig) -> None:
+        super().__init__(trained, {own: name for name in trained.tensor_names() for own in own_names(name, decoder)})
+
+
+class CommonFactors(_Renamed):
+    """A reader in which what experts share has one name, of a folder that has it for each expert.
+
+    Args:
+        adapter: both factors of every expert's adapters.
+        wanted: names that a run trains.
+        decoder: of the model.
+
+    Raises:
+        UserError: a factor that the run shares differs between experts.
+    """
+
+    def __init__(self, adapter: TensorReader, wanted: Sequence[str], decoder: DecoderConfig) -> None:
+        shared = {name: own_names(name, decoder) for name in wanted if is_shared_factor(name)}
+        replaced = {own for names in shared.values() for own in names}
+        stored = {name: name for name in adapter.tensor_names() if name not in replaced}
+        for name, (first, *others) in shared.items():
+            if first not in adapter:
+                continue
+            value = adapter.read_whole(first)
+            for other in others:
+                if other not in adapter or not torch.equal(adapter.read_whole(other), value):
+                    raise UserError(
+                        f"lora.experts asks for one {name.rpartition('.')[2]} for all experts, but {first} and {other} "
+                        f"differ in {adapter.label}: set lora.experts to per_expert."
+                    )
+            stored[name] = first
+        super().__init__(adapter, stored)

@@ -1,0 +1,71 @@
+"""Completions: answers that a model gave to prompts, with what is known of them, as documents to train on.
+
+A completion is an ordinary document, the prompt's tokens and the completion's, of which the completion's are targets.
+So packing, batches and every layout treat it as any other. What else is known lies in columns beside the documents,
+and reaches the objective as `engine.batch.Completions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+RowWeight = Literal["tokens", "completions"]
+"""What a row weighs in the loss: its target tokens, or its completions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One answer to a prompt.
+
+    Args:
+        prompt: its token ids, at least one.
+        tokens: ids of the answer, at least one; with the token that ends it, unless it is truncated.
+        sampled_logps: of each of `tokens`, the logarithm of the probability with which it was drawn, at the sampling
+            temperature.
+        advantage: how much better it is than its group.
+        trained: False keeps it out of the loss, but not out of the number of completions: a truncated one.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    sampled_logps: Sequence[float]
+    advantage: float
+    trained: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionColumns:
+    """What a data set of completions has beside its tokens.
+
+    Args:
+        advantages: float32 [D], of each document.
+        sampled_logps: float32 [T], of each token of the data set when it was sampled; arbitrary where it is no target.
+        old_logps: the same under the model that this generation batch began to be trained with; None where each
+            completion is trained on only once, right after it was sampled.
+        reference_logps: the same under the model without adapters; None where nothing is compared with it, or where it
+            is computed with each step.
+        row_weight: what a row weighs in the loss.
+    """
+
+    advantages: NDArray[np.float32]
+    sampled_logps: NDArray[np.float32]
+    old_logps: NDArray[np.float32] | None = None
+    reference_logps: NDArray[np.float32] | None = None
+    row_weight: RowWeight = "tokens"
+
+    def __post_init__(self) -> None:
+        for column in self.of_tokens().values():
+            assert column is None or column.shape == self.sampled_logps.shape, (column.shape, self.sampled_logps.shape)
+
+    def of_tokens(self) -> dict[str, NDArray[np.float32] | None]:
+        """Returns the columns with a number for each token, by their names."""
+        return {
+            "sampled_logps": self.sampled_logps,
+            "old_logps": self.old_logps,
+            "reference_logps": self.reference_logps,
+        }

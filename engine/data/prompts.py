@@ -1,0 +1,243 @@
+"""Prompts: records whose answers the model writes itself, and what is known of each for those who score the answers.
+
+| fields of a record         | the prompt                                                   | an answer is            |
+|----------------------------|--------------------------------------------------------------|-------------------------|
+| prompt: a text             | its tokens, after the begin token where the tokenizer has it | a text                  |
+| prompt: a list of turns    | the conversation, up to where the assistant's turn begins    | a list of one message   |
+| messages: a list of turns  | the same                                                     | the same                |
+
+All other fields are columns: functions that score answers are given them. The model sees none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.data.formats import conversation_turns, refuse_pictures, refuse_unusable, string_field
+from engine.data.order import DataOrder
+from engine.data.record_files import Place, Record, expand_paths, read_records
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+from engine.telemetry.format import counted
+
+_RESERVED = ("prompts", "completions", "completion", "completion_ids")
+"""What the functions are given beside the columns."""
+_TOLD = 64
+"""Records between two reports of progress."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A prompt.
+
+    Args:
+        place: of its record.
+        ids: its tokens, at least one.
+        given: as the functions that score its answers get it: a text, or a list of messages.
+        columns: the other fields of its record.
+    """
+
+    place: Place
+    ids: tuple[int, ...]
+    given: str | list[dict[str, Any]]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    def completion(self, text: str) -> str | list[dict[str, str]]:
+        """Returns an answer in the form of the prompt."""
+        return text if isinstance(self.given, str) else [{"role": "assistant", "content": text}]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSet:
+    """The prompts of a run.
+
+    Args:
+        prompts: in its order.
+        columns: names of the fields beside the prompt, in any record; a record without one has None there.
+        num_too_long: prompts that were left out, because they leave no room for an answer.
+        longest: tokens of the longest prompt that was kept.
+    """
+
+    prompts: tuple[Prompt, ...]
+    columns: tuple[str, ...]
+    num_too_long: int
+    longest: int
+
+    def fingerprint(self) -> str:
+        """Returns a hash of all that answers and their scores depend on."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            digest.update(json.dumps([prompt.ids, prompt.given, prompt.columns]).encode())
+        return digest.hexdigest()
+
+    def summary(self, room: int) -> str:
+        """Returns a line for the log.
+
+        Args:
+            room: tokens of a prompt at most.
+        """
+        left_out = ""
+        if self.num_too_long:
+            left_out = f"; {counted(self.num_too_long, 'prompt')} of more than {room} tokens left out"
+        columns = f", columns {', '.join(self.columns)}" if self.columns else ""
+        return f"{counted(len(self.prompts), 'prompt')} of up to {self.longest} tokens{columns}{left_out}"
+
+
+def read_prompts(
+    paths: str | Path | list[str] | tuple[str, ...],
+    *,
+    tokenizer: Tokenizer,
+    room: int,
+    refuses_long: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> PromptSet:
+    """Reads and tokenises files of prompts.
+
+    Args:
+        paths: one file, several, or patterns with *; read in the order given.
+        tokenizer: encodes them.
+        room: tokens of a prompt at most, so that an answer has room in a row.
+        refuses_long: whether a longer one is refused, and not left out.
+        progress: called with (records done, records in all) now and then.
+
+    Raises:
+        UserError: a file or record that cannot be used, or nothing left to answer.
+    """
+    files = expand_paths(paths)
+    counts = [read_records(path)[0] for path in files]
+    kept: list[Prompt] = []
+    too_long = done = 0
+    for path in files:
+        for place, record in read_records(path)[1]:
+            prompt = parse_prompt(place, record, tokenizer)
+            if len(prompt.ids) <= room:
+                kept.append(prompt)
+            elif refuses_long:
+                raise place.error(
+                    f"the prompt has {len(prompt.ids)} tokens, and data.seq_length less rollout.max_completion_length "
+                    f"leaves room for {room}: raise data.seq_length, or set data.overlong to drop."
+                )
+            else:
+                too_long += 1
+            done += 1
+            if progress is not None and (done % _TOLD == 0 or done == sum(counts)):
+                progress(done, sum(counts))
+    if not kept:
+        names = ", ".join(map(str, files))
+        why = f"all {too_long} prompts have more than {room} tokens" if too_long else "it has no records"
+        raise UserError(
+            f"{names} has nothing to answer, {why}: give a file with prompts, or raise data.seq_length above "
+            "rollout.max_completion_length."
+        )
+    columns = tuple(sorted({name for prompt in kept for name in prompt.columns}))
+    whole = tuple(
+        Prompt(place=one.place, ids=one.ids, given=one.given, columns={name: one.columns.get(name) for name in columns})
+        for one in kept
+    )
+    return PromptSet(
+        prompts=whole, columns=columns, num_too_long=too_long, longest=max(len(prompt.ids) for prompt in whole)
+    )
+
+
+def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
+    """Parses and tokenises one record of any form in the table above.
+
+    Raises:
+        UserError: a malformed record: names file, record and field.
+    """
+    refuse_unusable(place, record)
+    refuse_pictures(place, record, "a prompt of rollouts")
+    name = next((name for name in ("prompt", "messages") if name in record), None)
+    if name is None:
+        found = ", ".join(record) or "none"
+        raise place.error(
+            f"the record has the fields {found}, expected prompt or messages, which the model is to answer: rename "
+            "its prompt, or set objective.name to language_modeling."
+        )
+    columns = {key: value for key, value in record.items() if key != name}
+    if (taken := next((key for key in columns if key in _RESERVED), None)) is not None:
+        raise place.error(f"field '{taken}' has the name of what reward functions are given; rename it.")
+    if isinstance(record[name], str):
+        text = string_field(place, record, name, "prompt")
+        ids: Sequence[int] = tokenizer.encode(text, bos=tokenizer.adds_bos)
+        if not ids:
+            raise place.error(f"field '{name}' has no tokens, and a model continues at least one; write a text.")
+        return Prompt(place=place, ids=tuple(ids), given=text, columns=columns)
+    turns = conversation_turns(place, record, name)
+    if turns[-1]["role"] == "assistant":
+        raise place.error(
+            f"field '{name}' ends with a turn of the assistant, which the model is to write itself; move it to a "
+            "field of its own, such as answer."
+        )
+    try:
+        ids = tokenizer.chat_prompt(turns)
+    except UserError as error:
+        raise place.error(str(error)) from error
+    return Prompt(place=place, ids=tuple(ids), given=[dict(turn) for turn in turns], columns=columns)
+
+
+class PromptLoader:
+    """The prompts of a run in the order in which they are answered.
+
+    Args:
+        prompts: all of them.
+        num_generations: completions of each.
+        num_iterations: how often each completion is trained on.
+        steps_per_generation: optimizer steps whose prompts are answered together.
+        global_batch_size: completions of one step over all data ranks, a multiple of `num_generations`.
+        num_micro_batches: of a step on each rank, where every completion is a row.
+        seed: of the order.
+    """
+
+    family = None
+    """Of a vision-language model; prompts have no pictures."""
+
+    def __init__(
+        self,
+        prompts: PromptSet,
+        *,
+        num_generations: int,
+        num_iterations: int,
+        steps_per_generation: int,
+        global_batch_size: int,
+        num_micro_batches: int,
+        seed: int,
+    ) -> None:
+        assert global_batch_size % num_generations == 0, (global_batch_size, num_generations)
+        self.prompts, self.num_micro_batches = prompts, num_micro_batches
+        self.prompts_per_step = global_batch_size // num_generations
+        self.prompt_order = DataOrder(
+            count=len(prompts.prompts),
+            batch=self.prompts_per_step * steps_per_generation,
+            seed=seed,
+            last_batch="full",
+        )
+        """Of prompts, one batch of it for each generation batch."""
+        self.order = DataOrder(
+            count=len(prompts.prompts) * num_generations * num_iterations,
+            batch=global_batch_size,
+            seed=seed,
+            last_batch="full",
+        )
+        """Of completions that are trained on, which the data cursor counts."""
+
+    @property
+    def num_samples(self) -> int:
+        """Prompts."""
+        return len(self.prompts.prompts)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the prompts and their columns."""
+        return self.prompts.fingerprint()
+
+    def sentence(self) -> str:
+        """Returns the length of an epoch, for the log."""
+        return (
+            f"one epoch is {counted(self.num_samples, 'prompt')} in {counted(self.order.steps_per_epoch, 'step')}; "
+            f"{counted(self.prompt_order.batch, 'prompt')} answered at a time"
+        )

@@ -1,0 +1,93 @@
+"""What the end of the model says of each token's label: its loss, and how sure the model was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.distributed.sharding import ShardSpec
+from engine.layers.linear import ColumnParallelLinear
+from engine.layers.norm import RMSNorm
+from engine.models.decoder_config import DecoderConfig
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.capped_loss import capped_loss
+from engine.ops.cross_entropy import cross_entropy
+from engine.ops.head_loss import frozen_head_losses
+
+
+class TokenFigures(NamedTuple):
+    """What an objective is made of; equal on all tensor-parallel ranks.
+
+    Args:
+        losses_T: fp32 negative log-likelihood of each label, differentiable; 0 where there is none.
+        entropies_T: fp32 entropy of the distribution over the vocabulary at each token, without gradient; None where
+            nobody asked for it.
+    """
+
+    losses_T: Tensor
+    entropies_T: Tensor | None = None
+
+
+def is_frozen(head: ColumnParallelLinear) -> bool:
+    """Returns whether neither the head nor an adapter on it trains."""
+    return head.operands.low_rank is None and not head.operands.trains_weight
+
+
+def head_figures(
+    x: Tensor,
+    labels_T: Tensor,
+    context: TokenContext,
+    *,
+    norm: RMSNorm,
+    head: ColumnParallelLinear,
+    vocab_spec: ShardSpec,
+    config: DecoderConfig,
+    temperature: float,
+    entropies: bool,
+) -> TokenFigures:
+    """Returns what an objective is made of.
+
+    Args:
+        x: what the last layer gave.
+        labels_T: int64 global ids, or IGNORE_LABEL.
+        context: of the tokens.
+        norm, head, vocab_spec, config: of the model; the head is split over the vocabulary as `vocab_spec` says.
+        temperature: logits are divided by it.
+        entropies: whether the entropies are wanted.
+    """
+    operands, divisor, cap = head.operands, config.logits_divisor, config.logits_softcap
+    if temperature != 1.0 and cap is not None:  # it divides what is capped
+        loss = capped_loss(cap, operands.kernels.loss.tokens_multiple, temperature)
+        operands = replace(operands, kernels=replace(operands.kernels, loss=loss))
+    else:
+        divisor *= temperature
+    source = norm.as_input(divisor)
+    pieces = vocab_spec.pieces
+    first_id = pieces[0].global_offset if pieces else config.vocab_size
+    num_ids = pieces[0].length if pieces else 0
+    entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
+    if is_frozen(head):
+        losses_T = frozen_head_losses(
+            x,
+            source,
+            operands,
+            labels_T,
+            first_id=first_id,
+            num_ids=num_ids,
+            leaves=source.leaves(),
+            entropies_T=entropies_T,
+        )
+    else:
+        losses_T = cross_entropy(
+            head(x, source, context),
+            labels_T,
+            first_id=first_id,
+            num_ids=num_ids,
+            axis=operands.axis,
+            kernels=operands.kernels,
+            entropies_T=entropies_T,
+        )
+    return TokenFigures(losses_T, entropies_T)

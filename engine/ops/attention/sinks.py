@@ -1,0 +1,130 @@
+"""Attention with sinks: each head has a score of its own in every softmax, with no value behind it (gpt-oss).
+
+    out_i = sum_j exp(s_ij - l_i) v_j,    l_i = log(exp(sink) + sum_j exp(s_ij))
+
+A sink is one more key, whose results are merged with those of the keys (see `engine.ops.attention.blocks`): its output
+is 0, and its log sum exp the sink itself. So any attention that gives the log sum exp computes it, and its backward
+takes out and l as those of all keys. What is left is the sink's own gradient,
+
+    dsink = - sum_i exp(sink - l_i) (dout_i . out_i)
+
+Legend: T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.kernels.records import Documents
+from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
+from engine.ops.attention.mergeable import ByDocument, ByWindow, InOneCall, MergeableAttention
+from engine.ops.attention.varlen import VarlenAttention
+from engine.ops.gradients import GradientSink
+from engine.ops.kernels import Attention
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor,
+        gradient: GradientSink | None,
+        documents: Documents,
+        scale: float,
+        attention: MergeableAttention,
+    ) -> Tensor:
+        out, lse = attention.forward(q, k, v, documents, scale=scale)
+        total = torch.logaddexp(lse, sinks_H.to(lse.dtype))
+        out = (out * torch.exp(lse - total).unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total, sinks_H)
+        ctx.gradient, ctx.documents, ctx.scale, ctx.attention = gradient, documents, scale, attention
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        # autograd may hand down an expanded gradient
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        q, k, v, out, total, sinks_H = ctx.saved_tensors
+        if ctx.gradient is not None:
+            shares = torch.exp(sinks_H.to(total.dtype) - total)
+            ctx.gradient.add(-(shares * (dout.to(total.dtype) * out).sum(dim=-1)).sum(dim=0))
+        found = ctx.attention.backward(dout, q, k, v, out, total, ctx.documents, scale=ctx.scale)
+        dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(found, (q, k, v), strict=True))
+        return dq, dk, dv, None, None, None, None, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinkAttention:
+    """A backend's attention for a layer with sinks; has the signature of `kernels.Attention`.
+
+    Args:
+        whole: computes documents in which the window hides nothing.
+        window: a position sees itself and the window - 1 positions before it; None for all before it.
+        sinks_H: a score for each head here.
+        gradient: of them; None where they are frozen.
+    """
+
+    whole: MergeableAttention
+    window: int | None
+    sinks_H: Tensor
+    gradient: GradientSink | None
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
+        """See `engine.ops.attention.packed.causal_attention`.
+
+        Raises:
+            UserError: the documents' lengths are not on the host, where they are needed.
+        """
+        longest = max(documents.lengths, default=documents.max_length)
+        hides_nothing = self.window is None or longest <= self.window
+        attention = self.whole if hides_nothing else ByWindow(self.window)
+        if not documents.lengths and not isinstance(attention, InOneCall):
+            raise UserError(
+                "a captured graph knows the lengths of documents on the device alone, and attention with sinks and "
+                f"window {self.window} reads them on the host here: turn the capture of graphs off."
+            )
+        out: Tensor = _WithSinks.apply(q_THD, k_TKD, v_TKD, self.sinks_H, self.gradient, documents, scale, attention)
+        return out
+
+
+def with_sinks(
+    plain: Attention,
+    blocks: AttentionBlocks,
+    *,
+    window: int | None,
+    sinks_H: Tensor,
+    gradient: GradientSink | None,
+) -> SinkAttention:
+    """Returns an attention like `plain` with sinks.
+
+    Args:
+        plain: causal within documents.
+        blocks: what computes here, for an attention that goes document by document; where they are the reference, which
+            keeps all scores, plain torch computes a block of queries at a time instead.
+        window, sinks_H, gradient: see `SinkAttention`.
+    """
+    whole: MergeableAttention = ByDocument(blocks)
+    if isinstance(plain, VarlenAttention):
+        whole = InOneCall()
+    elif blocks is REFERENCE_BLOCKS:
+        whole = ByWindow(None)
+    return SinkAttention(whole=whole, window=window, sinks_H=sinks_H, gradient=gradient)
+
+
+def sinks_sentence(plain: Attention, blocks: AttentionBlocks) -> str:
+    """Returns a sentence on what computes attention with sinks, for a run's log."""
+    if isinstance(plain, VarlenAttention):
+        how = "the flash kernel's log sum exp takes them in"
+    elif blocks is REFERENCE_BLOCKS:
+        how = "plain torch, a block of queries at a time"
+    else:
+        how = f"the log sum exp of {blocks.name} takes them in"
+    return f"attention sinks: {how}"

@@ -1,0 +1,69 @@
+"""The frozen matrices of all experts of a layer, stored encoded, with their numbers only while a product runs.
+
+Where the host knows the experts' rows, each expert that has any is decoded before its own product, into the one matrix
+of memory that all linears of a device share (see `engine.ops.encoded_weight`). Where one launch serves all experts,
+those of a layer are decoded together, because no one but the device knows which have rows. Either way B is copied
+beside W, whatever the encoding: codes of experts are never multiplied as such.
+
+Legend: E experts, O and I features of a linear's output and input, R columns of the adapters' B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.ops.encoded_weight import Scratch
+from engine.ops.quantized_products import QuantizedWeight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedExperts:
+    """One linear of all experts.
+
+    Args:
+        weight: the experts' matrices, one below the other.
+        num_experts: of them.
+        b_EOR: the adapters' B; None without adapters.
+        dtype: of the decoded numbers.
+        scratch: where they are decoded to.
+    """
+
+    weight: QuantizedWeight
+    num_experts: int
+    b_EOR: Tensor | None
+    dtype: torch.dtype
+    scratch: Scratch
+
+    @property
+    def _rows(self) -> int:
+        return self.weight.out_features // self.num_experts
+
+    def announce(self, *, together: bool) -> None:
+        """Says what will be decoded at a time: one expert's matrix, or all."""
+        columns = self.weight.in_features + (0 if self.b_EOR is None else self.b_EOR.shape[2])
+        self.scratch.announce((self._rows * (self.num_experts if together else 1), columns), self.dtype)
+
+    def one(self, expert: int, num_columns: int) -> Tensor:
+        """Returns [W | B] or W of an expert, [O, num_columns], valid until the next call."""
+        rows = slice(expert * self._rows, (expert + 1) * self._rows)
+        out = self._take(self._rows, num_columns)
+        parts = {name: part[rows] for name, part in self.weight.parts.items()}
+        self.weight.encoding.decode(parts, out[:, : self.weight.in_features])
+        if num_columns > self.weight.in_features and self.b_EOR is not None:
+            out[:, self.weight.in_features :] = self.b_EOR[expert]
+        return out
+
+    def every(self, num_columns: int) -> Tensor:
+        """Returns the same of all experts, [E, O, num_columns]."""
+        out = self._take(self.num_experts * self._rows, num_columns)
+        self.weight.encoding.decode(self.weight.parts, out[:, : self.weight.in_features])
+        if num_columns > self.weight.in_features and self.b_EOR is not None:
+            out[:, self.weight.in_features :] = self.b_EOR.flatten(0, 1)
+        return out.view(self.num_experts, self._rows, num_columns)
+
+    def _take(self, rows: int, num_columns: int) -> Tensor:
+        device = next(iter(self.weight.parts.values())).device
+        return self.scratch.take((rows, num_columns), self.dtype, device)

@@ -1,0 +1,1 @@
+"""Rewards: functions that score completions, run in processes of their own."""

@@ -1,0 +1,339 @@
+"""Scores completions in worker processes, so that a function that crashes or hangs costs its own sample alone.
+
+A call takes a share of the completions. Where it fails, each of them is tried by itself, and those that fail again get
+no reward from this function, with a sentence. A process that hangs is killed, and another is started in its place.
+
+Rewards are a function of texts: neither the number of processes nor their order matters to them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config.rollout import RewardSource
+from engine.rewards.worker import Gone, receive, send
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from engine.rewards.worker import serve; "
+    "serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
+_START_SECONDS = 120.0
+"""What a process gets to import the files of the functions."""
+_HANGS = 3
+"""Completions of one failed call that may hang one after the other before the rest of it is not tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A completion to be scored.
+
+    Args:
+        place: where its prompt comes from, for messages.
+        prompt: a text, or a list of messages.
+        completion: a text, or a list of one message where the prompt is one of messages.
+        completion_ids: its tokens.
+        columns: what its record has beside the prompt.
+    """
+
+    place: str
+    prompt: Any
+    completion: Any
+    completion_ids: Sequence[int]
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """The rewards of some completions.
+
+    Args:
+        rewards: fp64 [N, functions]; NaN where a function gave none.
+        num_failed: completions that no function scored, and one of them failed on.
+        problems: a sentence for each kind of failure.
+    """
+
+    rewards: NDArray[np.float64]
+    num_failed: int
+    problems: tuple[str, ...]
+
+
+class _CallFailed(Exception):
+    """Raised where a call gave no rewards; its words say why.
+
+    Args:
+        hung: whether it did not come to an end.
+    """
+
+    def __init__(self, why: str, *, hung: bool = False) -> None:
+        super().__init__(why)
+        self.hung = hung
+
+
+class _Worker:
+    """One process; started where it is first called, and again after a failure.
+
+    Args:
+        wanted: what `engine.rewards.worker.serve` is told of the functions.
+        timeout: seconds of a call.
+    """
+
+    def __init__(self, wanted: list[tuple[str | None, str, str, list[str]]], timeout: float) -> None:
+        self._wanted, self._timeout = wanted, timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._lock, self._has_ended = threading.Lock(), False
+
+    def start(self) -> list[str]:
+        """Starts the process, where there is none; returns what is wrong with the functions.
+
+        Raises:
+            _CallFailed: it does not start.
+        """
+        with self._lock:
+            if self._has_ended:
+                raise _CallFailed("the run ended")
+            if self._process is not None:
+                return []
+            self._connection, other = socket.socketpair()
+            with other:
+                command = [sys.executable, "-c", _PROGRAM, str(_ROOT), str(other.fileno()), str(os.getpid())]
+                # what functions print must not mix with what this program gives on its standard output; in a session
+                # of its own, so that what functions start can be killed with it
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    pass_fds=(other.fileno(),),
+                    close_fds=True,
+                    start_new_session=True,
+                )
+        problems: list[str] = self._exchange(self._wanted, _START_SECONDS)
+        return problems
+
+    def call(self, request: dict[str, Any]) -> list[float | str | None]:
+        """Calls a function.
+
+        Raises:
+            _CallFailed: it gave no rewards.
+        """
+        problems = self.start()
+        if problems:
+            self.close()
+            raise _CallFailed(problems[0])
+        reply = self._exchange(request, self._timeout)
+        if "problem" in reply:
+            raise _CallFailed(reply["problem"])
+        rewards: list[float | str | None] = reply["rewards"]
+        return rewards
+
+    def _exchange(self, message: object, seconds: float) -> Any:
+        connection = self._connection
+        if connection is None:  # another thread has ended the process
+            raise _CallFailed("the run ended")
+        try:
+            connection.settimeout(seconds)
+            send(connection, message)
+            return receive(connection)
+        except TimeoutError:
+            self.close()
+            raise _CallFailed(f"it did not come to an end within {seconds:g} s", hung=True) from None
+        except (Gone, OSError):
+            raise _CallFailed(f"its process ended {self._how_it_ended()}") from None
+
+    def _how_it_ended(self) -> str:
+        process = self._process
+        if process is None:
+            return "with the run"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)
+        status = process.poll()
+        self.close()
+        if status is None:
+            return "its connection"
+        if status >= 0:
+            return f"with status {status}"
+        return f"by {signal.Signals(-status).name}" if -status in signal.valid_signals() else f"by signal {-status}"
+
+    def close(self) -> None:
+        """Kills the process and what it has started in its session; a later call starts another."""
+        with self._lock:
+            connection, process = self._connection, self._process
+            self._connection = self._process = None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def end(self) -> None:
+        """Kills the process as `close` does; no other is started."""
+        with self._lock:
+            self._has_ended = True
+        self.close()
+
+
+class Scoring:
+    """Scores that are being computed.
+
+    Args:
+        calls: to be waited for.
+        collect: makes the scores when they have ended.
+    """
+
+    def __init__(self, calls: Sequence[Future[None]], collect: Callable[[], Scores]) -> None:
+        self._calls, self._collect = calls, collect
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; returns whether the scores are there."""
+        return not wait(self._calls, seconds).not_done
+
+    def result(self) -> Scores:
+        """Returns the scores, when they are there."""
+        for call in self._calls:
+            call.result()
+        return self._collect()
+
+
+class RewardPool:
+    """Scores completions with some functions. Also a context manager, which ends its processes.
+
+    Args:
+        sources: of the functions.
+        workers: processes.
+        timeout: seconds that a call may take.
+        columns: names of the columns that all samples have.
+        group: samples that belong together, one after the other: a call has all of them or none.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RewardSource],
+        *,
+        workers: int,
+        timeout: float,
+        columns: Sequence[str],
+        group: int = 1,
+    ) -> None:
+        self._sources, self._num_workers, self._group = sources, workers, group
+        wanted = [(one.file, one.function, one.argument, list(columns)) for one in sources]
+        self._workers = [_Worker(wanted, timeout) for _ in range(workers)]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        # threads that live as long as the pool: a process that one has started ends with it
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+
+    def check(self) -> str | None:
+        """Loads the functions once; returns a sentence where one cannot be loaded."""
+        try:
+            problems = self._threads.submit(self._workers[0].start).result()
+        except _CallFailed as failure:
+            files = ", ".join(sorted({one.file for one in self._sources if one.file is not None}))
+            problems = [f"{files} cannot be loaded ({failure})"]
+        return f"rollout.rewards: {problems[0]}; correct the file, or the entry." if problems else None
+
+    def begin(self, samples: Sequence[Sample]) -> Scoring:
+        """Starts to score completions."""
+        rewards = np.full((len(samples), len(self._sources)), np.nan)
+        failures: list[tuple[int, int, str]] = []
+        size = -(-len(samples) // (self._num_workers * self._group)) * self._group
+        chunks = [range(first, min(first + size, len(samples))) for first in range(0, len(samples), max(size, 1))]
+
+        def score(function: int, chunk: range) -> None:
+            worker = self._idle.get()
+            try:
+                for place, found in self._try(worker, function, samples, chunk):
+                    if isinstance(found, str):
+                        failures.append((function, place, found))
+                    elif found is not None:
+                        rewards[place, function] = found
+            finally:
+                self._idle.put(worker)
+
+        calls = [
+            self._threads.submit(score, function, chunk) for function in range(len(self._sources)) for chunk in chunks
+        ]
+        return Scoring(calls, lambda: self._scores(samples, rewards, failures))
+
+    def _try(
+        self, worker: _Worker, function: int, samples: Sequence[Sample], chunk: range
+    ) -> list[tuple[int, float | str | None]]:
+        """Returns the reward of each completion, or why there is none."""
+        try:
+            found = worker.call(_request(function, [samples[place] for place in chunk]))
+            return list(zip(chunk, found, strict=True))
+        except _CallFailed as failure:
+            if len(chunk) == 1:
+                return [(chunk[0], str(failure))]
+        alone: list[tuple[int, float | str | None]] = []
+        hung = 0
+        for place in chunk:
+            if hung == _HANGS:
+                alone.append((place, f"it was not called, as {_HANGS} others hung"))
+                continue
+            try:
+                alone.append((place, worker.call(_request(function, [samples[place]]))[0]))
+                hung = 0
+            except _CallFailed as failure:
+                alone.append((place, str(failure)))
+                hung = hung + 1 if failure.hung else 0
+        return alone
+
+    def _scores(
+        self, samples: Sequence[Sample], rewards: NDArray[np.float64], failures: list[tuple[int, int, str]]
+    ) -> Scores:
+        kinds: dict[tuple[int, str], list[int]] = {}
+        for function, place, why in sorted(failures):
+            kinds.setdefault((function, why), []).append(place)
+        problems = []
+        for (function, why), places in kinds.items():
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            problems.append(
+                f"{self._sources[function].name} gave no reward for a completion of {samples[places[0]].place}{more}: "
+                f"{why}"
+            )
+        failed = {place for _, place, _ in failures}
+        unscored = np.isnan(rewards).all(axis=1)
+        return Scores(
+            rewards=rewards, num_failed=sum(bool(unscored[place]) for place in failed), problems=tuple(problems)
+        )
+
+    def close(self) -> None:
+        """Ends the processes; nothing is scored any more."""
+        for worker in self._workers:
+            worker.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _request(function: int, samples: Sequence[Sample]) -> dict[str, Any]:
+    columns = samples[0].columns
+    return {
+        "function": function,
+        "prompts": [one.prompt for one in samples],
+        "completions": [one.completion for one in samples],
+        "completion_ids": [list(one.completion_ids) for one in samples],
+        "columns": {name: [one.columns[name] for one in samples] for name in columns},
+    }

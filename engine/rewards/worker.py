@@ -1,0 +1,208 @@
+"""A process that calls reward functions: what it is asked and answers are frames of JSON over one socket.
+
+A reward function is somebody's program. Whatever it does to its process (prints, leaks, hangs, crashes) stays there:
+the one who asked ends the process and starts another. The functions are called as TRL calls them, with the keywords
+`prompts`, `completions`, `completion_ids` and one for each further column of the records, all lists of one length; a
+function without ** gets those that it names. What they return is checked here, where its type is still known.
+
+Without a torch import, so that a process starts quickly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from engine.rewards.built_in import Reward, built_in
+from engine.telemetry.ending import end_with_parent
+
+_HEADER_BYTES = 8
+"""Bytes of a frame's length, in front of it."""
+
+
+class Gone(Exception):
+    """Raised where the other end of the socket is closed."""
+
+
+def send(connection: socket.socket, message: object) -> None:
+    """Sends a frame.
+
+    Raises:
+        OSError: the other end is gone, or does not read within the socket's timeout (TimeoutError).
+    """
+    data = json.dumps(message).encode()
+    connection.sendall(len(data).to_bytes(_HEADER_BYTES, "big") + data)
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receives a frame.
+
+    Raises:
+        Gone: the other end is closed.
+        OSError: it does not come within the socket's timeout (TimeoutError).
+    """
+    length = int.from_bytes(_read(connection, _HEADER_BYTES), "big")
+    return json.loads(_read(connection, length))
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise Gone
+        parts += part
+    return bytes(parts)
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Answers requests until the other end is closed. The first names the functions: a list of [file or null, function,
+    argument, columns]; its answer is a list of sentences on those that cannot be used. Each further one is {"function":
+    its place in the list, "prompts", "completions", "completion_ids", "columns"}; see `_scored` for its answer.
+
+    Args:
+        descriptor: of the socket.
+        parent: process id of the one that asks; this one ends with it.
+    """
+    end_with_parent(parent)
+    _ignore_signals()
+    with socket.socket(fileno=descriptor) as connection:
+        try:
+            functions, problems = _load_all(receive(connection))
+            send(connection, problems)
+            while True:
+                request = receive(connection)
+                send(connection, _scored(functions[request.pop("function")], request))
+        except (Gone, ConnectionError):
+            return
+
+
+def _ignore_signals() -> None:
+    """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the one that asks finishes
+    the step it is in first, and ends this process. What functions start keeps the system's own way with them."""
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def handle(as_what: Any) -> None:
+        for number in stopping:
+            signal.signal(number, as_what)
+
+    handle(lambda number, frame: None)  # unlike one that is ignored, one with a handler is not passed on by exec
+    os.register_at_fork(after_in_child=lambda: handle(signal.SIG_DFL))
+
+
+def _load_all(wanted: Sequence[tuple[str | None, str, str, list[str]]]) -> tuple[list[Reward], list[str]]:
+    functions, problems = [], []
+    for file, name, argument, columns in wanted:
+        if file is None:
+            functions.append(built_in(name, argument))
+            continue
+        try:
+            functions.append(_load(Path(file), name, columns))
+        except Exception as error:  # of a module of somebody else's
+            problems.append(f"{file}:{name} cannot be loaded ({_described(error)})")
+    return functions, problems
+
+
+def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
+    """Returns the function of this name in a file.
+
+    Raises:
+        Exception: whatever the file raises, or that it has no such function.
+    """
+    spec = importlib.util.spec_from_file_location(f"rankfold_reward_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError("it is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.resolve().parent))  # for what it imports beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"there is no function {name}")
+    given = {"prompts", "completions", "completion_ids", *columns}
+    parameters = inspect.signature(function).parameters.values()
+    missing = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.name not in given and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
+    if missing:
+        raise ValueError(
+            f"it wants {', '.join(missing)}, but is given prompts, completions, completion_ids and the columns "
+            f"{', '.join(columns) or '(there are none)'}"
+        )
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return function
+    named = {one.name for one in parameters}
+
+    def with_those_it_names(**keywords: Any) -> Any:
+        return function(**{key: value for key, value in keywords.items() if key in named})
+
+    return with_those_it_names
+
+
+def _scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls a function.
+
+    Returns:
+        {"rewards": a number, null, or a sentence for each completion}, or {"problem": why there are none}.
+    """
+    columns = request["columns"]
+    count = len(request["completions"])
+    try:
+        found = function(
+            prompts=request["prompts"],
+            completions=request["completions"],
+            completion_ids=request["completion_ids"],
+            **columns,
+        )
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        if not isinstance(found, Sequence) and hasattr(found, "tolist"):
+            found = found.tolist()  # an array's or a tensor's
+    except Exception as error:  # of a function of somebody else's
+        return {"problem": f"it raised {_described(error)}"}
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        return {"problem": f"it returned {_kind(found)}, not a list of rewards"}
+    if len(found) != count:
+        return {"problem": f"it returned {len(found)} rewards for {count} completion{'s' if count != 1 else ''}"}
+    return {"rewards": [_checked(one) for one in found]}
+
+
+async def _awaited(promise: Any) -> Any:
+    return await promise
+
+
+def _checked(reward: Any) -> float | str | None:
+    """Returns a reward as a number, None where a function gives none, or what is wrong with it."""
+    if reward is None:
+        return None
+    if not isinstance(reward, Real) and hasattr(reward, "item"):
+        reward = reward.item()
+    if not isinstance(reward, Real):
+        return f"it returned {_kind(reward)}, not a number"
+    number = float(reward)
+    return number if math.isfinite(number) else f"it returned {number}, not a finite number"
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _described(error: BaseException) -> str:
+    words = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -1,0 +1,91 @@
+"""Scores completions on rank 0 and tells all ranks.
+
+The other ranks wait in broadcasts of a few seconds each, so that functions may take longer than a collective may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from engine.config.run import RunConfig
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.operations import LOG
+from engine.errors import UserError
+from engine.rewards.pool import RewardPool, Sample, Scores
+from engine.runtime.launch import Launch
+
+_BEAT_SECONDS = 5.0
+"""Seconds of a broadcast, at most a quarter of train.collective_timeout."""
+
+
+def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
+    """Returns what calls the run's reward functions.
+
+    Args:
+        columns: of the prompts.
+    """
+    rollout = config.rollout
+    return RewardPool(
+        rollout.reward_sources,
+        workers=rollout.reward_workers,
+        timeout=rollout.reward_timeout,
+        columns=columns,
+        group=rollout.num_generations,
+    )
+
+
+def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> None:
+    """Loads the reward functions once, on rank 0. Collective.
+
+    Raises:
+        UserError: one cannot be loaded; on all ranks.
+    """
+    found = None
+    if launch.rank == 0:
+        with reward_pool(config, columns) as pool:
+            found = pool.check()
+    if (problem := broadcast_object(found)) is not None:
+        raise UserError(str(problem))
+
+
+class Scorer:
+    """Scores the completions of a run. Collective: every rank has one and makes the same calls.
+
+    Args:
+        config, launch: of the run.
+        columns: of the prompts.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
+        self._pool = reward_pool(config, columns) if launch.rank == 0 else None
+        self._beat = min(_BEAT_SECONDS, config.train.collective_timeout / 4)
+
+    def score(self, samples: Sequence[Sample]) -> Scores:
+        """Returns the scores of completions, the same on all ranks.
+
+        Raises:
+            UserError: none of them has a reward, of any function.
+        """
+        scoring = None if self._pool is None else self._pool.begin(samples)
+        found = None
+        while found is None:
+            if scoring is not None and scoring.wait(self._beat):
+                found = scoring.result()
+            found = cast(Scores | None, broadcast_object(found))
+            LOG.progressed()
+        if np.isnan(found.rewards).all():
+            reason = found.problems[0] if found.problems else "every function returned None for all of them"
+            raise UserError(
+                f"no completion of this step could be scored: {reason}; correct the reward function, and "
+                "start the run again to resume from its last checkpoint."
+            )
+        assert found.rewards.dtype == np.float64
+        return found
+
+    def close(self) -> None:
+        """Ends the processes that call the functions."""
+        if self._pool is not None:
+            self._pool.close()

@@ -1,0 +1,141 @@
+"""Where the steps of a run come from: rows that were there before it began, or rows that the model makes as it goes.
+
+The loop asks for one step after the other and knows nothing else of its data. A source may work between two steps, on
+all ranks, on the thread that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.batch import Batch
+from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.data.loader import DataLoader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRows:
+    """The rows of one optimizer step.
+
+    Args:
+        batches: this rank's micro-batches.
+        targets: sum of the loss weights over the global batch.
+        samples: by which the data cursor moves.
+        rows, tokens: of the global batch.
+        figures: what is reported of them, by name.
+        teaches: whether a gradient is to be expected of them.
+        is_followed_by_work: the source works before the next step, so that this one can be read without a loss of time.
+    """
+
+    batches: list[Batch]
+    targets: float
+    samples: int
+    rows: int
+    tokens: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+    teaches: bool = True
+    is_followed_by_work: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """What a source needs to continue from a checkpoint.
+
+    Args:
+        values: JSON values, by name; empty where the data cursor says it all.
+        files: small files, by name.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+NOTHING = SourceState()
+"""What a checkpoint keeps of a source that its cursor describes."""
+
+
+class StepSource(Protocol):
+    """The steps of a run on this rank. Every rank has one and makes the same calls."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step on each rank; where this varies, of a step whose rows are not packed."""
+        ...
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that the loop has waited for rows that were being built."""
+        ...
+
+    @property
+    def work_seconds(self) -> Mapping[str, float]:
+        """Seconds of work between steps so far, by name."""
+        ...
+
+    def sentence(self) -> str:
+        """Returns what the log says of the order of samples."""
+        ...
+
+    def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
+        """Yields steps. To be closed.
+
+        Args:
+            step: steps that were taken.
+            consumed: the data cursor after them.
+            num_steps: how many follow.
+        """
+        ...
+
+    def state(self, consumed: int) -> SourceState:
+        """Returns what a checkpoint keeps after the step that moved the cursor to `consumed`."""
+        ...
+
+    def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
+        """Continues where a checkpoint with this cursor was saved.
+
+        Raises:
+            UserError: the checkpoint is damaged, or was saved by a run whose steps came from elsewhere.
+        """
+        ...
+
+
+class RowSource:
+    """Rows that were there before the run began.
+
+    Args:
+        loader: reads them.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.num_micro_batches = loader.num_micro_batches
+        self.work_seconds: Mapping[str, float] = {}
+
+    @property
+    def stalled(self) -> float:
+        return self._loader.stalled
+
+    def sentence(self) -> str:
+        return self._loader.order.sentence()
+
+    def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
+        loader = self._loader
+        with closing(loader.stream(consumed, num_steps)) as stream:
+            for start, batches in zip(loader.order.starts(consumed, num_steps), stream, strict=True):
+                rows = loader.order.rows(start)
+                yield StepRows(
+                    batches=batches,
+                    targets=loader.target_count(start),
+                    samples=len(rows),
+                    rows=len(rows),
+                    tokens=int(loader.dataset.row_lengths[rows].sum()),
+                )
+
+    def state(self, consumed: int) -> SourceState:
+        return NOTHING
+
+    def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
+        """Does nothing: the cursor says it all."""

@@ -1,0 +1,62 @@
+"""Log-probabilities of a data set's targets under the model as it is, one number a token, without gradient.
+
+What completions are compared with while they are trained on: the model that their generation batch began with, and the
+model without adapters. They go through the same stages as training does, without dropout.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import IGNORE_LABEL
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.data.loader import EvalLoader
+from engine.distributed.collectives import all_reduce
+from engine.training.build import Training
+from engine.training.data import loader_options, mesh_position
+from engine.training.evaluate import group_size, groups
+
+
+def token_logps(
+    config: RunConfig, training: Training, dataset: TokenDataset, *, adapters: bool = True
+) -> NDArray[np.float32]:
+    """float32 [T], of each token of the data set its log-probability given those before it in its document, at the
+    rollouts' temperature; 0 where it is no target. Equal on all ranks. Collective.
+
+    Args:
+        config: of the run, whose objective is a policy gradient.
+        training: the model.
+        dataset: the completions, in memory.
+        adapters: False leaves them out: the reference.
+    """
+    assert config.objective.samples_completions, config.objective.name
+    mesh, stages = training.mesh, training.stages
+    device = stages.step.device
+    options = loader_options(config, device, **mesh_position(mesh))
+    length = options["seq_length"] = dataset.seq_length
+    loader = EvalLoader(dataset, num_workers=config.data.num_workers, pin_memory=device.type == "cuda", **options)
+    found = torch.zeros(len(dataset) * length, dtype=torch.float32, device=device)
+    for group in groups(loader, group_size(mesh)):
+        for batch, logps_T in zip(group, stages.references(group, adapters=adapters) or (), strict=False):
+            held = (batch.labels_BS != IGNORE_LABEL).flatten().nonzero()[:, 0]
+            # slots are rows here: the coordinate of a token is its row and its column
+            places = batch.token_index_BS.flatten()[held]
+            found[places.to(device)] = logps_T[held.to(device)].float()
+    for axis in (mesh.dp_cp, mesh.pp):
+        found = all_reduce(found, axis)
+    return _of_tokens(dataset, found.cpu().numpy().reshape(len(dataset), length))
+
+
+def _of_tokens(dataset: TokenDataset, of_columns: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the numbers in the order of the data set's tokens, each of which stood in the column before its own."""
+    known = np.zeros(len(dataset.tokens), dtype=np.float32)
+    for row in range(len(dataset)):
+        column = 0
+        for document in dataset.rows.row(row).tolist():
+            first, length = int(dataset.starts[document]), int(dataset.lengths[document])
+            known[first + 1 : first + length] = of_columns[row, column : column + length - 1]
+            column += length
+    return known

@@ -1,0 +1,30 @@
+"""What GRPO did, from a run's metrics: the first and last tenth of its steps.
+
+python examples/grpo_arithmetic/summary.py RUN_DIR/metrics.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+
+def table(records: Sequence[dict[str, float]]) -> list[str]:
+    """One line a figure: at the start and at the end."""
+    steps = [record for record in records if "reward" in record]
+    part = max(1, len(steps) // 10)
+    shown = ("reward", "completion_length", "truncated", "uniform_groups")
+    names = [name for name in steps[0] if name.startswith(shown) and not name.endswith("seconds")]
+    lines = [f"{'':28}{'first steps':>12}{'last steps':>12}"]
+    for name in names:
+        first, last = (mean(float(step[name]) for step in chosen) for chosen in (steps[:part], steps[-part:]))
+        lines.append(f"{name:28}{first:>12.4f}{last:>12.4f}")
+    return lines
+
+
+if __name__ == "__main__":
+    text = Path(sys.argv[1]).read_text(encoding="utf-8")
+    print("\n".join(table([json.loads(line) for line in text.splitlines()])))

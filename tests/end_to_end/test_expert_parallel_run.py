@@ -1,0 +1,103 @@
+"""Runs of a small mixture of experts that is divided over ranks: certified, resumed on other numbers of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from tests.commands import losses, run_tool
+from tests.small_runs.routed_place import put_experts
+from tests.sweeps import sampled
+from tests.wrong_inputs.workplace import Workplace, make_place
+
+STEPS, STOP = 6, 3
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Four experts in each layer."""
+    place = make_place(tmp_path_factory.mktemp("place") / "place")
+    put_experts(place, 4, sees_signs=False)
+    place.records(*[{"text": " ".join(["abab", "cab", "bac", "aa bb"][index % 4 :] * 2)} for index in range(16)])
+    place.set(
+        train__steps=STEPS, train__micro_batch_size=1, train__global_batch_size=4, optim__lr=0.01,
+        checkpoint__every=STOP, checkpoint__keep=0, data__seq_length=20,
+    )  # fmt: skip
+    return place
+
+
+@pytest.fixture(scope="module")
+def whole(place: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks, with half of the experts on each."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    place.set(parallel__expert=2, checkpoint__dir=folder)
+    result = run_tool("pretrain_lora", *place.arguments(), ranks=2)
+    assert "data 2, expert 2; " in result.stdout + result.stderr
+    return folder
+
+
+def _masters(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = TrainingCheckpoint(checkpoint_folder(run, STEPS))
+    return {name: checkpoint.read_whole(name) for name in checkpoint.tensor_names() if name.startswith("master/")}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    sampled(
+        [
+            (1, {"parallel.expert": 1}),
+            (4, {"parallel.expert": 4}),
+            (4, {"parallel.expert": 2, "parallel.tensor": 2, "parallel.shard": "parameters"}),
+            (2, {"parallel.expert": 1, "parallel.tensor": 2}),
+        ],
+        [(1, {"parallel.expert": 1})],
+    ),
+)
+def test_a_run_goes_on_with_another_number_of_expert_ranks(
+    ranks: int, options: dict[str, object], place: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    """Steps, losses and weights are those of the run that was not stopped, to rounding."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for number in range(STOP + 1, STEPS + 1):
+        shutil.rmtree(checkpoint_folder(folder, number), ignore_errors=True)
+    kept = dict(place.options)
+    place.options |= {**options, "checkpoint.dir": folder}
+    result = run_tool("pretrain_lora", *place.arguments(), ranks=0 if ranks == 1 else ranks)
+    place.options = kept
+    assert f"step {STOP}" in result.stdout + result.stderr
+    expected, found = losses(whole), losses(folder)
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    masters, others = _masters(whole), _masters(folder)
+    assert masters.keys() == others.keys() and len(masters) == 2 * 2 * (1 + 3 * 4)
+    for name, value in masters.items():
+        assert torch.allclose(others[name], value, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_expert_parallel_layouts_are_certified(place: Workplace, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in (place.options | {"parallel.expert": 1, "checkpoint.dir": tmp_path / "run"}).items():
+        section, _, option = name.partition(".")
+        sections.setdefault(section, {})[option] = str(value) if isinstance(value, Path) else value
+    import yaml
+
+    sections["lora"]["targets"] = str(sections["lora"]["targets"]).split(",")
+    path.write_text(yaml.safe_dump(sections), encoding="utf-8")
+    layouts = {
+        "data=2,expert=2": "expert 2, data 2",
+        "tensor=2,expert=2": "tensor 2, expert 2",
+        "data=2,tensor=2,expert=2,expert_tensor=2": "tensor 2, expert 2, data 2",
+    }
+    against = [word for text in layouts for word in ("--against", text)]
+    result = run_tool("plan", "certify", "--config", path, *against, "--steps", 2, timeout=200)
+    for verdict, label in zip(result.stdout.splitlines()[-len(layouts) :], layouts.values(), strict=True):
+        assert verdict.startswith(f"certified: one process computes what {label}"), verdict

@@ -1,0 +1,86 @@
+"""Experts whose frozen weights are stored encoded, against the same layer with the decoded numbers stored plain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint.safetensors_file import num_bytes
+from engine.distributed.mesh import Axis, ExpertAxes
+from engine.errors import UserError
+from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
+from engine.layers.encoded_storage import encoded_entries, fill_encoded
+from engine.layers.module import shard_entries
+from engine.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.inputs import GivenInput
+from engine.ops.routing import RoutingRule
+from engine.quantization.encoding import ENCODING_NAMES, encoding
+from tests.distributed.cases import whole_tensor
+from tests.unit.test_ops_routing import _context
+
+RULE = RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True)
+TOKENS, HIDDEN, INNER = 12, 64, 128
+SIZES = RoutedSizes(rule=RULE, intermediate=INNER, has_biases=True)
+
+
+def _computed(
+    base: str | None, rounded: str, *, loops: bool, adapters: bool, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], int]:
+    """The output, the input's gradient and those of all that trains; and the bytes of experts' weights."""
+    settings = AdapterSettings(rank=5, scale=1.5, dropout=0.2)
+    plan = TrainingPlan(
+        trains=lambda name: name.endswith("router"),
+        adapter=lambda name: settings if adapters and name.endswith("_proj") else None,
+        seed=5,
+    )
+    layout = TensorLayout(base=None if base is None else BaseEncoding(encoding=encoding(base)))
+    build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=dtype)
+    mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    mlp.router._loops = loops
+    for linear in (mlp.gate_up, mlp.down):
+        if linear.operands.encoded is not None:
+            linear.operands.encoded.announce(together=not loops)  # as on a GPU, where nothing loops
+    for entry in shard_entries(mlp):
+        value = whole_tensor(entry.name, entry.spec.global_shape)
+        if entry.name.endswith("_proj.weight"):
+            codec = encoding(rounded)
+            codec.decode(codec.encode(value), value)
+        entry.parameter.data.copy_(value)
+    fill_encoded(encoded_entries(mlp), lambda entry: whole_tensor(entry.name, entry.spec.global_shape))
+    entries = list(encoded_entries(mlp))
+    held = sum(entry.num_bytes for entry in entries)
+    if base is not None:
+        assert len(entries) == 3 * RULE.num_experts and not any(
+            "_proj.weight" in one.name for one in shard_entries(mlp)
+        )
+    x = whole_tensor("x", (TOKENS, HIDDEN)).to(dtype).requires_grad_()
+    y = mlp(x, GivenInput(), _context(TOKENS))
+    y.backward(whole_tensor("dy", (TOKENS, HIDDEN)).to(dtype))
+    assert x.grad is not None
+    found = {entry.name: entry.sink.buffer for entry in shard_entries(mlp) if entry.sink is not None}
+    return {"y": y.detach(), "dx": x.grad, **found}, held
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("loops", [True, False])
+@pytest.mark.parametrize("base", ENCODING_NAMES)
+def test_the_bits_are_those_of_decoded_weights(base: str, loops: bool, adapters: bool) -> None:
+    """An expert's codes in another's place are other bits."""
+    for compute in (torch.float32, torch.bfloat16) if loops else (torch.float32,):
+        found, held = _computed(base, base, loops=loops, adapters=adapters, dtype=compute)
+        expected, _ = _computed(None, base, loops=loops, adapters=adapters, dtype=compute)
+        assert found.keys() == expected.keys() and len(found) > (20 if adapters else 2)
+        assert all(value.any() and torch.equal(found[key], value) for key, value in expected.items()), compute
+        dense = [encoding(base).parts(*shape).values() for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
+        assert held == RULE.num_experts * sum(num_bytes(dtype, shape) for parts in dense for shape, dtype in parts)
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+def test_encoded_experts_are_not_divided(ep: int, tp: int) -> None:
+    axes = ExpertAxes(ep=Axis("ep", ep), tp=Axis("tp"), data="dp_cp")
+    layout = TensorLayout(tp=Axis("tp", tp), experts=axes, base=BaseEncoding(encoding=encoding("nf4")))
+    build = LayerContext(layout=layout, plan=TrainingPlan(), device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(UserError, match=f"parallel.expert is {ep} and .* set model.base_dtype to null, or"):
+        RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)

@@ -1,0 +1,290 @@
+"""Reward functions in processes of their own: what they are given, and what becomes of those that misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config.rollout import RewardSource, RolloutOptions
+from engine.errors import UserError
+from engine.rewards.pool import RewardPool, Sample, Scores, _CallFailed
+from engine.training.rollouts.totals import overlong_penalties, total_rewards
+
+FUNCTIONS = """
+import asyncio, os, signal, sys, time
+import numpy as np
+
+def told(prompts, completions, completion_ids, **columns):
+    print("what a function prints goes nowhere near the rewards")
+    with open(columns["log"][0], "a") as file:
+        file.write(repr((prompts, completions, completion_ids, sorted(columns))) + chr(10))
+    return [float(len(ids)) for ids in completion_ids]
+
+def named(completions, answer):
+    return np.array([completion == right for completion, right in zip(completions, answer)])
+
+async def waits(completions, **columns):
+    await asyncio.sleep(0.01)
+    return [0.5 for _ in completions]
+
+def misbehaves(completions, **columns):
+    if "raises" in completions:
+        raise ValueError("no such thing")
+    if "hangs" in completions:
+        time.sleep(60)
+    if "dies" in completions:
+        os._exit(3)
+    if "crashes" in completions:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "twice" in completions:
+        return [1.0] * (len(completions) + 1)
+    if "text" in completions:
+        return "1.0"
+    odd = {"nan": float("nan"), "inf": float("inf"), "word": "high", "none": None}
+    return [odd.get(completion, 1.0) for completion in completions]
+
+def starts_another(completions, pids):
+    import subprocess
+    child = subprocess.Popen(["sleep", "300"])
+    with open(pids[0], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(300)
+
+def terminates_another(completions):
+    import subprocess
+    child = subprocess.Popen(["sleep", "300"])
+    child.terminate()
+    return [float(child.wait(5))] * len(completions)
+
+def wants(completions, difficulty):
+    return [0.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(FUNCTIONS, encoding="utf-8")
+    return path
+
+
+def samples(completions: Sequence[Any], **columns: Sequence[Any]) -> list[Sample]:
+    return [
+        Sample(
+            place=f"data line {number + 1}",
+            prompt=f"Q{number}",
+            completion=completion,
+            completion_ids=list(range(number + 1)),
+            columns={name: values[number] for name, values in columns.items()},
+        )
+        for number, completion in enumerate(completions)
+    ]
+
+
+def score(entries: Sequence[str], given: list[Sample], *, workers: int = 1, timeout: float = 10.0) -> Scores:
+    sources = [RewardSource.parse(entry) for entry in entries]
+    with RewardPool(sources, workers=workers, timeout=timeout, columns=list(given[0].columns)) as pool:
+        assert pool.check() is None
+        scoring = pool.begin(given)
+        assert scoring.wait(60)
+        return scoring.result()
+
+
+def test_functions_get_what_trl_gives_them(file: Path, tmp_path: Path) -> None:
+    """Keywords, lists of one length, columns by name; those that a function does not name are kept from it."""
+    log = tmp_path / "log"
+    given = samples(["a", "b", "c"], answer=["a", "x", "c"], log=[str(log)] * 3)
+    found = score([f"{file}:told", f"{file}:named=2", f"{file}:waits"], given)
+    assert found.rewards.tolist() == [[1.0, 1.0, 0.5], [2.0, 0.0, 0.5], [3.0, 1.0, 0.5]] and not found.problems
+    calls = log.read_text(encoding="utf-8").splitlines()
+    assert calls == [repr((["Q0", "Q1", "Q2"], ["a", "b", "c"], [[0], [0, 1], [0, 1, 2]], ["answer", "log"]))]
+
+
+def test_rewards_do_not_depend_on_the_number_of_processes(file: Path, tmp_path: Path) -> None:
+    given = samples(list("abcdefg"), answer=list("axcxexg"), log=[str(tmp_path / "log")] * 7)
+    entries = [f"{file}:told", f"{file}:named"]
+    assert np.array_equal(score(entries, given, workers=3).rewards, score(entries, given).rewards)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("raises", "it raised ValueError: no such thing"),
+        ("dies", "its process ended with status 3"),
+        ("crashes", "its process ended by SIGSEGV"),
+        ("hangs", "it did not come to an end within 1 s"),
+        ("twice", "it returned 2 rewards for 1 completion"),
+        ("text", "it returned a str, not a list of rewards"),
+        ("nan", "it returned nan, not a finite number"),
+        ("inf", "it returned inf, not a finite number"),
+        ("word", "it returned a str, not a number"),
+    ],
+)
+def test_a_bad_completion_costs_itself(bad: str, words: str, file: Path) -> None:
+    """With the whole call repeated one by one left out, "fine" and "also" lose their rewards as well."""
+    found = score([f"{file}:misbehaves"], samples(["fine", bad, "also"]), timeout=1.0)
+    assert np.array_equal(found.rewards[:, 0], [1.0, np.nan, 1.0], equal_nan=True)
+    assert found.problems == (f"misbehaves gave no reward for a completion of data line 2: {words}",)
+    assert found.num_failed == 1
+
+
+def test_none_is_no_failure(file: Path) -> None:
+    found = score([f"{file}:misbehaves", "exact_match"], samples(["none", "a"], answer=["none", "b"]))
+    assert np.array_equal(found.rewards, [[np.nan, 1.0], [1.0, 0.0]], equal_nan=True)
+    assert not found.problems and not found.num_failed
+
+
+def test_a_function_that_always_hangs_is_given_up(file: Path) -> None:
+    """Three completions are waited for, not six; all of them are named in two sentences."""
+    found = score([f"{file}:misbehaves"], samples(["hangs"] * 6), timeout=0.3)
+    assert found.num_failed == 6
+    assert found.problems == (
+        "misbehaves gave no reward for a completion of data line 1 and 2 more: it did not come to an end within 0.3 s",
+        "misbehaves gave no reward for a completion of data line 4 and 2 more: it was not called, as 3 others hung",
+    )
+
+
+def test_no_process_outlives_the_pool(file: Path) -> None:
+    pool = RewardPool([RewardSource.parse(f"{file}:waits")], workers=2, timeout=5, columns=[])
+    with pool:
+        assert pool.begin(samples(["a", "b"])).wait(30)
+        pids = [worker._process.pid for worker in pool._workers if worker._process is not None]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_what_a_hung_function_started_ends_with_it(file: Path, tmp_path: Path) -> None:
+    """With the process alone killed, what it started sleeps on for five minutes."""
+    path = tmp_path / "pid"
+    found = score([f"{file}:starts_another"], samples(["a"], pids=[str(path)]), timeout=1.0)
+    assert found.num_failed == 1
+    state = Path(f"/proc/{path.read_text(encoding='utf-8')}/stat")
+    ends = time.monotonic() + 5
+    while (alive := state.exists() and state.read_text(encoding="utf-8").split()[2] not in "ZX") and (
+        time.monotonic() < ends
+    ):
+        time.sleep(0.01)
+    assert not alive
+
+
+def test_signals_that_stop_a_run_stop_no_process(file: Path) -> None:
+    """A scheduler sends them to all processes. What a function starts can still be terminated."""
+    sources = [RewardSource.parse(f"{file}:{name}") for name in ("waits", "terminates_another")]
+    with RewardPool(sources, workers=1, timeout=10, columns=[]) as pool:
+        assert pool.check() is None
+        process = pool._workers[0]._process
+        assert process is not None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            process.send_signal(number)
+        scoring = pool.begin(samples(["a"]))
+        assert scoring.wait(30) and scoring.result().rewards.tolist() == [[0.5, -signal.SIGTERM]]
+        assert pool._workers[0]._process is process
+
+
+def test_a_closed_pool_starts_nothing(file: Path) -> None:
+    with RewardPool([RewardSource.parse(f"{file}:waits")], workers=1, timeout=5, columns=[]) as pool:
+        assert pool.check() is None
+    with pytest.raises(_CallFailed):
+        pool._workers[0].start()
+    assert pool._workers[0]._process is None
+
+
+def test_a_call_has_whole_groups(file: Path, tmp_path: Path) -> None:
+    """Cut at equal shares, three processes would get three, three and two of two groups of four."""
+    log = tmp_path / "log"
+    sources = [RewardSource.parse(f"{file}:told")]
+    with RewardPool(sources, workers=3, timeout=10, columns=["log"], group=4) as pool:
+        assert pool.begin(samples(list("abcdefgh"), log=[str(log)] * 8)).wait(30)
+    assert sorted(eval(line)[1] for line in log.read_text(encoding="utf-8").splitlines()) == [[*"abcd"], [*"efgh"]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("missing.py:f", "missing.py:f cannot be loaded (FileNotFoundError"),
+        ("{file}:absent", "cannot be loaded (ValueError: there is no function absent)"),
+        ("{file}:wants", "it wants difficulty, but is given prompts, completions, completion_ids and the columns log"),
+        ("{broken}:f", "cannot be loaded (SyntaxError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_before(entry: str, words: str, file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n", encoding="utf-8")
+    source = RewardSource.parse(entry.format(file=file, broken=broken))
+    with RewardPool([source], workers=1, timeout=5, columns=["log"]) as pool:
+        problem = pool.check()
+    assert problem is not None and words in problem and problem.endswith("correct the file, or the entry.")
+
+
+def test_built_in_rewards() -> None:
+    completions = [" 42 ", "so 1,042.0 it is", "7", "#### 42", [{"role": "assistant", "content": "42"}], "none"]
+    given = samples(completions, answer=["42", "x = 1042", "8", "42", "42", "3"], other=["7"] * 6)
+    found = score(["exact_match", "numeric_answer", r"regex:^\d+$"], given).rewards
+    assert found[:, 0].tolist() == [1, 0, 0, 0, 1, 0]
+    assert found[:, 1].tolist() == [1, 1, 0, 1, 1, 0]
+    assert found[:, 2].tolist() == [0, 0, 1, 0, 1, 0]
+    assert score(["exact_match:other"], given).rewards[:, 0].tolist() == [0, 0, 1, 0, 0, 0]
+
+
+def test_a_missing_column_is_said() -> None:
+    found = score(["numeric_answer:result"], samples(["1"], answer=["1"]))
+    assert "it raised KeyError: 'the records have no column result'" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("a/b.py:f", RewardSource(file="a/b.py", function="f")),
+        ("b.py:f=0.5", RewardSource(file="b.py", function="f", weight=0.5)),
+        ("exact_match=-1e-1", RewardSource(file=None, function="exact_match", weight=-0.1)),
+        ("numeric_answer:gold=2", RewardSource(file=None, function="numeric_answer", argument="gold", weight=2.0)),
+        ("regex:a=b", RewardSource(file=None, function="regex", argument="a=b")),
+    ],
+)
+def test_entries(text: str, parsed: RewardSource) -> None:
+    assert RewardSource.parse(text) == parsed
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (("rewards.py",), "but FILE.py:NAME, or one of exact_match, numeric_answer, regex, is expected"),
+        (("b.py:not a name",), "but FILE.py:NAME"),
+        (("regex",), "which lacks its pattern"),
+        (("regex:(",), "whose pattern is none"),
+        (("exact_match=1.2.3",), "whose weight is no number"),
+        (("a.py:f", "b.py:f"), "has f twice"),
+    ],
+)
+def test_wrong_entries(entries: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        RolloutOptions(rewards=entries)
+    assert words in str(error.value)
+
+
+def test_overlong_penalty_is_trls() -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
+    lengths = list(range(1, 21))
+    expected = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=6)([[0] * n for n in lengths])
+    assert overlong_penalties(np.array(lengths), longest=20, buffer=6) == pytest.approx(expected)
+
+
+def test_totals_by_hand() -> None:
+    rewards = np.array([[1.0, 2.0], [np.nan, 3.0], [np.nan, np.nan]])
+    assert np.array_equal(total_rewards(rewards, [1.0, 0.5]), [2.0, 1.5, np.nan], equal_nan=True)
+
+
+def test_the_example_reward() -> None:
+    from examples.grpo_arithmetic.rewards import short
+
+    assert short(completions=["12", "1+", ""], prompts=[], completion_ids=[]) == [1.0, 0.0, 0.0]

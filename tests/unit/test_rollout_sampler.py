@@ -1,0 +1,107 @@
+"""Completions that the model in training samples: what their log-probabilities are, and what they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.data.completions import Completion
+from engine.data.dataset import TokenDataset
+from engine.data.prompts import Prompt, PromptLoader
+from engine.training.prepare import PreparedRun
+from engine.training.rollouts.sampler import Sampled, Sampler
+from engine.training.token_logps import token_logps
+from tests.rollout_runs import prepared, rollout_settings
+
+END = frozenset((0,))
+BOUND = 2e-6
+"""Of a log-probability, where decoding attends by another kernel than training does: some units of fp32's last place at
+the size of logits."""
+
+
+def sampled(run: PreparedRun, prompts: Sequence[Prompt], generation: int = 0, **rollout: Any) -> list[Sampled]:
+    config = replace(run.config, rollout=replace(run.config.rollout, **rollout))
+    return Sampler(config, run.training, ends=END, longest_prompt=8).sample(prompts, generation=generation)
+
+
+def of_trainer(run: PreparedRun, prompts: Sequence[Prompt], found: Sequence[Sampled], *, packing: bool) -> list[float]:
+    """What the trainer says of each sampled token."""
+    members = len(found) // len(prompts)
+    documents = [
+        Completion(
+            prompt=prompts[place // members].ids, tokens=one.tokens.tolist(), sampled_logps=one.logps.tolist(),
+            advantage=0.0,
+        )
+        for place, one in enumerate(found)
+    ]  # fmt: skip
+    dataset = TokenDataset.from_completions(documents, seq_length=32, packing=packing, row_weight="tokens")
+    logps = token_logps(run.config, run.training, dataset)
+    ends = (dataset.starts + dataset.lengths).tolist()
+    return [float(one) for end, own in zip(ends, found, strict=True) for one in logps[end - len(own.tokens) : end]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """A run whose factors B are drawn."""
+    with ExitStack() as opened:
+        found = prepared(rollout_settings(tmp_path, lora__rank=3, rollout__temperature=0.7), opened)
+        generator = torch.Generator().manual_seed(3)
+        for shard in found.training.optimizer.flat.master_shards():
+            if shard.name.endswith("lora_B"):
+                shard.tensor.copy_(torch.randn(shard.tensor.shape, generator=generator) * 0.3)
+        found.training.optimizer.flat.publish()
+        yield found
+
+
+def prompts_of(run: PreparedRun, count: int) -> list[Prompt]:
+    assert isinstance(run.data.train, PromptLoader)
+    return list(run.data.train.prompts.prompts[:count])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_log_probabilities_are_the_trainers(run: PreparedRun, packing: bool) -> None:
+    """With the temperature left out where they are recorded, they differ by 0.03 at once."""
+    prompts = prompts_of(run, 6)
+    found = sampled(run, prompts)
+    own = [float(one) for completion in found for one in completion.logps]
+    assert own == pytest.approx(of_trainer(run, prompts, found, packing=packing), abs=BOUND)
+
+
+def test_numbers_do_not_depend_on_slots_or_neighbours(run: PreparedRun) -> None:
+    """A prompt alone and among others: the same tokens and the same bits. With fewer slots, to rounding. They differ
+    where shorter rows see what their slots had before, or where a row that takes a free slot leaves its keys behind."""
+    prompts = prompts_of(run, 5)
+    together = sampled(run, prompts, slots=8)
+    fewer = sampled(run, prompts[:1], slots=8)
+    for one, other in zip(fewer, together, strict=False):
+        assert one.tokens.tolist() == other.tokens.tolist() and np.array_equal(one.logps, other.logps)
+    for slots in (1, 3):
+        for one, other in zip(sampled(run, prompts, slots=slots), together, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.logps == pytest.approx(other.logps, abs=BOUND)
+
+
+def test_what_sampling_depends_on(run: PreparedRun) -> None:
+    """Members of a group differ, generation batches differ, and the same one is the same again. With the batch's
+    number left out of the coordinates, the next one repeats the first."""
+    prompts = prompts_of(run, 2)
+    first, again, next_batch = sampled(run, prompts), sampled(run, prompts), sampled(run, prompts, generation=1)
+    assert [one.tokens.tolist() for one in first] == [one.tokens.tolist() for one in again]
+    assert [one.tokens.tolist() for one in first] != [one.tokens.tolist() for one in next_batch]
+    assert len({tuple(one.tokens.tolist()) for one in first[:4]}) > 1
+
+
+def test_endings(run: PreparedRun) -> None:
+    found = sampled(run, prompts_of(run, 8))
+    for one in found:
+        ended = int(one.tokens[-1]) in END
+        assert one.truncated != ended and len(one.tokens) <= 6 and (ended or len(one.tokens) == 6)
+        assert not any(int(token) in END for token in one.tokens[:-1])
+    assert {one.truncated for one in found} == {True, False}

@@ -1,0 +1,70 @@
+"""Wrong options and data of rollouts: one sentence, before weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.wrong_inputs.workplace import Workplace
+
+Refused = Callable[..., None]
+
+GOOD = {
+    "objective.name": "grpo", "rollout.rewards": "exact_match", "rollout.num_generations": 2,
+    "rollout.max_completion_length": 4, "train.global_batch_size": 4, "train.micro_batch_size": 2,
+}  # fmt: skip
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"objective.name": "language_modeling"}, "rollout.rewards is set and objective.name is language_modeling"),
+    ({"rollout.rewards": "[]"}, "rollout.rewards is [], so that no completion is better than another"),
+    ({"rollout.rewards": "rewards"}, "rollout.rewards has 'rewards', but FILE.py:NAME"),
+    ({"rollout.rewards": "nowhere.py:f"}, "nowhere.py is not a file: give the path of a Python file"),
+    ({"rollout.num_generations": 3}, "is 4, which counts completions, and rollout.num_generations 3"),
+    ({"rollout.num_generations": 1}, "rollout.num_generations is 1, but it must be 2 or more"),
+    ({"rollout.max_completion_length": 512}, "which leaves no room for a prompt: raise data.seq_length"),
+    ({"rollout.temperature": 0}, "rollout.temperature is 0.0, but it must be a number above 0"),
+    ({"rollout.top_p": 1.5}, "rollout.top_p is 1.5, but a share"),
+    ({"rollout.overlong_buffer": 5}, "rollout.overlong_buffer is 5, but 1 to rollout.max_completion_length 4"),
+    ({"data.mix": '["{train}=1"]'}, "whose data are the prompts of data.train"),
+    ({"data.validation": "{train}", "train.eval_every": 1}, "whose data are the prompts of data.train"),
+    ({"data.format": "text"}, "data.format is text and objective.name is grpo"),
+    ({"data.overlong": "cut"}, "data.overlong is cut and objective.name is grpo"),
+    ({"data.seq_length": 65}, "the model's context is 64: set data.seq_length to 64 or less"),
+]
+
+
+def _prepare(place: Workplace, prompts: str = '{"prompt": "ab", "answer": "b"}\n') -> None:
+    Path(place.train).write_text(prompts, encoding="utf-8")
+    place.options |= GOOD
+
+
+@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=lambda value: str(value)[:60])
+def test_options(options: dict[str, Any], words: str, place: Workplace, refused: Refused) -> None:
+    _prepare(place)
+    place.options |= {
+        name: value.replace("{train}", str(place.train)) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    refused(words)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ('{"text": "ab"}\n', "the record has the fields text, expected prompt or messages"),
+        ('{"prompt": "ab"}\n{"prompt": []}\n', "field 'prompt' is empty, expected a list of turns"),
+        ('{"prompt": [{"role": "user", "content": "a"}]}\n', "chat template"),
+    ],
+)
+def test_prompts(prompts: str, words: str, place: Workplace, refused: Refused) -> None:
+    _prepare(place, prompts)
+    refused(words)
+
+
+def test_a_function_that_does_not_load(place: Workplace, refused: Refused, tmp_path: Path) -> None:
+    _prepare(place)
+    (tmp_path / "rewards.py").write_text("import nothing_like_this\n", encoding="utf-8")
+    place.options |= {"rollout.rewards": f"{tmp_path}/rewards.py:f"}
+    refused("cannot be loaded (ModuleNotFoundError: No module named 'nothing_like_this')", at_once=False)

@@ -175,6 +175,7 @@ class Batch:
             and where there are none.
         grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
             others, and where there are no pictures: the three are equal then.
+        padding_BS: bool, whether a token is padding at a row's end; None where none is, or nobody asks.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
     """
@@ -195,6 +196,7 @@ class Batch:
     experts: ExpertTokens | None = None
     bidirectional: BidirectionalSpans | None = None
     grid_positions_3BS: Tensor | None = None
+    padding_BS: Tensor | None = None
     mismatched: Batch | None = None
 
     @property

@@ -7,6 +7,7 @@ transformers takes seconds to import, so that happens inside the functions: rank
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.distributed.mesh import Mesh
 from tests.distributed.cases import Built, Case, build, make_batch, relative_error
@@ -299,3 +301,22 @@ def stock_losses(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = torch.nn.functional.cross_entropy(logits[-1], targets, reduction="none", ignore_index=IGNORE_LABEL)
         losses.append(loss)
     return torch.cat(logits), torch.cat(losses)
+
+
+def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
+    """That of the stock parameter, or of its rows, that the engine calls `name`."""
+    parameters = dict(model.named_parameters())
+    place = open_model(folder).names.to_hf(name)
+    if place.expert is not None:
+        return place.expert.of(parameters[place.name].grad)
+    if place.name in parameters:
+        gradient = parameters[place.name].grad
+        return gradient if place.num_rows is None else gradient[place.row_offset : place.row_offset + place.num_rows]
+    if match := re.match(r"layers\.(\d+)\.mlp\.(router|experts\.(\d+)\.(.*)_proj)", name):  # which transformers stacks
+        mlp = f"model.layers.{match[1]}.mlp"
+        if match[2] == "router":
+            return parameters[f"{mlp}.gate.weight"].grad
+        if match[4] == "down":
+            return parameters[f"{mlp}.experts.down_proj"].grad[int(match[3])]
+        return parameters[f"{mlp}.experts.gate_up_proj"].grad[int(match[3])].chunk(2)[match[4] == "up"]
+    return parameters[re.sub("qkv_proj|gate_up_proj", name.split(".")[-2], place.name)].grad

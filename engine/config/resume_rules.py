@@ -39,7 +39,7 @@ SAID: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         "steps", "epochs", "global_batch_size", "last_batch", "seed", "eval_every", "eval_first", "eval_samples",
-        "eval_mean", "target_eval_loss", "early_stopping_patience", "early_stopping_min_delta",
+        "eval_mean", "target_eval_loss", "early_stopping_patience", "early_stopping_min_delta", "router_aux_loss_coef",
     ),
     "memory": ("activation_dtype",),
     "guards": ("spike_policy", "spike_deviations", "spike_window", "non_finite_policy"),
@@ -78,7 +78,7 @@ SILENT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The options whose change is not reported, and why, by section; * for the whole section."""
 
-_BEFORE: dict[str, Any] = {"train.last_batch": "full", "optim.lr_pattern": None}
+_BEFORE: dict[str, Any] = {"train.last_batch": "full", "optim.lr_pattern": None, "train.router_aux_loss_coef": 0.0}
 """The behaviour of runs from before an option existed."""
 _DEFAULTS_BEFORE: dict[str, Any] = {"objective.beta": 0.1}
 """Defaults of before, of options that have another now and still mean the same by it."""

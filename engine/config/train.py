@@ -49,6 +49,8 @@ class TrainOptions:
             to data.image_folder where that is set. A prompt with a picture is a user's message.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; their changes
             are undone. The data is then read after the model, so its errors are reported later.
+        router_aux_loss_coef: Coefficient of the auxiliary loss that has the routers of a mixture of experts spread
+            tokens evenly, over the whole global batch; 0 leaves it out, whatever config.json says.
         collective_timeout: Seconds that ranks wait for one that does not answer before the run stops; set it above
             the longest time that one rank may lag the others, such as rank 0 while it writes a file.
         hang_report_after: Seconds without progress after which the run reports which ranks wait in which
@@ -76,6 +78,7 @@ class TrainOptions:
     sample_chat: bool = False
     sample_images: tuple[str, ...] = ()
     synthetic_steps: int = 0
+    router_aux_loss_coef: float = 0.0
     collective_timeout: float = 600.0
     hang_report_after: float | None = None
 
@@ -129,6 +132,7 @@ class TrainOptions:
             "without a picture.",
         )
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
+        require_not_negative("train.router_aux_loss_coef", self.router_aux_loss_coef, "use 0 to leave it out")
         if self.eval_samples is not None:
             require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
         require_positive("train.collective_timeout", self.collective_timeout, "use for example 600")

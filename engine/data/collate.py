@@ -95,6 +95,7 @@ def build_batch(
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
     labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
     rotates_by_grid = dataset.family is not None and dataset.family.rotates_by_grid
+    padding_BS = np.zeros(shape, dtype=np.bool_)
     positions_DBS = np.empty((3 if rotates_by_grid else 1, *shape), dtype=np.int64)
     columns = np.arange(length, dtype=np.int64)
     document_lengths: list[int] = []
@@ -122,6 +123,7 @@ def build_batch(
             after = int(positions.max()) + 1
         positions_DBS[:, b, end:] = after + columns[: length - end]
         document_lengths.append(length - start)
+        padding_BS[b, end:] = True
     found = None if pictures is None else pictures.collected(labels_BS.size, encoder)
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
     return Batch(
@@ -139,6 +141,7 @@ def build_batch(
         experts=None if found is None else found.experts,
         bidirectional=None if found is None else found.bidirectional,
         grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid and found.images.grids else None,
+        padding_BS=torch.from_numpy(padding_BS) if padding_BS.any() else None,
     )
 
 
@@ -233,6 +236,8 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
         answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
     if batch.completions is not None:
         held["completions"] = _held_completions(batch.completions, columns)
+    if batch.padding_BS is not None:
+        held["padding_BS"] = batch.padding_BS[:, columns]
     if batch.images is not None:
         held["images"] = held_images(batch.images, columns, batch.row_length)
     if batch.grid_positions_3BS is not None:

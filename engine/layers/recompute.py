@@ -91,6 +91,7 @@ class SecondRun(TokenContext):
     """Token coordinates of the second run of a recomputed region."""
 
     __slots__ = ()
+    repeats = True
 
 
 class KeepsInput(nn.Module):

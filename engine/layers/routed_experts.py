@@ -60,6 +60,8 @@ class RoutedSizes:
         dense_layers: the layers that have an MLP after all.
         has_biases: every linear of an expert has one.
         clamp: steepness and limit of the clamped gate (see ops.inputs.ClampedGLUInput); None for SwiGLU.
+        balanced_by: coefficient of the auxiliary loss that the config asks for; 0 where it does not, None where the
+            family has none.
     """
 
     rule: RoutingRule
@@ -69,6 +71,7 @@ class RoutedSizes:
     dense_layers: tuple[int, ...] = ()
     has_biases: bool = False
     clamp: tuple[float, float] | None = None
+    balanced_by: float | None = None
 
 
 def _is_gpu(build: LayerContext) -> bool:
@@ -450,7 +453,7 @@ class RoutedMLP(nn.Module):
         """Returns what the experts that the router chooses make of these tokens."""
         travels = self._ep.size > 1
         weights, slots = self.router(x, context, loops=self._loops and not travels)
-        if context.training:
+        if context.trains:
             ends = slots.groups.ends
             self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
         exchange = plan_exchange(slots.groups, self._ep, loops=self._loops)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.distributed.collectives import local_part
 from engine.distributed.sharding import replicated_spec
 from engine.errors import UserError
 from engine.kernels.philox import dropout_mask
@@ -89,4 +90,15 @@ class Router(ShardedModule):
     def forward(self, x_TH: Tensor, context: TokenContext, *, loops: bool) -> tuple[Tensor, Slots]:
         """Returns weights and slots; `loops` as of `engine.ops.grouped_products.row_groups`."""
         correction_E = None if self.correction is None else self.correction.parameter
-        return route(self._logits(x_TH, context), self._rule, loops=loops, correction_E=correction_E)
+        logits_TE, balance = self._logits(x_TH, context), context.balance
+        if balance is None:
+            return route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
+        layout, padding_T = self._build.layout, context.padding_T
+        if padding_T is not None and layout.routes_apart:
+            padding_T = local_part(padding_T, layout.tp)
+        if layout.routes_apart or layout.tp.rank == 0:  # elsewhere the gradient is a partial sum, of which one has it
+            logits_TE = balance.through(logits_TE, padding_T)
+        weights, slots = route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
+        if not context.repeats:
+            balance.seen(logits_TE, slots, padding_T)
+        return weights, slots

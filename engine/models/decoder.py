@@ -44,6 +44,7 @@ from engine.ops.attention.cross import document_spans, pair_spans
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.inputs import GivenInput, LinearInput
+from engine.ops.load_balance import LoadBalance
 
 SITES_PER_LAYER = 4
 """Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
@@ -348,11 +349,13 @@ class Decoder(nn.Module):
         training: bool,
         adapters: bool = True,
         encoded_KC: Tensor | None = None,
+        balance: LoadBalance | None = None,
     ) -> TokenContext:
         """Returns the token coordinates of a batch, shared by all layers.
 
         Args:
             encoded_KC: the encoded pictures of the part before; the first part encodes them here.
+            balance: the auxiliary loss of routers.
 
         Raises:
             UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
@@ -384,6 +387,8 @@ class Decoder(nn.Module):
             experts=_experts(batch, token_index) if self.config.token_experts else None,
             encoded=self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
             bidirectional=batch.bidirectional if self.config.bidirectional_pictures else None,
+            padding_T=None if batch.padding_BS is None or balance is None else batch.padding_BS.flatten(),
+            balance=balance,
         )
 
     def _check_row_length(self, length: int) -> None:

@@ -49,6 +49,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         longest_document=config.data.seq_length,
         answers=_answers(config),
         refers_to_base=config.objective.has_reference and config.objective.reference == "base",
+        balances=config.train.router_aux_loss_coef > 0,
         base_dtype=config.model.base_dtype,
         device_type=device_type,
         kernels=kernels,

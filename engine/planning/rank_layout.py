@@ -61,6 +61,7 @@ class Workload:
         longest_document: tokens of the longest document of a row; 0 where one fills the row.
         answers: of a micro-batch, where the objective compares answers; else 0.
         refers_to_base: each step goes through the model without adapters first, for the objective to compare with.
+        balances: the routers' auxiliary loss is trained on beside the objective's.
         base_dtype: how frozen weights of the layers are stored; None for `dtype`.
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
@@ -82,6 +83,7 @@ class Workload:
     longest_document: int = 0
     answers: int = 0
     refers_to_base: bool = False
+    balances: bool = False
     base_dtype: str | None = None
     device_type: str = "cuda"
     beside: int = 0

@@ -257,9 +257,10 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     simulation = simulate(plan.schedule, costs)
     gradients = _gradients(workload, layout, machine, shape, plan, max(costs.input_grad))
     step = simulation.makespan + gradients
-    if workload.refers_to_base:
+    counts_first = workload.balances and (microbatches > 1 or plan.schedule.num_ranks > 1)
+    if passes := int(workload.refers_to_base) + int(counts_first):
         stages = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
-        step += microbatches * max(stages) + sum(stages) - max(stages)
+        step += passes * (microbatches * max(stages) + sum(stages) - max(stages))
     return StepTime(
         step=step,
         pipeline=simulation.makespan,

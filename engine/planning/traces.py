@@ -31,6 +31,7 @@ from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
+from engine.ops.load_balance import LoadBalance
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
@@ -342,12 +343,16 @@ class _Tracer:
     def _context(self, model: Decoder, batch: Batch) -> TokenContext:
         """Makes the coordinates; pieces behind the embedding find the encoded pictures there."""
         step = torch.zeros((), dtype=torch.int64, device=META)
+        balance = None
+        if self._workload.balances and (routed := self._workload.decoder.routed) is not None:
+            balance = LoadBalance(1.0, routed.rule.num_experts, device=META)
+            balance.begin(rehearses=False)
         if model.embedding is not None:
-            return model.context(replace(batch, cross_images=None), step, training=True)
+            return model.context(replace(batch, cross_images=None), step, training=True, balance=balance)
         encoded = torch.empty(_encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
         if model.encoder_trains:
             encoded = _Start.apply(encoded.requires_grad_())
-        return model.context(batch, step, training=True, encoded_KC=encoded)
+        return model.context(batch, step, training=True, encoded_KC=encoded, balance=balance)
 
     def _input(self, batch: Batch) -> Tensor:
         """Makes the residual stream of this rank's tokens."""

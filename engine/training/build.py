@@ -21,6 +21,7 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
+from engine.ops.load_balance import LoadBalance
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import OptimizerBackend
 from engine.optim.flat import FlatParameters
@@ -35,7 +36,7 @@ from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_senten
 from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
 from engine.training.rank_stages import Stages
-from engine.training.router_load import RouterLoad
+from engine.training.router_load import RouterLoad, balance_sentence
 from engine.training.stage import ModelStage
 from engine.training.stage_layout import Partition
 from engine.training.start_model import ModelPlan, ModelSource
@@ -86,7 +87,8 @@ def build_training(
     weights = _placement(config, mesh, places.weights)
     objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp, rollout=config.rollout)
     loss_scale = _loss_scale(config, launch.device)
-    stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale)
+    balance = _load_balance(config, launch, decoder, mesh, loss_scale, log)
+    stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale, balance)
     entries = stages.entries()
     flat = FlatParameters(
         entries,
@@ -102,7 +104,7 @@ def build_training(
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
-    load = None if decoder.routed is None else RouterLoad(stages.models(), mesh, launch.device)
+    load = None if decoder.routed is None else RouterLoad(stages.models(), mesh, launch.device, balance)
     step = TrainStep(stages, reducer, optimizer, mesh, load)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(
@@ -141,6 +143,25 @@ def _loss_scale(config: RunConfig, device: torch.device) -> LossScale | None:
     if config.model.dtype != "float16":
         return None
     return LossScale(config.optim.loss_scale, config.optim.loss_scale_window, device)
+
+
+def _load_balance(
+    config: RunConfig, launch: Launch, decoder: DecoderConfig, mesh: Mesh, loss_scale: LossScale | None, log: Log
+) -> LoadBalance | None:
+    """Returns the auxiliary loss of routers, where it is asked for; logs its cost, or that the model asks for one."""
+    num_micro_batches = gradient_accumulation_steps(config, launch.world_size)
+    if (sentence := balance_sentence(config, decoder, num_micro_batches)) is not None:
+        log.info(sentence)
+    if decoder.routed is None or not config.train.router_aux_loss_coef:
+        return None
+    apart = () if mesh.grid.cuts_experts else (mesh.tp,)
+    return LoadBalance(
+        config.train.router_aux_loss_coef,
+        decoder.routed.rule.num_experts,
+        axes=(mesh.dp_cp, *apart, mesh.pp),
+        device=launch.device,
+        loss_scale=None if loss_scale is None else loss_scale.value,
+    )
 
 
 def _optimizer(
@@ -235,6 +256,7 @@ def _build_stages(
     weights: WeightPlacement,
     objective: Objective,
     loss_scale: LossScale | None,
+    balance: LoadBalance | None,
 ) -> Stages:
     """Builds this rank's parts of the model, still empty, as stages."""
     partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage
@@ -264,5 +286,6 @@ def _build_stages(
             gives_gradient=number > first_trained,
             step=step,
             loss_scale=None if loss_scale is None else loss_scale.value,
+            balance=balance,
         )
-    return Stages(stages, mesh.pp, partition.choice)
+    return Stages(stages, mesh.pp, partition.choice, balance)

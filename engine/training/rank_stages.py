@@ -13,6 +13,7 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.layers.module import ShardEntry
 from engine.models.decoder import Decoder
+from engine.ops.load_balance import LoadBalance
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
@@ -28,23 +29,30 @@ class Stages:
         stages: by their number in the whole model.
         axis: the pipeline's ranks.
         choice: of the schedule.
+        balance: the auxiliary loss of routers, which all of these stages share; None without one.
     """
 
     def __init__(
-        self, stages: Mapping[int, ModelStage], axis: Axis | None = None, choice: ScheduleChoice | None = None
+        self,
+        stages: Mapping[int, ModelStage],
+        axis: Axis | None = None,
+        choice: ScheduleChoice | None = None,
+        balance: LoadBalance | None = None,
     ) -> None:
+        self._balance = balance
         self._stages = dict(sorted(stages.items()))
         self._axis, self._choice = axis or Axis("pp"), choice or ScheduleChoice()
         self._runners: dict[tuple[int, bool], Runner] = {}
 
     @classmethod
-    def whole(cls, stage: ModelStage) -> Stages:
+    def whole(cls, stage: ModelStage, balance: LoadBalance | None = None) -> Stages:
         """One stage that is the whole model."""
-        return cls({0: stage})
+        return cls({0: stage}, balance=balance)
 
     def rebuilt(self, make: Callable[[ModelStage], Any]) -> Stages:
         """The same schedule over what `make` makes of each stage: something that can be used like one."""
-        return Stages({number: make(stage) for number, stage in self._stages.items()}, self._axis, self._choice)
+        stages = {number: make(stage) for number, stage in self._stages.items()}
+        return Stages(stages, self._axis, self._choice, self._balance)
 
     @property
     def step(self) -> Tensor:
@@ -79,6 +87,8 @@ class Stages:
         if self.has_baseline:
             self._set_baseline(self._baseline_sums(moved))
         self._compare_with_base(moved)
+        if self._balance is not None:
+            self._count_choices(moved, self._balance)
         for stage in self._stages.values():
             stage.load(moved, target_count)
         self._runner(len(batches), training=True).run(
@@ -162,6 +172,15 @@ class Stages:
         if self._last.objective.compares_with_base and not all(batch.brings_reference for batch in batches):
             self._forward(batches, adapters=False, collects=True)
 
+    def _count_choices(self, batches: list[Batch], balance: LoadBalance) -> None:
+        """Counts what routers choose in the whole batch before the first backward: where a backward comes before some
+        forward, in a pass of its own. Collective."""
+        one_pass = len(batches) == 1 and self._axis.size == 1
+        balance.begin(rehearses=not one_pass)
+        if not one_pass:
+            self._forward(batches, training=True, rehearses=True)
+            balance.settle()
+
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:
         """fp32 [2] of these micro-batches on the last stage's rank, 0 elsewhere."""
         sums = torch.zeros(2, dtype=torch.float32, device=self.step.device)
@@ -184,10 +203,25 @@ class Stages:
 
     @torch.no_grad()
     def _forward(
-        self, batches: list[Batch], *, adapters: bool = True, collects: bool = False, read: ReadHead | None = None
+        self,
+        batches: list[Batch],
+        *,
+        training: bool = False,
+        adapters: bool = True,
+        collects: bool = False,
+        read: ReadHead | None = None,
+        rehearses: bool = False,
     ) -> None:
         for stage in self._stages.values():
-            stage.load(batches, 1.0, training=False, adapters=adapters, collects=collects, read=read)
+            stage.load(
+                batches,
+                1.0,
+                training=training,
+                adapters=adapters,
+                collects=collects,
+                read=read,
+                rehearses=rehearses,
+            )
         self._runner(len(batches), training=False).run(lambda stage: None)
 
     def _sums(self) -> Tensor:

@@ -15,6 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
 from engine.ops.attention.token_context import TokenContext
+from engine.ops.load_balance import LoadBalance
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs
@@ -35,6 +36,7 @@ class ModelStage:
         gives_gradient: whether a stage below has a trainable parameter, so that the input's gradient is wanted.
         step: 0-dim int64 that the stages of a rank share; None makes one.
         loss_scale: 0-dim fp32 that the loss is multiplied by before backward; None for 1.
+        balance: the auxiliary loss of routers, which the stages of a rank share; None without one.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class ModelStage:
         gives_gradient: bool = False,
         step: Tensor | None = None,
         loss_scale: Tensor | None = None,
+        balance: LoadBalance | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._balance = model, balance
         self.objective, self._device = objective, device
         self._trains, self._gives_gradient = trains, gives_gradient
         self.entries: list[ShardEntry] = list(shard_entries(model))
@@ -58,7 +61,7 @@ class ModelStage:
         self._graphs: StageGraphs | None = None
         self._start_reduction: Callable[[Iterable[ShardEntry]], None] | None = None
         self._training = self._adapters = True
-        self._collects = False
+        self._collects = self._rehearses = False
         self._read: ReadHead | None = None
         self._loss_scale = loss_scale
         self._scale = torch.ones((), dtype=torch.float32, device=device)
@@ -84,6 +87,7 @@ class ModelStage:
             gives_gradient=self._gives_gradient,
             step=self.step,
             loss_scale=self._loss_scale,
+            balance=self._balance,
         )
 
     @property
@@ -100,6 +104,7 @@ class ModelStage:
         adapters: bool = True,
         collects: bool = False,
         read: ReadHead | None = None,
+        rehearses: bool = False,
     ) -> None:
         """Takes this rank's micro-batches of a step.
 
@@ -112,8 +117,9 @@ class ModelStage:
             collects: keep in `references` what the objective compares with, instead of a loss; the next `load` of the
                 same micro-batches uses it.
             read: keep in `references` what this makes of the last layer's output, instead of a loss.
+            rehearses: the layers run as they will in training, dropout too, but without gradients or a loss.
         """
-        self._read = read
+        self._read, self._rehearses = read, rehearses
         self._batches, self._training, self._adapters, self._collects = batches, training, adapters, collects
         if not isinstance(target_count, Tensor):
             target_count = torch.full_like(self.sums[0], target_count)
@@ -126,7 +132,7 @@ class ModelStage:
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         """See engine.pipeline.runner.Stage."""
         batch, model = self._batches[microbatch], self.model
-        keeps = self._training and self._trains
+        keeps = self._training and self._trains and not self._rehearses
         if activation is not None and keeps and self._gives_gradient:
             activation.requires_grad_()
         with nullcontext() if keeps else torch.no_grad():
@@ -138,14 +144,19 @@ class ModelStage:
             slot = self._graphs.take(microbatch, batch) if keeps and self._graphs is not None else None
             if slot is None:
                 context = model.context(
-                    batch, self.step, training=self._training, adapters=self._adapters, encoded_KC=encoded_KC
+                    batch,
+                    self.step,
+                    training=self._training,
+                    adapters=self._adapters,
+                    encoded_KC=encoded_KC,
+                    balance=self._balance if self._training else None,
                 )
                 out = model.run_layers(x, context)
             else:
                 context, out = slot.context, slot.run_layers(x)
             if model.head is not None and self._read is not None:
                 self.references[microbatch] = self._read(model, out, batch, context)
-            elif model.head is not None:
+            elif model.head is not None and not self._rehearses:
                 objective = self.objective
                 figures = model.token_figures(
                     out,
@@ -181,6 +192,8 @@ class ModelStage:
     ) -> Tensor | None:
         """See engine.pipeline.runner.Stage."""
         activation, out = self._alive.pop(microbatch)
+        if self._balance is not None:
+            self._balance.settle()
         slot = self._graphs.of(microbatch) if self._graphs is not None else None
         start, self._start_reduction = self._start_reduction, None
         if start is not None:

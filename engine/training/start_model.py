@@ -21,6 +21,7 @@ from engine.ops.attention.ulysses import check_context_heads
 from engine.training.base_encoding import check_base
 from engine.training.learning_rates import lr_factors
 from engine.training.module_plan import training_plan
+from engine.training.router_load import check_balance
 from engine.training.stage_layout import Partition, plan_partition
 
 
@@ -129,6 +130,7 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
     check_experts(parallel, decoder)
+    check_balance(config, decoder)
     model_here = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan)
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}

@@ -25,6 +25,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.load_balance import LoadBalance
 from engine.ops.quantized_backends import choose_quantized
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
@@ -63,6 +64,7 @@ class Case:
         fold: whether adapters may lie beside their linear's weight.
         dropout: of the adapters.
         base: the encoding in which frozen weights of the layers are stored.
+        balance: coefficient of the routers' auxiliary loss.
     """
 
     config: DecoderConfig
@@ -76,6 +78,16 @@ class Case:
     fold: bool = True
     dropout: float = 0.1
     base: str | None = None
+    balance: float = 0.0
+
+    def load_balance(self, mesh: Mesh) -> LoadBalance | None:
+        """The auxiliary loss on this rank."""
+        if not self.balance:
+            return None
+        assert self.config.routed is not None
+        axes = (mesh.dp_cp, mesh.pp) if mesh.grid.cuts_experts else (mesh.dp_cp, mesh.pp, mesh.tp)
+        count = self.config.routed.rule.num_experts
+        return LoadBalance(self.balance, count, axes=axes, device=torch.device("cpu"))
 
     def plan(self) -> TrainingPlan:
         def settings(module: str) -> AdapterSettings | None:
@@ -113,6 +125,7 @@ class Built:
     optimizer: FlatAdamW
     stage: ModelStage
     step: TrainStep
+    balance: LoadBalance | None
 
     def gradients(self) -> dict[str, Tensor]:
         """What lies in the flat gradient now, by name, cloned."""
@@ -196,10 +209,11 @@ def build(
     optimizer = FlatAdamW(
         flat, mesh, betas=(0.9, 0.99), eps=1e-8, weight_decay=weight_decay, clip_grad_norm=clip_grad_norm
     )
-    stage = ModelStage(model, LanguageModeling(), device)
+    balance = case.load_balance(mesh)
+    stage = ModelStage(model, LanguageModeling(), device, balance=balance)
     return Built(
         mesh=mesh, entries=entries, model=model, flat=flat, reducer=reducer, optimizer=optimizer, stage=stage,
-        step=TrainStep(Stages.whole(stage), reducer, optimizer, mesh),
+        step=TrainStep(Stages.whole(stage, balance), reducer, optimizer, mesh), balance=balance,
     )  # fmt: skip
 
 
@@ -221,7 +235,7 @@ def make_batch(
         vocab_size: of the tokens.
         seed: of the tokens.
     """
-    tokens, labels, positions, index, lengths = [], [], [], [], []
+    tokens, labels, positions, index, lengths, padding = [], [], [], [], [], []
     for slot, documents in rows:
         generator = torch.Generator().manual_seed(1000 * seed + slot)
         row = torch.randint(0, vocab_size, (row_length,), generator=generator)
@@ -237,6 +251,7 @@ def make_batch(
             start += length
         # as a masked prompt: the first targets of a row carry no loss
         row_labels[: 1 + slot % 3] = IGNORE_LABEL
+        padding.append(torch.arange(row_length) >= sum(documents))
         tokens.append(row)
         labels.append(row_labels)
         positions.append(row_positions)
@@ -250,6 +265,7 @@ def make_batch(
         loss_weights_BS=(labels_BS != IGNORE_LABEL).float(),
         document_offsets=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         document_lengths=tuple(lengths),
+        padding_BS=torch.stack(padding),
     )
 
 

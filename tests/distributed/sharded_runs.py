@@ -265,6 +265,7 @@ class Layout:
         base: the encoding in which frozen weights of the layers are stored.
         rounded: frozen weights of the layers have the values that this encoding gives them, but are stored plain.
         plain: regular expression over the names of weights that are neither encoded nor rounded.
+        balance: coefficient of the routers' auxiliary loss.
     """
 
     case: str
@@ -281,6 +282,7 @@ class Layout:
     base: str | None = None
     rounded: str | None = None
     plain: str = ""
+    balance: float = 0.0
 
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The whole tensor that a parameter starts with."""
@@ -321,7 +323,8 @@ class Run:
         lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
         case = CASES[layout.case]
-        case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout)
+        case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout, balance=layout.balance)
+        self.balance = case.load_balance(mesh)
         self.layout, self.mesh, self.case = layout, mesh, case
         virtual = len(layout.layers) // mesh.pp.size
         choice = ScheduleChoice(
@@ -342,7 +345,7 @@ class Run:
             mesh.dp_cp if level == "parameters" else Axis("dp_cp"), host=host if offload_weights else None,
             expert_axis=mesh.edp if level == "parameters" else None,
         )  # fmt: skip
-        self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice)
+        self.stages = Stages(self._build_stages(stage_rank, tensors), mesh.pp, choice, self.balance)
         sharding = Sharding(
             level=level, axis=mesh.dp_cp, expert_axis=mesh.edp, bucket_elements=bucket_elements, weights=self.kept
         )
@@ -379,7 +382,7 @@ class Run:
             embedding = model.embedding.weight if model.embedding is not None else embedding
             stages[number] = ModelStage(
                 model, LanguageModeling(), CPU, trains=number >= layout.first, gives_gradient=number > layout.first,
-                step=step,
+                step=step, balance=self.balance,
             )  # fmt: skip
         return stages
 

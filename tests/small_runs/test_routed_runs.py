@@ -71,6 +71,29 @@ def test_a_base_in_four_bits_trains(routed: SmallRuns) -> None:
     assert losses(again) == whole
 
 
+def test_routers_are_balanced_where_that_is_asked_for(run: SmallRuns) -> None:
+    """Two experts a token, so that the loss of equal shares is 2."""
+    put_experts(run.place, sees_signs=False)
+    routed = run
+    routed.place.change_config(output_router_logits=True, router_aux_loss_coef=0.02)
+    routed.place.set(lora__rank=0, trainable="router", optim__schedule="constant", optim__warmup_steps=0)
+    without, balanced = routed.folder.with_name("without"), routed.folder.with_name("balanced")
+    said = routed(train__steps=8, checkpoint__dir=without)
+    assert "which is left out: train.router_aux_loss_coef 0.02 adds it" in said
+    assert "router_aux_loss" not in (without / "metrics.jsonl").read_text()
+    said = routed(
+        train__steps=8,
+        checkpoint__dir=balanced,
+        train__router_aux_loss_coef=10.0,
+        optim__lr=0.05,
+        train__global_batch_size=2,
+    )
+    assert "routers: auxiliary loss over the global batch, times 10; every micro-batch goes forward twice" in said
+    records = [json.loads(line) for line in (balanced / "metrics.jsonl").read_text().splitlines()]
+    balance = [record["router_aux_loss"] for record in records if "router_aux_loss" in record]
+    assert len(balance) == 8 and balance[-1] < balance[0] - 0.1 and min(balance) > 1.8, balance
+
+
 def test_answers_are_compared_with_the_base_alone(routed: SmallRuns) -> None:
     """The base computes without adapters of experts and routers, so that losses are those of a run that has kept the
     base's likelihoods. With adapters left on in its pass they stay at ln 2."""
@@ -119,7 +142,13 @@ def test_answers_are_compared_with_the_base_alone(routed: SmallRuns) -> None:
             "lora.dora is true and layers.0.mlp.router is to have an adapter, but a router has a plain adapter alone",
         ),
         ({"lora__targets": "gate", "trainable": "router"}, "is in lora.targets and in trainable"),
+        ({"train__router_aux_loss_coef": -1}, "train.router_aux_loss_coef is -1"),
     ],
 )
 def test_what_experts_do_not_have_is_refused(routed: SmallRuns, options: dict[str, str], words: str) -> None:
     assert words in routed(status=2, **options)
+
+
+def test_a_balance_is_refused_where_there_is_none(run: SmallRuns) -> None:
+    said = run(status=2, train__router_aux_loss_coef=0.01)
+    assert "train.router_aux_loss_coef is 0.01, but this llama model has no experts that a router chooses" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
@@ -31,6 +28,7 @@ from tests.family_models import (
     gradient_errors,
     losses_and_gradients,
     make_model,
+    stock_gradient,
     stock_losses,
 )
 from tests.shared_data import DATA
@@ -47,25 +45,6 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _saved(name: str) -> tuple[torch.nn.Module, Path]:
     folder = Path(_folder().name) / name.replace(" ", "-")
     return make_model(name, folder), folder
-
-
-def _stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
-    """That of the stock parameter, or of its rows, that the engine calls `name`."""
-    parameters = dict(model.named_parameters())
-    place = open_model(folder).names.to_hf(name)
-    if place.expert is not None:
-        return place.expert.of(parameters[place.name].grad)
-    if place.name in parameters:
-        gradient = parameters[place.name].grad
-        return gradient if place.num_rows is None else gradient[place.row_offset : place.row_offset + place.num_rows]
-    if match := re.match(r"layers\.(\d+)\.mlp\.(router|experts\.(\d+)\.(.*)_proj)", name):  # which transformers stacks
-        mlp = f"model.layers.{match[1]}.mlp"
-        if match[2] == "router":
-            return parameters[f"{mlp}.gate.weight"].grad
-        if match[4] == "down":
-            return parameters[f"{mlp}.experts.down_proj"].grad[int(match[3])]
-        return parameters[f"{mlp}.experts.gate_up_proj"].grad[int(match[3])].chunk(2)[match[4] == "up"]
-    return parameters[re.sub("qkv_proj|gate_up_proj", name.split(".")[-2], place.name)].grad
 
 
 @every_family
@@ -95,7 +74,7 @@ def test_losses_and_gradients(name: str, trained: str):
     expected.sum().backward()
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-4)
     assert len(gradients) > 30
-    errors = gradient_errors(gradients, {key: _stock_gradient(model, folder, key) for key in gradients})
+    errors = gradient_errors(gradients, {key: stock_gradient(model, folder, key) for key in gradients})
     # fp32 sums of a few hundred terms in another order
     assert max(errors.values()) < 2e-5, {key: error for key, error in errors.items() if error >= 2e-5}
 
@@ -165,7 +144,7 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
             {"model_type": "llama", "rope_scaling": {"rope_type": "proportional"}},
             "rope type 'proportional' in config.json",
         ),
-        ({"model_type": "mixtral", "output_router_logits": True}, "the router's auxiliary loss is not computed here"),
+        ({"model_type": "mixtral", "router_aux_loss_coef": -1}, "router_aux_loss_coef -1, but a number, 0 or more"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0"),
         ({"model_type": "olmoe", "num_experts": 4}, "num_experts_per_tok 8 and 4 experts, but each token"),

@@ -84,6 +84,7 @@ class Case:
     memory: str = "{}"
     base: str = "null"
     objective: str = "{}"
+    balance: float = 0.0
     world: int = 1
     place: int = 0
     family: str = "llama"
@@ -106,7 +107,8 @@ class Case:
             f" fused: {self.fused}, experts: {self.experts}}}\n"
             f"trainable: {self.trainable}\n"
             f"data: {{seq_length: {self.length}}}\n"
-            f"train: {{micro_batch_size: {self.rows}, global_batch_size: {self.rows * self.micro_batches}}}\n"
+            f"train: {{micro_batch_size: {self.rows}, global_batch_size: {self.rows * self.micro_batches},"
+            f" router_aux_loss_coef: {self.balance}}}\n"
             f"optim: {{backend: torch}}\nparallel: {self.parallel}\nmemory: {self.memory}\n"
             f"objective: {self.objective}\n"
         )
@@ -228,6 +230,8 @@ CASES = {
     ),
     "mixture, tensor 2": Case(family="qwen3_moe", world=2, parallel="{tensor: 2}"),
     "mixture, all": Case(family="qwen3_moe", **ALL),
+    "mixture, balanced": Case(family="qwen3_moe", balance=0.1),
+    "mixture, balanced, two micro-batches": Case(family="qwen3_moe", balance=0.1, micro_batches=2, rows=2),
     "kept in bf16": Case(memory="{activation_dtype: bfloat16}"),
     "kept in float8": Case(memory="{activation_dtype: float8}", layers=6),
     "kept in float8, bf16, full": Case(
@@ -257,6 +261,7 @@ QUICK = (
     "context 2, ulysses", "tensor 2, context 2", "qwen3, all", "olmo2, full", "granite", "gemma2, bf16",
     "kept in bf16, attention", "native, lora, bf16, dropout", "native, nf4", "native, tensor 2",
     "native, kept in float8", "mixture", "mixture, shared outer, dropout, two of three layers full",
+    "mixture, balanced",
 )  # fmt: skip
 """Each option, family, objective, axis and backend at least once."""
 

@@ -76,6 +76,7 @@ _KINDS: dict[str, Kind] = {
         lambda value: _is_whole(value) and 0 < value <= MOST_LAYERS,
     ),
     **dict.fromkeys(_EXPERTS, ("a whole number, 0 or more", lambda value: _is_whole(value) and 0 <= value <= _MOST)),
+    "router_aux_loss_coef": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
     "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.reading import PRE_NORM_MODULES, decoder_config, windows_from_hf
-from engine.models.families.routed import read_routed, routed_sizes
+from engine.models.families.routed import asked_balance, read_routed, routed_sizes
 from engine.models.names import NameMap
 from engine.models.stacked_experts import stacked
 
@@ -26,7 +26,7 @@ NAMES = NameMap(
 _DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128, "attention_bias": True,
     "max_position_embeddings": 131072, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-    "rope_theta": 150000.0,
+    "rope_theta": 150000.0, "router_aux_loss_coef": 0.001,
     "rope_parameters": {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 4096,
@@ -49,6 +49,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         rounds=True,
         rule={"scores": "softmax of chosen", "has_bias": True},
         has_biases=True,
+        balanced_by=asked_balance(hf),
         clamp=(float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])),
     )
     layers = range(int(hf.get("num_hidden_layers") or 0))

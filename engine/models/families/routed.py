@@ -1,7 +1,6 @@
 """The families with a mixture of experts in the place of the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and GLM-4-MoE.
 
-Checkpoints have each expert's matrices apart. What transformers adds to the loss when it is asked for the router's
-logits is not computed here, so that a config that asks for them is refused.
+Checkpoints have each expert's matrices apart.
 """
 
 from __future__ import annotations
@@ -50,17 +49,18 @@ GLM4_NAMES = NameMap(
 
 _MIXTRAL = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
-    "rope_theta": 1e6,
+    "rope_theta": 1e6, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 _QWEN2 = {
     "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True,
     "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 _QWEN3 = {
     "num_key_value_heads": 4, "sliding_window": 4096, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
+    "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_OLMOE = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}
+_OLMOE = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01}
 _GLM4 = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
     "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
@@ -77,12 +77,11 @@ def read_routed(
         UserError: it asks for what the decoder does not have.
     """
     check_activation(hf, "hidden_act", "silu")
-    for key in ("output_router_logits", *unsupported):
+    for key in unsupported:
         if hf.get(key):
-            what = "the router's auxiliary loss" if key == "output_router_logits" else "that"
-            without = "false" if key == "output_router_logits" else "null" if key == "clip_qkv" else "0"
+            without = "null" if key == "clip_qkv" else "0"
             raise UserError(
-                f"config.json has {key} {hf[key]}, but {what} is not computed here: set it to {without}, if the model "
+                f"config.json has {key} {hf[key]}, but that is not computed here: set it to {without}, if the model "
                 "may do without."
             )
     # no window is a value of its own, of other keys null is no value
@@ -127,6 +126,11 @@ def routed_sizes(
     return RoutedSizes(rule=found, intermediate=intermediate, **more)
 
 
+def asked_balance(hf: Mapping[str, Any]) -> float:
+    """Returns the coefficient of the auxiliary loss that transformers would add to the loss of this model."""
+    return float(hf["router_aux_loss_coef"]) if hf.get("output_router_logits") else 0.0
+
+
 def compared_by_group(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is DeepSeek-V3's own of the rule of a router, which others have taken over.
 
@@ -167,6 +171,7 @@ def _qwen_sizes(hf: Mapping[str, Any], *, usual: int, **more: Any) -> RoutedSize
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,
         dense_layers=tuple(index for index in layers if index in alone or (index + 1) % step),
+        balanced_by=asked_balance(hf),
         **more,
     )
 
@@ -190,6 +195,7 @@ def mixtral(hf: dict[str, Any]) -> DecoderConfig:
         intermediate=int(hf.get("intermediate_size") or 1),
         renormalises=True,
         rounds=False,
+        balanced_by=asked_balance(hf),
     )
     return decoder_config(hf, "mixtral", qkv_bias=False, out_bias=False, layer_kinds=_every_window(hf), routed=sizes)
 
@@ -239,6 +245,7 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
         intermediate=int(hf.get("intermediate_size") or 1),
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,
+        balanced_by=asked_balance(hf),
     )
     return decoder_config(hf, "olmoe", qk_norm=True, qk_norm_over="all", routed=sizes)
 

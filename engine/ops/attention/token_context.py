@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from engine.batch import BidirectionalSpans
 from engine.kernels.records import Documents
 from engine.ops.attention.cache_protocol import KeyValueCache
 from engine.ops.attention.cross import EncodedSpan
+from engine.ops.load_balance import LoadBalance
 from engine.zigzag import ContextPlan
 
 
@@ -73,8 +74,12 @@ class TokenContext:
         experts: which weights each token takes; None for a model with one set of them.
         encoded: pictures that layers attend to; None where there are none.
         bidirectional: tokens that see what comes after them too; None where none does.
+        padding_T: bool, the tokens that are padding; None where none is.
+        balance: the auxiliary loss of a mixture's routers; None without one.
     """
 
+    repeats: ClassVar[bool] = False
+    """Whether backward runs this again, to recompute it."""
     num_rows: int
     row_length: int
     document_lengths: tuple[int, ...]
@@ -91,6 +96,13 @@ class TokenContext:
     experts: Experts | None = None
     encoded: Encoded | None = None
     bidirectional: BidirectionalSpans | None = None
+    padding_T: Tensor | None = None
+    balance: LoadBalance | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is a step's own pass: not one for counting before it, nor a part that backward runs again."""
+        return self.training and not self.repeats and (self.balance is None or not self.balance.rehearses)
 
     def of_tokens(self, tokens: PackedTokens) -> Self:
         """Returns the coordinates that a linear on these tokens alone takes."""

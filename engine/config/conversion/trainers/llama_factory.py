@@ -109,7 +109,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
     "ref_model_adapters": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
     "reward_model": shared.off_or_lack("there is no PPO"),
-    "use_moe_aux_loss": shared.off_or_lack("the auxiliary loss of routers is not computed"),
+    "moe_aux_loss_coef": option("train.router_aux_loss_coef", number),
     "tensor_model_parallel_size": option("parallel.tensor", whole),
     "pipeline_model_parallel_size": option("parallel.pipeline", whole),
     "sequence_parallel": option("parallel.sequence", truth),
@@ -224,6 +224,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     ),
     "objective.desirable_weight": Default(1.0, "RLHFArguments.kto_chosen_weight"),
     "objective.undesirable_weight": Default(1.0, "RLHFArguments.kto_rejected_weight"),
+    "train.router_aux_loss_coef": Default(0.0, "ModelArguments.moe_aux_loss_coef = None"),
     "objective.reference": Default(
         lambda conversion: reference(conversion, _adapters(conversion)), "create_ref_model: none beside an adapter"
     ),

@@ -92,7 +92,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "f_divergence_type": shared.only("reverse_kl", "the divergence is the reverse one"),
     "sync_ref_model": shared.off_or_lack("the reference does not move"),
     "use_weighting": shared.off_or_lack("pairs weigh alike"),
-    "router_aux_loss_coef": shared.off_or_lack("the auxiliary loss of routers is not computed"),
+    "router_aux_loss_coef": option("train.router_aux_loss_coef", number),
     "test_split": dropped("data.train and data.validation are files of their own"),
     "min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
     "num_proc": dropped(shared.SPEED),
@@ -180,6 +180,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     "objective.margin": Default(_margin, "CPOConfig.simpo_gamma"),
     "objective.desirable_weight": Default(1.0, "KTOConfig.desirable_weight"),
     "objective.undesirable_weight": Default(1.0, "KTOConfig.undesirable_weight"),
+    "train.router_aux_loss_coef": Ours("that of the model's config.json, where it is a mixture of experts"),
     "objective.reference": Default(_reference, "DPOTrainer: the model without its adapter, or a copy as it starts"),
 }
 

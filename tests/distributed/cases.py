@@ -125,7 +125,7 @@ class Built:
     optimizer: FlatAdamW
     stage: ModelStage
     step: TrainStep
-    balance: LoadBalance | None
+    balance: LoadBalance | None = None
 
     def gradients(self) -> dict[str, Tensor]:
         """What lies in the flat gradient now, by name, cloned."""

@@ -211,6 +211,23 @@ def test_an_adapter_that_dies_when_a_run_is_resumed():
     assert drive(again, OPTIONS, steps=8) == [], "alive when it is resumed"
 
 
+@pytest.mark.parametrize("chosen", [{1}, {2}, {3}, {4}, {3, 4}, {1, 2}, {1, 4}, set()], ids=str)
+def test_an_expert_that_few_steps_choose(chosen: set[int]):
+    """Only one that no step chose is spoken of. A's gradient is zero before B has moved: judged by the last look alone,
+    runs with one such step stop."""
+
+    def fault(run: Run, step: int) -> None:
+        zero_b(run, step)
+        bias = _entry(run, "layers.1.mlp.router.bias").parameter.data
+        bias[2] = 1e9 if step in chosen else -1e9
+
+    said = drive(build_run(replace(ALONE, case="biased, adapters", dropout=0.0)), OPTIONS, steps=6, fault=fault)
+    if chosen:
+        assert said == []
+    else:
+        assert len(said) == 1 and said[0].startswith("note: up to step 4 the router sent no token to layers.1.mlp.exp")
+
+
 LEAP = 12
 
 

@@ -6,7 +6,8 @@ and whether or not a graph replayed them. The gradient of A is exactly zero whil
 before the third update with a learning rate.
 
 An expert that the router chose for no token has not learned either, which is no fault: where none of its adapters'
-factors had a gradient, that is said and nothing else.
+factors had a gradient, that is said and nothing else. One that had its first tokens after the first look, or none after
+it, is not judged: its A has no gradient before B has moved.
 """
 
 from __future__ import annotations
@@ -164,11 +165,12 @@ class LivenessGuard:
         assert middle is not None and last is not None
         if int(middle.updates - self._begun) < 2:
             return None
-        updates = int(last.updates - first.updates)
+        updates, early = int(last.updates - first.updates), int(middle.updates - first.updates)
         flags = torch.stack(
             (
                 last.size,
                 first.size,
+                middle.size,
                 (middle.master != first.master).float(),
                 (last.published != first.published).float(),
             )
@@ -181,14 +183,19 @@ class LivenessGuard:
         self._join(together, [entry.name.startswith("embed_tokens.") for entry in self._factors], self._mesh.tp)
         here, together = flags.T.tolist(), together.T.tolist()
         dead = [Dead(name, "is not among the trained parameters", self._world.rank) for name in self._frozen]
-        idle = self._idle_experts(here, updates)
+        idle = self._without_gradient([(one[0], one[1]) for one in here], updates)
+        unsure = self._without_gradient([(one[2], one[1]) for one in here], early)
+        unsure |= self._without_gradient([(one[0], one[2]) for one in here], updates - early)
         for place, entry in enumerate(self._factors):
-            if _expert_of(entry.name) in idle:
+            if _expert_of(entry.name) in idle | unsure:
                 continue
             embeds = entry.name.startswith("embed_tokens.")
-            size, before, moved, read = together[place] if embeds else here[place]
-            if self._had_no_gradient(size, 0.0 if embeds else before, updates):
+            size, before, between, moved, read = together[place] if embeds else here[place]
+            before = 0.0 if embeds else before
+            if self._had_no_gradient(size, before, updates):
                 dead.append(Dead(entry.name, "had no gradient but zeros", self._world.rank))
+            elif self._had_no_gradient(between, before, early):
+                continue  # its masters may have moved after the first look, which was too early to tell
             elif not moved:
                 dead.append(Dead(entry.name, "had a gradient and was not updated", self._world.rank))
             elif not read:
@@ -213,10 +220,11 @@ class LivenessGuard:
         left = before * self._beta1**updates
         return abs(size - left) <= _SAME * left
 
-    def _idle_experts(self, here: list[list[float]], updates: int) -> set[str]:
-        """Returns the experts none of whose factors had a gradient."""
+    def _without_gradient(self, sizes: list[tuple[float, float]], updates: int) -> set[str]:
+        """Returns the experts none of whose factors had a gradient in these updates, by the moments of each factor
+        after and before them."""
         idle: dict[str, bool] = {}
-        for (size, before, *_), entry in zip(here, self._factors, strict=True):
+        for (size, before), entry in zip(sizes, self._factors, strict=True):
             if expert := _expert_of(entry.name):
                 idle[expert] = idle.get(expert, True) and self._had_no_gradient(size, before, updates)
         return {expert for expert, is_idle in idle.items() if is_idle}

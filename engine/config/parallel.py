@@ -105,7 +105,7 @@ class ParallelOptions:
         return self.expert > 1 or (self.tensor > 1 and not self.cuts_experts)
 
     @property
-    def splits_tokens(self) -> bool:
+    def divides_tokens(self) -> bool:
         """Whether tensor ranks divide a micro-batch's tokens anywhere."""
         return self.sequence_parallel or (self.tensor > 1 and not self.cuts_experts)
 

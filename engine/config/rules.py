@@ -355,7 +355,7 @@ def check_sequence_split(config: RunConfig) -> None:
     if not parallel.sequence_parallel:
         how, less = ("before whole experts", f"set parallel.expert_tensor to {tensor}")
     require(
-        not parallel.splits_tokens or parallel.context > 1 or rows * length % tensor == 0,
+        not parallel.divides_tokens or parallel.context > 1 or rows * length % tensor == 0,
         f"data.seq_length {config.data.seq_length} and train.micro_batch_size {rows} make {rows * length} tokens, "
         f"which do not divide over parallel.tensor {tensor} {how}: make data.seq_length a multiple of {tensor}, or "
         f"{less}.",
@@ -367,9 +367,9 @@ def check_context_split(config: RunConfig) -> None:
     context, length = config.parallel.context, config.row_length
     if context == 1:
         return
-    unit = 2 * context * (config.parallel.tensor if config.parallel.splits_tokens else 1)
+    unit = 2 * context * (config.parallel.tensor if config.parallel.divides_tokens else 1)
     require(
-        length >= 2 * context and (length % unit == 0 or not config.parallel.splits_tokens),
+        length >= 2 * context and (length % unit == 0 or not config.parallel.divides_tokens),
         f"data.seq_length {config.data.seq_length} makes rows of {length} tokens, and parallel.context {context} with "
         f"parallel.tensor {config.parallel.tensor} divides each row into {unit} pieces: make data.seq_length a "
         f"multiple of {unit}.",

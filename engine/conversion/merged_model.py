@@ -28,9 +28,11 @@ from engine.conversion.add_adapter import LowRank, MergedRows, Shift, write_roun
 from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES
+from engine.layers.router import CORRECTION
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap, fused_parts, fused_rows
 
+_QUANTIZATION = "quantization_config"
 LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
 
 
@@ -100,6 +102,8 @@ class MergedSource(WeightSource):
         self._base_shapes = model.expected_shapes()
         names = trained.tensor_names()
         self._full = set(fully_trained(names))
+        # which never train, and without a base are what a fresh model has
+        self._zeros = {name for name in self._base_shapes if name.endswith(f".{CORRECTION}")} if base is None else set()
         # Module whose weight changes -> module whose adapter changes it.
         self._adapter_of = {part: module for module in adapted_modules(names) for part in fused_parts(module)}
         ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
@@ -114,7 +118,10 @@ class MergedSource(WeightSource):
     @property
     def changed_config(self) -> dict[str, Any] | None:
         before = None if self.base is None else self.base.changed_config
-        return self.model.hf_config if self._unties else before
+        config = self.model.hf_config
+        if self.base is None and _QUANTIZATION in config:  # of released weights, which these are not
+            return {key: value for key, value in config.items() if key != _QUANTIZATION}
+        return config if self._unties else before
 
     @property
     def notes(self) -> list[str]:
@@ -136,6 +143,8 @@ class MergedSource(WeightSource):
         ]
 
     def dtype(self, name: str) -> torch.dtype:
+        if name in self._zeros:
+            return torch.float32
         if self.base is None:
             return self.model.config_dtype()
         base_name = self._base_name(name)
@@ -146,7 +155,9 @@ class MergedSource(WeightSource):
 
     def view(self, name: str, index: int) -> Tensor:
         base_name = self._base_name(name)
-        if base_name in self._full:
+        if name in self._zeros:
+            value = torch.zeros(self._shapes[name])
+        elif base_name in self._full:
             value = self.trained.read_whole(base_name)
         else:
             assert self.base is not None, name
@@ -162,6 +173,8 @@ class MergedSource(WeightSource):
         base_name, module = self._base_name(name), self._module(name)
         assert box == Box(), box
         adapted, shift = module in self._adapter_of, self._shift(name)
+        if name in self._zeros:
+            return MergedRows(name, ReadRows(self, name), torch.float32, torch.float32, None)
         if base_name not in self._full and not adapted and shift is None:
             assert self.base is not None, name
             return self.base.content(base_name, box)
@@ -259,7 +272,7 @@ class MergedSource(WeightSource):
             self.trained.require(name, self._shapes[name])
         for module in adapted_modules(self.trained.tensor_names()):
             self._check_factors(module)
-        if self.base is None and (untrained := sorted(set(self._base_shapes) - self._full)):
+        if self.base is None and (untrained := sorted(set(self._base_shapes) - self._full - self._zeros)):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
             )

@@ -293,7 +293,7 @@ def loader_options(
         "micro_batch_size": config.train.micro_batch_size,
         "data_rank": data_rank,
         "data_size": data_size,
-        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.splits_tokens else 1,
+        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.divides_tokens else 1,
         "length_multiple": GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
         "context_rank": context_rank,
         "context_size": context,

@@ -151,7 +151,11 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts_per_tok 8 and 0 experts"),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 9, "n_group": 2},
-            "n_routed_experts 9 and n_group 2, but groups have equally many",
+            "9 experts and n_group 2, but groups have equally many",
+        ),
+        (
+            {"model_type": "deepseek_v3", "num_local_experts": 12},
+            "12 experts and n_group 8, but groups have equally many",
         ),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 16, "n_group": 4, "topk_group": 1},

@@ -125,7 +125,8 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
             "equally many heads: correct it or copy it again."
         )
     hidden, size = hf.get("hidden_size"), hf.get("head_dim")
-    if size is None and hidden and heads and hidden % heads:
+    latent = hf.get("kv_lora_rank") or hf.get("qk_nope_head_dim")  # whose heads have sizes of their own
+    if size is None and hidden and heads and hidden % heads and not latent:
         raise UserError(
             f"config.json has hidden_size {hidden}, which does not divide into {heads} num_attention_heads, and no "
             "head_dim: correct it or copy it again."

@@ -109,10 +109,7 @@ def routed_sizes(
     Raises:
         UserError: a token is to have more experts than there are.
     """
-    per_token = int(hf["num_experts_per_tok"])
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    given = [hf[key] for key in names if hf.get(key) is not None]
-    num_experts = int(given[0]) if given else usual
+    per_token, num_experts = int(hf["num_experts_per_tok"]), _num_experts(hf, usual)
     if not 1 <= per_token <= num_experts:
         raise UserError(
             f"config.json has num_experts_per_tok {per_token} and {num_experts} experts, but each token needs one or "
@@ -126,21 +123,29 @@ def routed_sizes(
     return RoutedSizes(rule=found, intermediate=intermediate, **more)
 
 
+def _num_experts(hf: Mapping[str, Any], usual: int) -> int:
+    given = (hf[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf.get(key) is not None)
+    return int(next(given, usual))
+
+
 def asked_balance(hf: Mapping[str, Any]) -> float:
     """Returns the coefficient of the auxiliary loss that transformers would add to the loss of this model."""
     return float(hf["router_aux_loss_coef"]) if hf.get("output_router_logits") else 0.0
 
 
-def compared_by_group(hf: Mapping[str, Any]) -> dict[str, Any]:
+def compared_by_group(hf: Mapping[str, Any], usual: int) -> dict[str, Any]:
     """Returns what is DeepSeek-V3's own of the rule of a router, which others have taken over.
+
+    Args:
+        hf, usual: as of `routed_sizes`.
 
     Raises:
         UserError: experts do not make such groups, or tokens cannot choose as many experts as they are to have.
     """
-    num_experts, groups, kept = (int(hf[key]) for key in ("n_routed_experts", "n_group", "topk_group"))
+    num_experts, groups, kept = _num_experts(hf, usual), int(hf["n_group"]), int(hf["topk_group"])
     if groups > 1 and (num_experts % groups or num_experts // groups < 2):
         raise UserError(
-            f"config.json has n_routed_experts {num_experts} and n_group {groups}, but groups have equally many "
+            f"config.json has {num_experts} experts and n_group {groups}, but groups have equally many "
             "experts, and two or more: correct it or copy it again."
         )
     if kept > groups or kept * (num_experts // groups) < int(hf["num_experts_per_tok"]):
@@ -264,7 +269,7 @@ def balanced_sizes(hf: dict[str, Any], *, usual: int) -> RoutedSizes:
         intermediate=intermediate,
         renormalises=bool(hf["norm_topk_prob"]),
         rounds=False,
-        rule=compared_by_group(hf),
+        rule=compared_by_group(hf, usual),
         shared=int(hf["n_shared_experts"]) * intermediate,
         gates_shared=False,
         dense_layers=tuple(range(int(hf["first_k_dense_replace"]))),

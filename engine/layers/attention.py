@@ -120,17 +120,14 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: b
 
 
 def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
-    if layout.cp.size > 1 and kind.sinks:
-        raise UserError(
-            f"the model's attention has sinks, which attention over parallel.context {layout.cp.size} does not "
-            "compute: set parallel.context to 1."
-        )
     if layout.cp.size > 1 and layout.context_method == "ring":
         what = "tokens of pictures that see what comes after them"
         if kind.softcap is not None:
             what = f"a soft cap of {kind.softcap:g} on scores"
         elif kind.window is not None:
             what = f"a window of {kind.window}"
+        elif kind.sinks:
+            what = "sinks"
         raise UserError(
             f"the model's attention has {what}, which ring attention over parallel.context {layout.cp.size} does not "
             "compute: set parallel.context_method to ulysses, or parallel.context to 1."
@@ -150,6 +147,7 @@ def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | 
             window=kind.window,
             sinks_H=sinks.parameter,
             gradient=sinks.sink,
+            cp=layout.cp,
         )
     if kind.bidirectional:
         plain = with_spans(plain, layout.attention_blocks)

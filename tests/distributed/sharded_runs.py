@@ -332,7 +332,7 @@ class Run:
         )
         stage_rank = choice.schedule(layout.accumulation).stage_rank
         more: dict[str, Any] = {}
-        if case.config.bidirectional_pictures:  # which ring attention does not have
+        if case.config.bidirectional_pictures or case.config.attention_sinks:  # which ring attention does not have
             more = {"context_method": "ulysses", "attention_blocks": CPU_BLOCKS}
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,

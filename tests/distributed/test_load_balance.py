@@ -66,9 +66,8 @@ def _trained(layout: Layout, mesh: Mesh) -> Trained:
 
 
 def _computes(name: str, kind: str) -> bool:
-    """Five experts do not divide, and sinks have no context parallelism."""
-    grid = LAYOUTS[name].grid
-    return not (grid.ep > 1 and kind.startswith("routed")) and not (grid.cp > 1 and kind.startswith("biased"))
+    """Five experts do not divide."""
+    return LAYOUTS[name].grid.ep == 1 or not kind.startswith("routed")
 
 
 def _run_all(names: list[str], kinds: tuple[str, ...]) -> dict[tuple[str, str], Trained]:

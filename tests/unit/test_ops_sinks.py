@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
 from engine.kernels.records import Documents
@@ -97,7 +98,7 @@ def test_equals_a_softmax_with_one_more_column(
 @pytest.mark.parametrize("blocks", [CPU_BLOCKS, REFERENCE_BLOCKS], ids=["torch_cpu", "reference"])
 def test_sixteen_bits(blocks: mergeable.AttentionBlocks) -> None:
     def attention_with(sinks: Tensor, gradient: GradientSink) -> Callable[..., Tensor]:
-        return with_sinks(attention_by_document, blocks, window=None, sinks_H=sinks, gradient=gradient)
+        return with_sinks(attention_by_document, blocks, window=None, sinks_H=sinks, gradient=gradient, cp=Axis("cp"))
 
     _check(attention_with, PACKED, None, torch.bfloat16, 0.03)
 
@@ -119,7 +120,9 @@ def test_one_call_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mergeable, "flash_varlen_backward", backward)
 
     def attention_with(sinks: Tensor, gradient: GradientSink) -> Callable[..., Tensor]:
-        return with_sinks(VarlenAttention(), REFERENCE_BLOCKS, window=30, sinks_H=sinks, gradient=gradient)
+        return with_sinks(
+            VarlenAttention(), REFERENCE_BLOCKS, window=30, sinks_H=sinks, gradient=gradient, cp=Axis("cp")
+        )
 
     _check(attention_with, PACKED, None, torch.float64, 1e-12)
 
@@ -128,6 +131,6 @@ def test_lengths_that_only_the_device_knows_are_refused_where_they_are_read() ->
     q, k, v = (torch.zeros(40, heads, 8) for heads in (4, 2, 2))
     documents = replace(_documents(PACKED), lengths=())
     for window, plain in ((None, attention_by_document), (8, VarlenAttention())):
-        attention = with_sinks(plain, NATIVE_BLOCKS, window=window, sinks_H=SINKS.float(), gradient=None)
+        attention = with_sinks(plain, NATIVE_BLOCKS, window=window, sinks_H=SINKS.float(), gradient=None, cp=Axis("cp"))
         with pytest.raises(UserError, match=f"attention with sinks and window {window} reads them on the host"):
             attention(q, k, v, documents, scale=0.4)

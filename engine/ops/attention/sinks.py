@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
@@ -37,10 +38,12 @@ class _WithSinks(torch.autograd.Function):
         v: Tensor,
         sinks_H: Tensor,
         gradient: GradientSink | None,
+        heads: slice,
         documents: Documents,
         scale: float,
         attention: MergeableAttention,
     ) -> Tensor:
+        ctx.num_heads, ctx.heads, sinks_H = sinks_H.shape[0], heads, sinks_H[heads]
         out, lse = attention.forward(q, k, v, documents, scale=scale)
         total = torch.logaddexp(lse, sinks_H.to(lse.dtype))
         out = (out * torch.exp(lse - total).unsqueeze(-1)).to(q.dtype)
@@ -55,10 +58,12 @@ class _WithSinks(torch.autograd.Function):
         q, k, v, out, total, sinks_H = ctx.saved_tensors
         if ctx.gradient is not None:
             shares = torch.exp(sinks_H.to(total.dtype) - total)
-            ctx.gradient.add(-(shares * (dout.to(total.dtype) * out).sum(dim=-1)).sum(dim=0))
+            d_sinks_H = shares.new_zeros(ctx.num_heads)
+            d_sinks_H[ctx.heads] = -(shares * (dout.to(total.dtype) * out).sum(dim=-1)).sum(dim=0)
+            ctx.gradient.add(d_sinks_H)
         found = ctx.attention.backward(dout, q, k, v, out, total, ctx.documents, scale=ctx.scale)
         dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(found, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +73,16 @@ class SinkAttention:
     Args:
         whole: computes documents in which the window hides nothing.
         window: a position sees itself and the window - 1 positions before it; None for all before it.
-        sinks_H: a score for each head here.
+        sinks_H: a score for each head of this tensor rank.
         gradient: of them; None where they are frozen.
+        cp: the context axis, over whose ranks these heads may be spread (Ulysses).
     """
 
     whole: MergeableAttention
     window: int | None
     sinks_H: Tensor
     gradient: GradientSink | None
+    cp: Axis
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
         """See `engine.ops.attention.packed.causal_attention`.
@@ -91,7 +98,13 @@ class SinkAttention:
                 "a captured graph knows the lengths of documents on the device alone, and attention with sinks and "
                 f"window {self.window} reads them on the host here: turn the capture of graphs off."
             )
-        out: Tensor = _WithSinks.apply(q_THD, k_TKD, v_TKD, self.sinks_H, self.gradient, documents, scale, attention)
+        count, first = q_THD.shape[1], 0
+        if count < self.sinks_H.shape[0]:
+            first = self.cp.rank * count
+        heads = slice(first, first + count)
+        out: Tensor = _WithSinks.apply(
+            q_THD, k_TKD, v_TKD, self.sinks_H, self.gradient, heads, documents, scale, attention
+        )
         return out
 
 
@@ -102,6 +115,7 @@ def with_sinks(
     window: int | None,
     sinks_H: Tensor,
     gradient: GradientSink | None,
+    cp: Axis,
 ) -> SinkAttention:
     """Returns an attention like `plain` with sinks.
 
@@ -109,14 +123,14 @@ def with_sinks(
         plain: causal within documents.
         blocks: what computes here, for an attention that goes document by document; where they are the reference, which
             keeps all scores, plain torch computes a block of queries at a time instead.
-        window, sinks_H, gradient: see `SinkAttention`.
+        window, sinks_H, gradient, cp: see `SinkAttention`.
     """
     whole: MergeableAttention = ByDocument(blocks)
     if isinstance(plain, VarlenAttention):
         whole = InOneCall()
     elif blocks is REFERENCE_BLOCKS:
         whole = ByWindow(None)
-    return SinkAttention(whole=whole, window=window, sinks_H=sinks_H, gradient=gradient)
+    return SinkAttention(whole=whole, window=window, sinks_H=sinks_H, gradient=gradient, cp=cp)
 
 
 def sinks_sentence(plain: Attention, blocks: AttentionBlocks) -> str:

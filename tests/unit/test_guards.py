@@ -211,6 +211,17 @@ def test_an_adapter_that_dies_when_a_run_is_resumed():
     assert drive(again, OPTIONS, steps=8) == [], "alive when it is resumed"
 
 
+def test_a_gradient_that_is_small_beside_an_earlier_runs_is_one():
+    """Where one element of the moment is thousands of times as large as the gradients that follow, the largest element
+    and the norm are within 1e-4 of what decay leaves of them."""
+    run = build_run(ALONE)
+    assert drive(run, OPTIONS, steps=8) == []
+    for shard in run.optimizer.flat.shards("", run.optimizer.exp_avg):
+        if shard.name[1:] == ADAPTER:
+            shard.tensor.view(-1)[0] = 5e3 * float(shard.tensor.abs().max())
+    assert drive(run, OPTIONS, steps=8) == []
+
+
 @pytest.mark.parametrize("chosen", [{1}, {2}, {3}, {4}, {3, 4}, {1, 2}, {1, 4}, set()], ids=str)
 def test_an_expert_that_few_steps_choose(chosen: set[int]):
     """Only one that no step chose is spoken of. A's gradient is zero before B has moved: judged by the last look alone,

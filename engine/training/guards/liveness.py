@@ -31,8 +31,10 @@ from engine.training.guards.replicas import NAMED, ReplicaGuard
 FACTORS = tuple(f".{leaf}" for leaf in LORA_LEAVES)
 _EXPERT = re.compile(r".*\.experts\.\d+\.")
 """The part of a factor's name that all factors of an expert share."""
-_SAME = 1e-4
-"""Relative tolerance of an earlier run's first moment that only decayed by beta1 a step, for rounding."""
+_ROUNDING = 2.0**-22
+"""Relative error of the largest element of a first moment that decays by beta1 once, in fp32."""
+_SAME_NORM = 1e-4
+"""Relative tolerance of its norm, whose sum rounds too."""
 
 
 class Dead(NamedTuple):
@@ -59,7 +61,8 @@ class Look(NamedTuple):
     """Every factor at one time, all on the device.
 
     Args:
-        size: fp32 [factors] largest element of the first moment.
+        size: fp32 [factors, 2] largest element and Euclidean norm of the first moment. One of them alone is now and
+            then, among the factors of a model, what decay would have left of it.
         master: int64 [factors] fingerprint of what this rank has of the masters.
         published: int64 [factors] fingerprint of the weight that the model reads.
         updates: 0-dim fp32 updates applied so far.
@@ -114,16 +117,18 @@ class LivenessGuard:
         sizes: list[list[Tensor]] = [[] for _ in self._factors]
         masters: list[list[Tensor]] = [[] for _ in self._factors]
         moments = [shard for shard in flat.shards("", optimizer.exp_avg) if shard.name[1:] in place]
-        norms = torch._foreach_norm([shard.tensor for shard in moments], float("inf")) if moments else []
-        for shard, norm in zip(moments, norms, strict=True):
-            sizes[place[shard.name[1:]]].append(norm.to(self._fingerprints.device))
+        tensors = [shard.tensor for shard in moments]
+        largest = torch._foreach_norm(tensors, float("inf")) if moments else []
+        norms = torch._foreach_norm(tensors) if moments else []
+        for shard, *size in zip(moments, largest, norms, strict=True):
+            sizes[place[shard.name[1:]]].append(torch.stack(size).to(self._fingerprints.device))
         for shard in flat.master_shards():
             if shard.name in place:
                 masters[place[shard.name]].append(shard.tensor)
         zero = torch.zeros((), dtype=torch.float32, device=self._fingerprints.device)
         dtypes = [entry.parameter.dtype for entry in self._factors]
         return Look(
-            size=_stacked([torch.stack([zero, *found]).max() for found in sizes], zero),
+            size=_stacked([torch.stack([zero.expand(2), *found]).amax(0) for found in sizes], zero),
             master=_stacked(
                 [
                     self._fingerprints.of([part.to(dtype) for part in parts])
@@ -168,9 +173,9 @@ class LivenessGuard:
         updates, early = int(last.updates - first.updates), int(middle.updates - first.updates)
         flags = torch.stack(
             (
-                last.size,
-                first.size,
-                middle.size,
+                *last.size.T,
+                *first.size.T,
+                *middle.size.T,
                 (middle.master != first.master).float(),
                 (last.published != first.published).float(),
             )
@@ -183,15 +188,16 @@ class LivenessGuard:
         self._join(together, [entry.name.startswith("embed_tokens.") for entry in self._factors], self._mesh.tp)
         here, together = flags.T.tolist(), together.T.tolist()
         dead = [Dead(name, "is not among the trained parameters", self._world.rank) for name in self._frozen]
-        idle = self._without_gradient([(one[0], one[1]) for one in here], updates)
-        unsure = self._without_gradient([(one[2], one[1]) for one in here], early)
-        unsure |= self._without_gradient([(one[0], one[2]) for one in here], updates - early)
+        idle = self._without_gradient([(one[0:2], one[2:4]) for one in here], updates)
+        unsure = self._without_gradient([(one[4:6], one[2:4]) for one in here], early)
+        unsure |= self._without_gradient([(one[0:2], one[4:6]) for one in here], updates - early)
         for place, entry in enumerate(self._factors):
             if _expert_of(entry.name) in idle | unsure:
                 continue
             embeds = entry.name.startswith("embed_tokens.")
-            size, before, between, moved, read = together[place] if embeds else here[place]
-            before = 0.0 if embeds else before
+            seen = together[place] if embeds else here[place]
+            size, before, between, (moved, read) = seen[0:2], seen[2:4], seen[4:6], seen[6:]
+            before = [0.0, 0.0] if embeds else before
             if self._had_no_gradient(size, before, updates):
                 dead.append(Dead(entry.name, "had no gradient but zeros", self._world.rank))
             elif self._had_no_gradient(between, before, early):
@@ -215,12 +221,13 @@ class LivenessGuard:
         if len(columns) and axis.size > 1:
             flags[:, columns] = all_reduce(flags[:, columns].contiguous(), axis, dist.ReduceOp.MAX)
 
-    def _had_no_gradient(self, size: float, before: float, updates: int) -> bool:
-        """Whether the first moment only decayed from what it was before the first of these updates."""
-        left = before * self._beta1**updates
-        return abs(size - left) <= _SAME * left
+    def _had_no_gradient(self, size: Sequence[float], before: Sequence[float], updates: int) -> bool:
+        """Returns whether the first moment only decayed from what it was before the first of these updates."""
+        (largest, norm), decay = size, self._beta1**updates
+        left, norm_left = (decay * one for one in before)
+        return abs(largest - left) <= _ROUNDING * updates * left and abs(norm - norm_left) <= _SAME_NORM * norm_left
 
-    def _without_gradient(self, sizes: list[tuple[float, float]], updates: int) -> set[str]:
+    def _without_gradient(self, sizes: list[tuple[list[float], list[float]]], updates: int) -> set[str]:
         """Returns the experts none of whose factors had a gradient in these updates, by the moments of each factor
         after and before them."""
         idle: dict[str, bool] = {}

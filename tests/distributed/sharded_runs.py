@@ -127,6 +127,7 @@ ONEVISION = TiledLlavaConfig(
         first=0,
     )
 )  # fmt: skip
+NEXT = TiledLlavaConfig(tiles=LLAVA)
 INTERNVL = InternVLVisionConfig(
     width=24, mlp_width=36, num_heads=3, num_layers=2, stored_layers=2, patch=2, side=4, activation="gelu",
     norm="layer_norm", norm_eps=1e-6, qkv_bias=True, qk_norm=True, has_positions=True, last_norm=True, first=1,
@@ -150,6 +151,7 @@ _BY_GRID: dict[str, Any] = {"rope_axes": (2, 0, 1)}
 TOWERS: dict[str, DecoderConfig] = {
     "llava": small_config(num_layers=2, embedding_multiplier=3.0, vision=LLAVA),
     "internvl": small_config(num_layers=2, embedding_multiplier=3.0, vision=INTERNVL),
+    "llava_next": small_config(num_layers=2, embedding_multiplier=3.0, vision=NEXT),
     "llava_onevision": small_config(num_layers=2, embedding_multiplier=3.0, vision=ONEVISION),
     "gemma3": small_config(
         num_layers=2,
@@ -167,6 +169,10 @@ GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "internvl": lambda slot, number: (4, 4),
     # one tile, one of two whose padding is cut, and one that is scaled down
     "llava_onevision": lambda slot, number: ((2, 2), (6, 2, 1, 2, 2, 2, 2, 2), (6, 2, 2, 1, 4, 2, 3, 1))[
+        (slot + number) % 3
+    ],
+    # one tile beside the whole, and two of which padding is cut on either side
+    "llava_next": lambda slot, number: ((4, 2, 1, 1, 2, 2, 2, 2), (6, 2, 1, 2, 2, 2, 2, 2), (6, 2, 2, 1, 2, 2, 2, 2))[
         (slot + number) % 3
     ],
     "gemma3": lambda slot, number: (4, 4),
@@ -237,6 +243,11 @@ CASES = {
             ("frozen", EVERY_LINEAR, ""),
         )
     },
+    "llava blocks": Case(
+        config=replace(BLOCKS, vision=replace(LLAVA, projector=replace(_PROJECTOR, width=BLOCKS.hidden))),
+        adapters=EVERY_LINEAR,
+        trained=PROJECTORS,
+    ),
     "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
     "encoded pictures": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
@@ -445,6 +456,13 @@ class Run:
         self.flat.publish()
         parts = [part for entry in self.entries for part in self.kept.parts(entry)]
         return [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in parts]
+
+    def gradients(self, step: int) -> list[NamedShard]:
+        """The global batch's summed gradient of a step that is not taken, as far as this rank has it."""
+        self.step.gradients(*self.batches(step))
+        shards = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.gradient_shards()]
+        self.flat.gradient.zero_()
+        return shards
 
     def trained(self, num_steps: int) -> Trained:
         """A run that is interrupted by an evaluation half way."""

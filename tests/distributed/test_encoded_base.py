@@ -32,6 +32,7 @@ pytestmark = pytest.mark.distributed
 NUM_STEPS = 4
 ONE = Layout(case="blocks, adapters", grid=RankGrid())
 EXPERTS = replace(ONE, case="routed blocks, adapters")
+PICTURES = replace(ONE, case="llava blocks", plain=r"vision\..*")
 LAYOUTS = {
     "one": ONE,
     "one, part of a linear trains": replace(
@@ -53,12 +54,21 @@ LAYOUTS = {
     "tp2, sequence, experts": replace(EXPERTS, grid=RankGrid(tp=2), sequence=True),
     "pp2, experts": replace(EXPERTS, grid=RankGrid(pp=2), layers=(1, 1)),
     "dp2, experts": replace(EXPERTS, grid=RankGrid(dp=2)),
+    "one, pictures": PICTURES,
+    "tp2, sequence, pictures": replace(PICTURES, grid=RankGrid(tp=2), sequence=True),
+    "pp2, pictures": replace(PICTURES, grid=RankGrid(pp=2), layers=(1, 1)),
+    "cp2, pictures": replace(PICTURES, grid=RankGrid(cp=2)),
+    "dp2, pictures": replace(PICTURES, grid=RankGrid(dp=2)),
 }
-SLOW = ("tp2", "tp2, attention again", "pp2", "cp2", "pp2, experts", "dp2, experts")
+SLOW = (
+    "tp2", "tp2, attention again", "pp2", "cp2", "pp2, experts", "dp2, experts", "pp2, pictures", "cp2, pictures",
+    "dp2, pictures",
+)  # fmt: skip
 """What others have parts of."""
 LEVELS: dict[str, tuple[ShardLevel, ...]] = {
     "dp2": ("none", "optimizer", "gradients", "parameters"),
     "dp2, experts": ("parameters",),
+    "dp2, pictures": ("gradients", "parameters"),
 }
 DECODED = ("nf4", "int8")
 FP8 = ("fp8", "fp8_row")
@@ -148,7 +158,8 @@ def test_the_bits_are_those_of_decoded_weights(name: str, level: ShardLevel, bas
 )
 def test_every_layout_trains_as_one_process_does(name: str, level: ShardLevel, base: str) -> None:
     """Sums in another order, in fp32."""
-    (alone,) = _found("one, experts" if name.endswith("experts") else "one", base)
+    kind = name.rpartition(", ")[2]
+    (alone,) = _found(f"one, {kind}" if kind in ("experts", "pictures") else "one", base)
     ranks = _found(name, base, level=level)
     for found in ranks:
         assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -26,6 +26,7 @@ from engine.models.families import WRAPPINGS, family_of, vision_left_out
 from engine.tower_defaults import MODEL_TOWERS, TOWER_DEFAULTS
 from tests.stock_vision import make_model
 
+GEMMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 64}
 V5, V4 = "model.language_model.", "language_model.model."
 SPELLINGS = {
     "released": (V4, "language_model.lm_head", "vision_tower.vision_model", "multi_modal_projector"),
@@ -200,6 +201,14 @@ def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inn
         ({"vision_feature_layer": []}, r"vision_feature_layer \[\]"),
         ({"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy 'cls', but default or full"),
         ({"projector_hidden_act": 3}, "projector_hidden_act 3, but one of"),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {**GEMMA, "final_logit_softcapping": 5.0},
+                "vision_config": {"image_size": 256},
+            },
+            "final_logit_softcapping 5, which a Gemma 3 with pictures does not apply",
+        ),
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:

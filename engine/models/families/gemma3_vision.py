@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.wrapping import Wrapping, spellings
 
@@ -13,6 +14,11 @@ def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
     # where no picture is looked at, the packages that vision models need may be missing
     from engine.models.vision.gemma3 import Gemma3VisionConfig
 
+    if text.logits_softcap is not None:
+        raise UserError(
+            f"config.json has text_config.final_logit_softcapping {text.logits_softcap:g}, which a Gemma 3 with "
+            "pictures does not apply: set it to null."
+        )
     vision = Gemma3VisionConfig.from_hf(hf, width=text.hidden)
     return replace(text, vision=vision, bidirectional_pictures=True)
 

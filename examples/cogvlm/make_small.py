@@ -8,17 +8,20 @@ picture each, as CogVLM takes them. Needs the repository's root in PYTHONPATH, a
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from examples.minicpm_v.make_small import VOCABULARY, linear, norm, write_records, write_tokenizer
+from examples.drawn_models import (
+    SENTENCEPIECE_VOCABULARY,
+    Shape,
+    linear,
+    norm,
+    write_as_asked,
+    write_sentencepiece,
+    write_weights,
+)
+from examples.minicpm_v.make_small import write_records
 
 ADDED = ("<|pad|>",)
 HIDDEN, LAYERS, HEADS, KEY_HEADS, FFN = 96, 2, 6, 2, 192
@@ -35,10 +38,10 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "template_version": "chat",
     "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY + len(ADDED),
+    "vocab_size": SENTENCEPIECE_VOCABULARY + len(ADDED),
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "pad_token_id": VOCABULARY,
+    "pad_token_id": SENTENCEPIECE_VOCABULARY,
     "torch_dtype": "float32",
     "vision_config": {
         "dropout_prob": 0.0,
@@ -54,12 +57,11 @@ CONFIG = {
         "image_size": SIDE * PATCH,
     },
 }
-TABLES = ("embed_tokens.weight", "boi", "eoi", "_embedding", "position_embedding.weight")
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes() -> Iterator[Shape]:
     """Every tensor of the checkpoint but the rotary tables, by the name that the released one has for it."""
-    vocabulary = VOCABULARY + len(ADDED)
+    vocabulary = SENTENCEPIECE_VOCABULARY + len(ADDED)
     rows = HIDDEN + 2 * KEY_HEADS * (HIDDEN // HEADS)
     yield from (("model.embed_tokens.weight", (vocabulary, HIDDEN)), ("lm_head.weight", (vocabulary, HIDDEN)))
     yield "model.norm.weight", (HIDDEN,)
@@ -94,36 +96,12 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{projector}dense_4h_to_h.weight", (HIDDEN, FFN)
 
 
-def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Normal weights, which keep the size of what passes through; norms that do nothing yet; biases of 0."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "norm" in name:
-        return torch.ones(shape)
-    drawn = torch.randn(shape)
-    return drawn * 0.1 if name.endswith(TABLES) else drawn / drawn[0].numel() ** 0.5
-
-
 def write(out: Path) -> None:
     """Writes pictures, records and model."""
     texts = write_records(out, random.Random(0))
-    model = out / "model"
-    model.mkdir()
-    torch.manual_seed(0)
-    save_file({name: draw(name, shape) for name, shape in shapes()}, model / "model.safetensors", {"format": "pt"})
-    (model / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(model, [*texts, "Question: Answer:"], ADDED)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny CogVLM2 and pictures with questions.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty: give another folder")
-    write(out)
-    print(f"the pictures are in {out / 'images'}, the model is in {out / 'model'}")
+    write_weights(out / "model", shapes(), CONFIG)
+    write_sentencepiece(out / "model", [*texts, "Question: Answer:"], ADDED)
 
 
 if __name__ == "__main__":
-    main()
+    write_as_asked(write, "a tiny CogVLM2, and pictures with questions")

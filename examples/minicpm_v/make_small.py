@@ -6,23 +6,27 @@ writes FOLDER/model (config.json, model.safetensors and tokenizer, as the releas
 FOLDER/train.json and FOLDER/validation.json in the form of MiniCPM-V's finetune script.
 
 The released code takes its tower's sizes from timm's name for it, so config.json has no keys for them; a model of other
-sizes gives them in `tower_config`.
+sizes gives them in `tower_config`. Needs the repository's root in PYTHONPATH, as run.sh sets it.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import sentencepiece
-import torch
 from PIL import Image, ImageDraw
-from safetensors.torch import save_file
-from torch import Tensor
+
+from examples.drawn_models import (
+    SENTENCEPIECE_VOCABULARY,
+    Shape,
+    linear,
+    norm,
+    write_as_asked,
+    write_sentencepiece,
+    write_weights,
+)
 
 TRAIN, VALIDATION = 160, 24
 COLOURS = {"red": "#d02020", "green": "#20a030", "blue": "#2040d0", "yellow": "#e0d020", "black": "#101010"}
@@ -31,7 +35,6 @@ QUESTIONS = ("What is in the picture?", "What do you see?", "Name the shape and 
 SIDES = (56, 72, 100, 128)
 """Pixels; pictures of more than 56 x 56 are cut into tiles."""
 
-VOCABULARY = 340
 ADDED = (
     "<image>", "</image>", "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<point>", "</point>", "<slice>",
     "</slice>",
@@ -39,7 +42,6 @@ ADDED = (
 HIDDEN, LAYERS, HEADS, FFN = 128, 2, 4, 256
 WIDTH, BLOCKS, TOWER_FFN, PATCH, TABLE_SIDE = 64, 2, 128, 14, 4
 QUERIES = 4
-TABLES = ("embed_tokens.weight", "pos_embed", "resampler.query")
 CONFIG = {
     "architectures": ["MiniCPMV"],
     "model_type": "minicpmv",
@@ -56,7 +58,7 @@ CONFIG = {
     "scale_depth": 1.4,
     "dim_model_base": 64,
     "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY + len(ADDED),
+    "vocab_size": SENTENCEPIECE_VOCABULARY + len(ADDED),
     "bos_token_id": 1,
     "eos_token_id": 2,
     "torch_dtype": "float32",
@@ -79,9 +81,9 @@ CONFIG = {
 }
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes() -> Iterator[Shape]:
     """Every tensor of the checkpoint, by the name that the released one has for it."""
-    vocabulary = VOCABULARY + len(ADDED)
+    vocabulary = SENTENCEPIECE_VOCABULARY + len(ADDED)
     yield from (("llm.model.embed_tokens.weight", (vocabulary, HIDDEN)), ("llm.lm_head.weight", (vocabulary, HIDDEN)))
     yield "llm.model.norm.weight", (HIDDEN,)
     for layer in (f"llm.model.layers.{number}." for number in range(LAYERS)):
@@ -111,56 +113,6 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from linear("resampler.attn.out_proj", HIDDEN, HIDDEN)
     for name in ("ln_q", "ln_kv", "ln_post"):
         yield from norm(f"resampler.{name}", HIDDEN)
-
-
-def linear(name: str, out_features: int, in_features: int) -> list[tuple[str, tuple[int, ...]]]:
-    """A linear's tensors."""
-    return [(f"{name}.weight", (out_features, in_features)), (f"{name}.bias", (out_features,))]
-
-
-def norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
-    """A norm's tensors."""
-    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
-
-
-def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Normal weights, which keep the size of what passes through; norms that do nothing yet; biases of 0."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "norm" in name or ".ln_" in name:
-        return torch.ones(shape)
-    drawn = torch.randn(shape)
-    return drawn * 0.1 if name.endswith(TABLES) else drawn / drawn[0].numel() ** 0.5
-
-
-def write_model(folder: Path, texts: list[str]) -> None:
-    """Writes configuration, weights and tokenizer."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    save_file({name: draw(name, shape) for name, shape in shapes()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(folder, texts, ADDED)
-
-
-def write_tokenizer(folder: Path, texts: list[str], added: tuple[str, ...]) -> None:
-    """Writes a sentencepiece tokenizer of VOCABULARY pieces that has read `texts`, with further tokens behind them."""
-    proto = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=proto,
-        model_type="bpe",
-        vocab_size=VOCABULARY,
-        byte_fallback=True,
-        character_coverage=1.0,
-        num_threads=1,
-        minloglevel=2,
-    )
-    (folder / "tokenizer.model").write_bytes(proto.getvalue())
-    tokens = dict(enumerate(("<unk>", "<s>", "</s>"))) | {VOCABULARY + at: token for at, token in enumerate(added)}
-    decoder = {str(at): {"content": token, "special": True} for at, token in tokens.items()}
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
-    settings = {**names, "added_tokens_decoder": decoder}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def picture(rng: random.Random, colour: str, shape: str) -> Image.Image:
@@ -200,18 +152,10 @@ def write_records(out: Path, rng: random.Random) -> list[str]:
 
 def write(out: Path) -> None:
     """Writes pictures, records and model."""
-    write_model(out / "model", write_records(out, random.Random(0)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny MiniCPM-V 2.0 and pictures with questions.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty: give another folder")
-    write(out)
-    print(f"{TRAIN} pictures with a question to train on, {VALIDATION} held out; the model is in {out / 'model'}")
+    texts = write_records(out, random.Random(0))
+    write_weights(out / "model", shapes(), CONFIG)
+    write_sentencepiece(out / "model", texts, ADDED)
 
 
 if __name__ == "__main__":
-    main()
+    write_as_asked(write, "a tiny MiniCPM-V 2.0, and pictures with questions")

@@ -6,22 +6,25 @@ writes FOLDER/model as the released folder has it, and the pictures and records 
 repository's root in PYTHONPATH, as run.sh sets it.
 
 The released code has the sizes of its tower in itself, so config.json has no keys for them; a model of other sizes
-gives them in `fixture_vision`.
+gives them in `tower_config`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from examples.minicpm_v.make_small import VOCABULARY, linear, norm, write_records, write_tokenizer
+from examples.drawn_models import (
+    SENTENCEPIECE_VOCABULARY,
+    Shape,
+    linear,
+    norm,
+    write_as_asked,
+    write_sentencepiece,
+    write_weights,
+)
+from examples.minicpm_v.make_small import write_records
 
 ADDED = ("<im_patch>", "<im_start>", "<im_end>", "<box>", "</box>", "<ref>", "</ref>", "<quad>", "</quad>")
 SYSTEM = (
@@ -31,7 +34,6 @@ SYSTEM = (
 HIDDEN, LAYERS, HEADS, KEY_HEADS, FFN = 128, 2, 4, 2, 256
 WIDTH, BLOCKS, TOWER_FFN, PATCH, TABLE_SIDE, IMAGE = 64, 2, 128, 14, 4, 84
 QUERIES = 4
-TABLES = ("embed_tokens.weight", "pos_embed", "cls_token", "resampler.query")
 CONFIG = {
     "architectures": ["OmniLMMForCausalLM"],
     "model_type": "omnilmm",
@@ -46,7 +48,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY + len(ADDED),
+    "vocab_size": SENTENCEPIECE_VOCABULARY + len(ADDED),
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 2,
@@ -56,7 +58,7 @@ CONFIG = {
     "mm_hidden_size": WIDTH,
     "mm_use_im_start_end": True,
     "use_mm_proj": True,
-    "fixture_vision": {
+    "tower_config": {
         "embed_dim": WIDTH,
         "depth_in_timm": BLOCKS + 1,  # the model drops the last
         "num_heads": 4,
@@ -67,9 +69,9 @@ CONFIG = {
 }
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes() -> Iterator[Shape]:
     """Every tensor of the checkpoint, by the name that the released one has for it."""
-    vocabulary, key_rows = VOCABULARY + len(ADDED), KEY_HEADS * (HIDDEN // HEADS)
+    vocabulary, key_rows = SENTENCEPIECE_VOCABULARY + len(ADDED), KEY_HEADS * (HIDDEN // HEADS)
     yield from (("model.embed_tokens.weight", (vocabulary, HIDDEN)), ("lm_head.weight", (vocabulary, HIDDEN)))
     yield "model.norm.weight", (HIDDEN,)
     for layer in (f"model.layers.{number}." for number in range(LAYERS)):
@@ -104,36 +106,12 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from norm(f"{resampler}{name}", HIDDEN)
 
 
-def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Normal weights, which keep the size of what passes through; norms that do nothing yet; biases of 0."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "norm" in name or ".ln_" in name:
-        return torch.ones(shape)
-    drawn = torch.randn(shape)
-    return drawn * 0.1 if name.endswith(TABLES) else drawn / drawn[0].numel() ** 0.5
-
-
 def write(out: Path) -> None:
     """Writes pictures, records and model."""
     texts = write_records(out, random.Random(0))
-    model = out / "model"
-    model.mkdir()
-    torch.manual_seed(0)
-    save_file({name: draw(name, shape) for name, shape in shapes()}, model / "model.safetensors", {"format": "pt"})
-    (model / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(model, [*texts, *[SYSTEM] * 20], ADDED)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny OmniLMM and pictures with questions.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty: give another folder")
-    write(out)
-    print(f"the pictures are in {out / 'images'}, the model is in {out / 'model'}")
+    write_weights(out / "model", shapes(), CONFIG)
+    write_sentencepiece(out / "model", [*texts, *[SYSTEM] * 20], ADDED)
 
 
 if __name__ == "__main__":
-    main()
+    write_as_asked(write, "a tiny OmniLMM, and pictures with questions")

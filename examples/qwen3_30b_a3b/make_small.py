@@ -8,16 +8,20 @@ FOLDER/train.json and FOLDER/validation.json. Needs the repository's root in PYT
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-from examples.qwen_vl.make_small import PIECES, VOCABULARY, draw, write_tokenizer
+from examples.drawn_models import (
+    QWEN_VOCABULARY,
+    Shape,
+    qwen_token,
+    write_as_asked,
+    write_byte_level,
+    write_json,
+    write_weights,
+)
 
 HIDDEN, LAYERS, HEADS, KEY_HEADS, HEAD, EXPERTS, INNER = 64, 3, 4, 2, 16, 8, 48
 CONFIG = {
@@ -40,16 +44,16 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY,
+    "vocab_size": QWEN_VOCABULARY,
     "torch_dtype": "float32",
-    "eos_token_id": PIECES + 2,
+    "eos_token_id": qwen_token("<|im_end|>"),
 }
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes() -> Iterator[Shape]:
     """Every tensor of the checkpoint, by the name that the released one has for it."""
-    yield from (("model.embed_tokens.weight", (VOCABULARY, HIDDEN)), ("lm_head.weight", (VOCABULARY, HIDDEN)))
+    yield from ((f"{name}.weight", (QWEN_VOCABULARY, HIDDEN)) for name in ("model.embed_tokens", "lm_head"))
     yield "model.norm.weight", (HIDDEN,)
     for layer in (f"model.layers.{number}." for number in range(LAYERS)):
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -79,28 +83,15 @@ def records(count: int, numbers: random.Random) -> list[dict[str, object]]:
 
 def write(out: Path) -> None:
     """Writes records and model."""
-    folder, numbers = out / "model", random.Random(0)
-    folder.mkdir(parents=True)
-    texts = []
+    model, numbers = out / "model", random.Random(0)
+    write_weights(model, shapes(), CONFIG)
+    texts: list[str] = []
     for name, count in (("train", 240), ("validation", 24)):
         made = records(count, numbers)
         texts += [json.dumps(record) for record in made]
-        (out / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    torch.manual_seed(0)
-    save_file({name: draw(name, shape) for name, shape in shapes()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(folder, texts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny Qwen3-MoE and questions.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty: give another folder")
-    write(out)
-    print(f"the model is in {out / 'model'}, records in train.json and validation.json beside it")
+        write_json(out / f"{name}.json", made)
+    write_byte_level(model, texts)
 
 
 if __name__ == "__main__":
-    main()
+    write_as_asked(write, "a tiny Qwen3-MoE, and questions")

@@ -9,24 +9,23 @@ it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from examples.drawn_models import (
+    BYTE_LEVEL_VOCABULARY,
+    QWEN_VOCABULARY,
+    Shape,
+    linear,
+    qwen_token,
+    write_as_asked,
+    write_byte_level,
+    write_json,
+    write_weights,
+)
+from examples.minicpm_v.make_small import write_records
 
-from examples.minicpm_v.make_small import linear, write_records
-
-ADDED = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-    "<|video_pad|>",
-)  # fmt: skip
-PIECES, VOCABULARY = 360, 384
 HIDDEN, LAYERS, HEADS, KEY_HEADS, FFN = 96, 2, 6, 2, 192
 WIDTH, BLOCKS, TOWER_FFN, PATCH, MERGE = 64, 2, 128, 14, 2
 CONFIG = {
@@ -45,14 +44,14 @@ CONFIG = {
     "rope_theta": 1000000.0,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY,
+    "vocab_size": QWEN_VOCABULARY,
     "torch_dtype": "float32",
-    "bos_token_id": PIECES,
-    "eos_token_id": PIECES + ADDED.index("<|im_end|>"),
-    "vision_start_token_id": PIECES + ADDED.index("<|vision_start|>"),
-    "vision_end_token_id": PIECES + ADDED.index("<|vision_end|>"),
-    "image_token_id": PIECES + ADDED.index("<|image_pad|>"),
-    "video_token_id": PIECES + ADDED.index("<|video_pad|>"),
+    "bos_token_id": BYTE_LEVEL_VOCABULARY,
+    "eos_token_id": qwen_token("<|im_end|>"),
+    "vision_start_token_id": qwen_token("<|vision_start|>"),
+    "vision_end_token_id": qwen_token("<|vision_end|>"),
+    "image_token_id": qwen_token("<|image_pad|>"),
+    "video_token_id": qwen_token("<|video_pad|>"),
     "vision_config": {
         "depth": BLOCKS,
         "hidden_act": "silu",
@@ -79,18 +78,11 @@ PROCESSOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Qwen2.5-VL's own, without its system message."""
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes() -> Iterator[Shape]:
     """Every tensor of the checkpoint, by the name that the released one has for it."""
-    yield from (("model.embed_tokens.weight", (VOCABULARY, HIDDEN)), ("lm_head.weight", (VOCABULARY, HIDDEN)))
+    yield from ((f"{name}.weight", (QWEN_VOCABULARY, HIDDEN)) for name in ("model.embed_tokens", "lm_head"))
     yield "model.norm.weight", (HIDDEN,)
     head = HIDDEN // HEADS
     for layer in (f"model.layers.{number}." for number in range(LAYERS)):
@@ -115,60 +107,13 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from linear("visual.merger.mlp.2", HIDDEN, WIDTH * MERGE**2)
 
 
-def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Normal weights, which keep the size of what passes through; norms that do nothing yet; biases of 0."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
-    drawn = torch.randn(shape)
-    return drawn * 0.1 if "embed_tokens" in name else drawn / drawn[0].numel() ** 0.5
-
-
-def write_tokenizer(folder: Path, texts: list[str]) -> None:
-    """Writes a byte-level BPE of PIECES pieces that has read `texts`, with Qwen's tokens behind them."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=PIECES, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    pieces = [f"<|unused_{number}|>" for number in range(PIECES - tokenizer.get_vocab_size())]
-    tokenizer.add_special_tokens([*pieces, *ADDED])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def write_model(folder: Path, texts: list[str]) -> None:
-    """Writes configuration, weights, tokenizer and the image processor's settings."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    save_file({name: draw(name, shape) for name, shape in shapes()}, folder / "model.safetensors", {"format": "pt"})
-    for name, settings in (("config.json", CONFIG), ("preprocessor_config.json", PROCESSOR)):
-        (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(folder, texts)
-
-
 def write(out: Path) -> None:
     """Writes pictures, records and model."""
-    write_model(out / "model", write_records(out, random.Random(0)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny Qwen2.5-VL and pictures with questions.")
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty: give another folder")
-    write(out)
-    print(f"the model is in {out / 'model'}, records of pictures in train.json and validation.json beside it")
+    texts, model = write_records(out, random.Random(0)), out / "model"
+    write_weights(model, shapes(), CONFIG)
+    write_json(model / "preprocessor_config.json", PROCESSOR)
+    write_byte_level(model, texts)
 
 
 if __name__ == "__main__":
-    main()
+    write_as_asked(write, "a tiny Qwen2.5-VL, and pictures with questions")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PATCH = 7
 LENGTH = 160
-"""Of a row."""
+"""Tokens of a row."""
 _ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},

@@ -176,7 +176,7 @@ def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None 
 DOCUMENTS = (106, 22, 70, 58)
 """Lengths of the documents, two in a row."""
 PICTURES = ((0, 1), (), (2,), (3,))
-"""Of each document."""
+"""The pictures of each document."""
 SIZES = ((30, 25), (20, 61), (50, 41), (31, 80))
 """Widths and heights of the pictures, where these matter."""
 Document = tuple[Tensor, dict[str, Tensor]]

@@ -106,7 +106,7 @@ class VisionEncoder(ShardedModule):
         super().__init__()
         self._config, self._layout, self._dtype = config, build.layout, build.dtype
         self.num_levels = 1 + deepstack
-        """Of features: those that take the places of embeddings, and those for later layers."""
+        """Features of each token: that which takes the place of its embedding, and those for later layers."""
         self._width = self.num_levels * width
         self.model = PlainModule(VISION, config.build, build=build, recompute=recompute, first_site=first_site)
         self._leaves = [entry.parameter for entry in self.model.trained]

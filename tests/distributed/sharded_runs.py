@@ -55,7 +55,7 @@ LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters"
 BUCKET_ELEMENTS = 700
 """So that a run has several buckets, most of several parameters, and rows and parameters are cut."""
 PIECE_ELEMENTS = 96
-"""Of offloaded state, updated together: so that parameters and rows are cut here, too."""
+"""Elements of offloaded state that are updated together: so few that parameters and rows are cut here, too."""
 GLOBAL_ROWS = 8
 SEQ_LENGTH = 24
 CLIP = 0.3

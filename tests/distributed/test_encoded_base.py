@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
     evaluation: float
     masters: list[NamedShard]
     parts: list[tuple[str, slice, slice, dict[str, Tensor]]]
-    """Of each encoded weight: its name, its rows and columns in the whole, and its parts."""
+    """The name of each encoded weight, its rows and columns in the whole, and its parts."""
 
 
 def _outcome(layout: Layout, level: ShardLevel, *, offload: bool = False) -> Outcome:
@@ -196,7 +196,7 @@ def _whole_shape(leaf: str) -> tuple[int, int]:
 
 
 ROUNDING = 0.02
-"""Of a loss in whose products operands have the four bits of e4m3."""
+"""The error of a loss in whose products operands have the four bits of e4m3."""
 
 
 @pytest.mark.parametrize("base", FP8)

@@ -119,7 +119,7 @@ def _expert(run: Run, step: int) -> None:
 
 
 def test_one_bit_of_an_expert():
-    """Of four ranks with two experts each, the second and the fourth hold the same."""
+    """The second and the fourth of four ranks hold the same two experts."""
     layout = replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, cuts_experts=False))
     said = _said(layout, _expert)
     expected = (

@@ -45,13 +45,13 @@ class Pictures:
 
     @classmethod
     def whole(cls, pictures: Sequence[Tensor]) -> Pictures:
-        """Of pictures [3, height, width]."""
+        """The patches of pictures [3, height, width]."""
         grids = tuple((one.shape[1] // PATCH, one.shape[2] // PATCH) for one in pictures)
         return cls([flatten_picture(one) for one in pictures], grids)
 
     @classmethod
     def strips(cls, fixture: VisionFixture, case: str) -> Pictures:
-        """Of MiniCPM-V 2.6's patches side by side."""
+        """The patches that MiniCPM-V 2.6 lays side by side."""
         sizes = torch.cat(fixture.series(f"{case}.tgt_sizes")).tolist()
         tiles = [rearrange(one, "c p (n q) -> n (c p q)", q=PATCH) for one in fixture.series(f"{case}.pixel_values")]
         return cls(tiles, tuple((rows, columns) for rows, columns in sizes))

@@ -228,7 +228,8 @@ def test_heads_that_do_not_share_are_refused() -> None:
 
 
 def test_a_rank_without_tokens_of_any_picture_gives_gradients() -> None:
-    """Of zeros, for its collectives to be those of other context ranks; without them backward would not come by."""
+    """The gradients are zeros, so that its collectives are those of other context ranks: without any, backward would
+    not come by."""
     q, k, v = (torch.ones(rows, 2, 4, requires_grad=True) for rows in (3, 5, 5))
     attended = cross_attention(q, EncodedRows(k, v, pair_spans((Span(0, 0), Span(0, 3)), (0,), (5,))))
     assert not attended.any() and attended.shape == q.shape

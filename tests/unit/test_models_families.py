@@ -193,7 +193,7 @@ def test_switches_that_the_decoder_lacks_are_refused(config: dict[str, object], 
 
 
 ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "GptOss", "Mixtral", "Qwen3Moe"]
-"""Of which a few layers are counted."""
+"""Classes of which a few layers are counted."""
 STOCK_SIZES = [
     *ROUTED_SIZES,
     "Gemma2",

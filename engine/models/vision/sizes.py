@@ -11,7 +11,7 @@ from engine.tower_defaults import whole_tower
 Grid = tuple[int, ...]
 """Rows and columns of a tile, in patches, and behind that what else its model has to know."""
 Grids = tuple[Grid, ...]
-"""Of each tile."""
+"""The grid of each tile."""
 ENCODER_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
 )  # fmt: skip

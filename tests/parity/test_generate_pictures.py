@@ -62,7 +62,7 @@ def pictures(name: str) -> list[Path]:
 
 
 def prompts(name: str, folder: Path) -> list[Prompt]:
-    """Prompts of several lengths: with a picture, with two or another, and, where the model takes such, of text alone."""
+    """Prompts of several lengths: with a picture, with two or another, and of text alone where the model takes such."""
     tokenizer = load_tokenizer(folder)
     family = read_vision_family(folder, tokenizer)
     assert family is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN
 from engine.kernels.linear_cross_entropy import GPU_TOKENS, LossKernels
-from engine.kernels.records import AdapterSection, Documents, DropoutKey
+from engine.kernels.records import AdapterSection, Documents, DropoutKey, InputUpdate
 from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks, one_by_one
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import GPU_FOLD_MULTIPLE, REFERENCE, HeadNormKernels, Kernels, RowCodeKernels, gpu_folds
@@ -34,7 +34,8 @@ _MULTIPROCESSORS = 132
 """Of a Hopper GPU. Sums are cut into parts until there are two programs for each; a GPU with another number has partial
 sums of other sizes, which are a few percent of what the products read."""
 _MOST_RANKS, _MOST_RANKS_FP32 = 64, 16
-"""Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its dA without the output."""
+"""Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its H along with the output, and
+its dA without it."""
 _TOKENS_AT_ONCE, _TOKENS_AT_ONCE_FP32 = 1024, 512
 """Tokens of which it then writes a partial sum of dA."""
 
@@ -88,7 +89,7 @@ def shape_kernels(name: str) -> Kernels:
     )
     if name == "native":
         return native
-    return replace(
+    triton = replace(
         native,
         draw_mask=partial(_draw_bits, whole=1),
         attention=partial(_attention, wide=True),
@@ -105,6 +106,45 @@ def shape_kernels(name: str) -> Kernels:
         folds=gpu_folds,
         fold_multiple=GPU_FOLD_MULTIPLE,
     )
+    return split_many_ranks(triton)
+
+
+def split_many_ranks(kernels: Kernels) -> Kernels:
+    """Returns the Triton backend with two kernels, one after the other, for adapters on SwiGLU's output that have more
+    ranks than one kernel takes; other backends as they are."""
+    project, backward = kernels.swiglu_project, kernels.swiglu_backward_adapted
+    if kernels.name != "triton" or project is None or backward is None:
+        return kernels
+
+    def swiglu_project(gate_up: Tensor, out: Tensor, a_RI: Tensor, *others: Any) -> None:
+        if _takes_ranks(out, a_RI.shape[0]):
+            project(gate_up, out, a_RI, *others)
+        else:
+            kernels.swiglu_forward(gate_up, out)
+            kernels.project(out, a_RI, *others)
+
+    def swiglu_backward_adapted(
+        dy: Tensor,
+        gate_up: Tensor,
+        update: InputUpdate | None,
+        dh_TR: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        sections: Sequence[AdapterSection],
+    ) -> Tensor:
+        if _takes_ranks(dy, dh_TR.shape[1]) and any(one.da is not None for one in sections):
+            return backward(dy, gate_up, update, dh_TR, mask, scale, sections)
+        y = None if all(one.da is None for one in sections) else _like(dy)
+        gradient = kernels.swiglu_backward(dy, gate_up, update, y)
+        if y is not None:
+            kernels.a_gradient(dh_TR, y, mask, scale, sections)
+        return gradient
+
+    return replace(kernels, swiglu_project=swiglu_project, swiglu_backward_adapted=swiglu_backward_adapted)
+
+
+def _takes_ranks(x: Tensor, num_ranks: int) -> bool:
+    return num_ranks <= (_MOST_RANKS_FP32 if x.dtype == torch.float32 else _MOST_RANKS)
 
 
 def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
@@ -169,16 +209,10 @@ def _swiglu_backward_adapted(
     scale: float,
     sections: Sequence[AdapterSection],
 ) -> Tensor:
-    """Allocates the partial sums of dA, or forward's output again where the adapter has more ranks than the kernel
-    takes."""
-    gradient, ranks = _like(gate_up), dh_TR.shape[1]
-    if any(one.da is not None for one in sections):
-        wide = gate_up.dtype == torch.float32
-        if ranks > (_MOST_RANKS_FP32 if wide else _MOST_RANKS):
-            _again = _like(dy)
-        else:
-            parts = -(-dy.shape[0] // (_TOKENS_AT_ONCE_FP32 if wide else _TOKENS_AT_ONCE))
-            _again = _wide(dy, (parts, ranks, dy.shape[1]))
+    """Allocates the partial sums of dA."""
+    gradient, wide = _like(gate_up), gate_up.dtype == torch.float32
+    parts = -(-dy.shape[0] // (_TOKENS_AT_ONCE_FP32 if wide else _TOKENS_AT_ONCE))
+    _partials = _wide(dy, (parts, dh_TR.shape[1], dy.shape[1]))
     return gradient
 
 
@@ -207,12 +241,9 @@ def _project(x: Tensor, a_RI: Tensor, *_: Any) -> None:
 
 def _swiglu_project(gate_up: Tensor, out: Tensor, a_RI: Tensor, *_: Any) -> None:
     """Allocates the partial sums of H, from tiles of tokens and features of one size."""
-    wide, num_ranks = out.dtype == torch.float32, a_RI.shape[0]
-    if num_ranks > (_MOST_RANKS_FP32 if wide else _MOST_RANKS):
-        return _project(out, a_RI)
-    tile = 32 if wide else 64
+    tile = 32 if out.dtype == torch.float32 else 64
     if (splits := _splits(-(-out.shape[0] // tile), out.shape[1], tile)) > 1:
-        _wide(out, (splits, out.shape[0], num_ranks))
+        _wide(out, (splits, out.shape[0], a_RI.shape[0]))
 
 
 def _a_partials(dh_TR: Tensor, x: Tensor, sections: Sequence[AdapterSection]) -> None:

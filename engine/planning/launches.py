@@ -27,7 +27,7 @@ from engine.kernels.records import AdapterPlace, AdapterSection, Documents, Inpu
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels
-from engine.planning.kernel_shapes import shape_torch_attention, write_in_place
+from engine.planning.kernel_shapes import shape_torch_attention, split_many_ranks, write_in_place
 from engine.quantization.encoding import encoding
 
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
@@ -227,7 +227,7 @@ def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
         for name, kind in (("head_norms", "head norm "), ("row_codes", "codes of "), ("loss", "loss "))
         if (record := getattr(kernels, name)) is not None
     }
-    return replace(kernels, **count(kernels, _FLOPS), **nested, attention=attention)
+    return split_many_ranks(replace(kernels, **count(kernels, _FLOPS), **nested, attention=attention))
 
 
 def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> BaseEncoding:

@@ -43,10 +43,11 @@ class _NotRun:
 @pytest.fixture
 def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "num_processors", lambda device: 132)
+    monkeypatch.setattr(swiglu, "multiplies_in_shared_memory", lambda device: True)
     for module, names in {
         lora: ("_project_kernel", "_a_gradient_kernel"),
         output_gradients: ("_output_gradients_kernel",),
-        swiglu: ("_project_kernel", "_forward_kernel"),
+        swiglu: ("_project_kernel", "_forward_kernel", "_backward_kernel", "_backward_adapted_kernel"),
     }.items():
         for name in names:
             monkeypatch.setattr(module, name, _NotRun())
@@ -103,6 +104,9 @@ def test_partial_sums(tokens: int, ranks: int, dtype: torch.dtype) -> None:
                 h, x, rstd, weight, None, 1.0, given
             ),
             f"b_gradient of {count}": lambda one, given=sections: one.b_gradient(dy, h, given),
+            f"swiglu_backward_adapted of {count}": lambda one, given=sections: one.swiglu_backward_adapted(
+                x, gate_up, None, h, None, 1.0, given
+            ),
             f"output_gradients of {count}": lambda one, given=sections: one.output_gradients(dy, h, given, dh_out=h),
         }
     for name, call in calls.items():

@@ -88,6 +88,30 @@ def test_bytes_and_operations_of_kernels() -> None:
     assert 1.0 < products / (4 * tokens * weights) < 1.02
 
 
+def test_ranks_that_no_kernel_takes_at_once_make_it_two() -> None:
+    """Above 64 ranks SwiGLU's output is read again for H, and written in backward to be read for dA."""
+    tokens, hidden, inner, layers = 8192, 4096, 14336, 32
+    ranks, columns = 80, 128  # of H, with its padding
+    found = _kernels(lora=LoraOptions(rank=ranks, targets=("down_proj",)))
+    assert ("layers", "forward", "swiglu_project") not in found
+    (swiglu,) = found["layers", "forward", "swiglu_forward"]
+    (project,) = found["layers", "forward", "project"]
+    assert (swiglu.count, project.count) == (layers, layers)
+    assert swiglu.launch.nbytes == 2 * tokens * 3 * inner
+    # y and A read, H written; 128 ranges of 64 tokens, as above
+    assert project.launch.nbytes == 2 * tokens * inner + 2 * ranks * inner + 2 * tokens * columns + 2 * 3 * 4 * (
+        tokens * ranks
+    )
+    assert project.launch.flops == 2 * tokens * inner * ranks
+    assert ("layers", "backward", "swiglu_backward_adapted") not in found
+    (backward,) = found["layers", "backward", "swiglu_backward"]
+    (da,) = found["layers", "backward", "a_gradient"]
+    assert backward.launch.nbytes >= 2 * tokens * (2 + 1 + 2 + 1) * inner  # [gate | up], dy; their gradients, y
+    assert da.launch.nbytes >= 2 * tokens * (inner + ranks)
+    few = _kernels(lora=LoraOptions(rank=64, targets=("down_proj",)))
+    assert ("layers", "forward", "swiglu_forward") not in few
+
+
 def test_an_uneven_last_wave_takes_as_long_as_a_full_one() -> None:
     """132 multiprocessors, tiles of 256 x 128 either way round; 8192 x 8192 has 2048 tiles, in 16 waves."""
     whole = 2048 / (16 * 132)

@@ -130,6 +130,8 @@ class _Pass:
         self._cache = cache
         self._tokens = (slots, positions, lasts)
         self._places: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
+        for layer in cache.layers.values():  # before the first layer runs: the host waits for copies to the device
+            self._place(layer.capacity)
 
     def _place(self, capacity: int) -> tuple[Tensor | None, Tensor, Tensor]:
         """Returns which tokens stay (None for all), their slots and their places in them."""
@@ -201,6 +203,8 @@ class NextPass(_Pass):
         super().__init__(cache, range(len(positions)), positions, positions)
         self._counts = [position + 1 for position in positions]
         self._seen: dict[int, Tensor | None] = {}
+        for layer in cache.layers.values():
+            self._mask(layer.capacity)
 
     def _mask(self, capacity: int) -> Tensor | None:
         """Returns bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -135,7 +136,7 @@ class InferenceStage:
             One token for each prompt; the same on all ranks.
         """
         lengths = [len(prompt) for prompt in prompts]
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        (tokens,) = self._to_device([token for prompt in prompts for token in prompt])
         if self._chooser is not None:
             for slot, ids in zip(slots, tokens.split(lengths), strict=True):
                 self._chooser.start_row(slot, ids)
@@ -153,9 +154,9 @@ class InferenceStage:
             grid_positions_3BS=coordinates.grid_positions_3BS,
         )
         batch = (batch if 0 in self._parts else batch.without_pixels()).to(self.device)
-        lasts = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        lasts, *coordinates = self._to_device([end - 1 for end in accumulate(lengths)], slots, rows, lengths)
         logits = self._logits(batch, self.cache.first_pass(kept_slots, kept_lengths), lasts)
-        return self._choose(logits, slots, rows, lengths)
+        return self._choose(logits, *coordinates)
 
     @torch.no_grad()
     def decode(
@@ -174,19 +175,19 @@ class InferenceStage:
         """
         count = len(tokens)
         fill = [0] * (-count % self._multiple)  # the slots behind the active ones, where nothing is kept
-        column = torch.tensor([*tokens, *fill], device=self.device)[:, None]
-        rotations = torch.tensor([*positions, *fill], device=self.device)[:, None]
+        column, rotations = self._to_device([*tokens, *fill], [*positions, *fill])[..., None]
         batch = _batch(column, rotations, (1,) * len(column))
+        coordinates = self._to_device(range(count), rows, [place + 1 for place in places])
         logits = self._logits(batch, self.cache.next_pass([*places, *fill]), None)
         logits = None if logits is None else logits[:count]
-        return self._choose(logits, range(count), rows, [place + 1 for place in places])
+        return self._choose(logits, *coordinates)
 
     @torch.no_grad()
     def idle(self) -> None:
         """Runs a pass that computes nothing of use. Where weights are gathered from ranks that have other rows, all of
         them run as many passes."""
         fill = [0] * self._multiple
-        column = torch.tensor(fill, device=self.device)[:, None]
+        column = self._to_device(fill)[0, :, None]
         self._logits(_batch(column, column.clone(), (1,) * len(column)), self.cache.next_pass(fill), None)
         self.finish()
 
@@ -240,29 +241,27 @@ class InferenceStage:
         chosen = all_gather(x, self.tp)[torch.cat((index, index.new_zeros(fill)))]
         return local_part(chosen, self.tp).contiguous()
 
-    def _choose(
-        self, logits: Tensor | None, slots: Sequence[int], rows: Sequence[int], positions: Sequence[int]
-    ) -> list[int]:
-        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        logps = torch.zeros(len(rows), dtype=torch.float64, device=self.device) if self._with_logps else None
+    def _to_device(self, *lists: Sequence[int]) -> Tensor:
+        """Returns int64 [lists, N]. The host waits for such a copy, so all of a pass come before its forward: behind
+        that, what chooses tokens can then be launched at once."""
+        return torch.tensor([list(one) for one in lists], dtype=torch.int64, device=self.device)
+
+    def _choose(self, logits: Tensor | None, slots: Tensor, rows: Tensor, positions: Tensor) -> list[int]:
+        found = torch.zeros(1 + self._with_logps, len(slots), dtype=torch.float64, device=self.device)
         if self._chooser is not None:
             assert logits is not None
-            places = (torch.tensor(list(values), device=self.device) for values in (slots, rows, positions))
-            tokens = self._chooser.choose(logits, *places)
-            if logps is not None:
-                logps = self._chooser.logps(logits, tokens, self._loss_kernels).double()
-        if self.pp.size == 1:
-            self.logps = [] if logps is None else logps.tolist()
-            return tokens.tolist()
+            tokens = self._chooser.choose(logits, slots, rows, positions)
+            found[0] = tokens
+            if self._with_logps:
+                found[1] = self._chooser.logps(logits, tokens, self._loss_kernels)
+        # one message, from the last pipeline rank to all and from the device to the host: fp64 holds both exactly
         began = self.now()
-        # one message: fp64 holds both exactly
-        found = tokens.double()[None] if logps is None else torch.stack((tokens.double(), logps))
-        found = all_reduce(found, self.pp).cpu()
+        found = all_reduce(found, self.pp)
+        ids, *logps = found.tolist()
         if self._chooser is None:
             self.waits.seconds += self.now() - began
-        self.logps = [] if logps is None else found[1].tolist()
-        chosen: list[int] = found[0].long().tolist()
-        return chosen
+        self.logps = logps[0] if self._with_logps else []
+        return [int(one) for one in ids]
 
     def _receive(self, model: Decoder, batch: Batch, source: int) -> Tensor:
         num_rows = model.message_rows(batch, model.part.first)

@@ -59,7 +59,8 @@ class Chooser:
         self._first_id, self._num_ids = first_id, num_ids
         self._seen: Tensor | None = None
         if settings.repetition_penalty != 1.0:
-            self._seen = torch.zeros(slots, num_ids, dtype=torch.bool, device=device)
+            # the last column is that of all ids elsewhere, so that noting them takes no mask, for which the host waits
+            self._seen = torch.zeros(slots, num_ids + 1, dtype=torch.bool, device=device)
 
     def start_row(self, slot: int, ids: Tensor) -> None:
         """Starts a row with int64 `ids` in this slot."""
@@ -97,7 +98,7 @@ class Chooser:
         if self._seen is not None:
             penalty = self._settings.repetition_penalty
             repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
-            scores = torch.where(self._seen[slots], repeated, scores)
+            scores = torch.where(self._seen[slots, : self._num_ids], repeated, scores)
         return scores if self._settings.greedy else scores / self._settings.temperature
 
     def logps(self, logits_NV: Tensor, ids: Tensor, kernels: LossKernels) -> Tensor:
@@ -125,7 +126,7 @@ class Chooser:
         assert self._seen is not None
         local = ids - self._first_id
         here = (local >= 0) & (local < self._num_ids)
-        self._seen[slots[here], local[here]] = True
+        self._seen[slots, torch.where(here, local, self._num_ids)] = True
 
     def _bounded(self, scores: Tensor) -> Tensor:
         """Returns the scores with -inf below the row's bound."""

@@ -19,6 +19,7 @@ class Case:
         trains_all: all parameters, in place of adapters.
         generates: tokens, in place of training; with the number of pipeline ranks in `pipeline`.
         quick: belongs to the quick suite.
+        rows_arrive: tokens of other ranks have chosen experts of this one, where these are on several.
         expects: operations that must have been seen, so that the case shows what its name says.
     """
 
@@ -30,6 +31,7 @@ class Case:
     generates: bool = False
     pipeline: int = 1
     quick: bool = False
+    rows_arrive: bool = True
     expects: tuple[str, ...] = ()
 
     @property
@@ -38,9 +40,10 @@ class Case:
 
     @property
     def global_batch_size(self) -> int:
-        """Two micro-batches a rank, four where they go through a pipeline."""
+        """Two micro-batches a rank, four where they go through a pipeline, eight where four complete a prompt."""
         sizes = re.findall(r"--parallel.(?:tensor|context|pipeline) (\d+)", self.options)
-        return self.world // prod(map(int, sizes)) * (4 if "pipeline" in self.options else 2)
+        each = 8 if "grpo" in self.options else 4 if "pipeline" in self.options else 2
+        return self.world // prod(map(int, sizes)) * each
 
     @property
     def steps(self) -> int:
@@ -112,6 +115,24 @@ QWEN3_VL = {
     "vision_config": {**_GRID_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2]},
 }  # fmt: skip
 """A picture of 6 x 8 patches is 12 tokens; of Qwen3-VL's features for three layers one crosses to the second stage."""
+MIXTURE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32, "moe_intermediate_size": 64,
+    "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
+}  # fmt: skip
+SHARED_EXPERT = {
+    "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "head_dim": 32, "intermediate_size": 64,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32, "attention_bias": True,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8,
+    "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "q_lora_rank": 64,
+    "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
 TIED = {"tie_word_embeddings": True}
@@ -119,6 +140,11 @@ TP2, TP8, PP2, PP4, CP4 = (
     f"--parallel.{axis}" for axis in ("tensor 2", "tensor 8", "pipeline 2", "pipeline 4", "context 4")
 )
 PACKED = "--data.packing true"
+LATENT = "--lora.targets [q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]"
+GRPO = (
+    f"{PACKED} --objective.name grpo --objective.beta 0.1 --rollout.rewards [exact_match] --rollout.num_generations 4 "
+    "--rollout.max_completion_length 5 --rollout.slots 4 --rollout.top_p 0.9 --rollout.steps_per_generation 2"
+)
 ULYSSES = "--parallel.context_method ulysses"
 JOINT = "--parallel.sequence false --parallel.lora_reduce joint"
 
@@ -224,6 +250,58 @@ CASES = {
     "graph of a step, tensor 2, recomputed": Case(
         options=f"{PACKED} --memory.cuda_graph step --memory.recompute full {TP2}", world=8, rank=1, quick=True
     ),
+    # mixtures of experts
+    "experts": Case(model=MIXTURE, options=PACKED, quick=True),
+    "experts, all parameters": Case(model=MIXTURE, options=PACKED, trains_all=True),
+    "experts that share factors": Case(model=MIXTURE, options=f"{PACKED} --lora.experts shared_outer"),
+    "experts in nf4": Case(model=MIXTURE, options=f"{PACKED} --model.base_dtype nf4", quick=True),
+    "experts in fp8, tensor 2": Case(
+        model=MIXTURE, options=f"{PACKED} --model.base_dtype fp8 {TP2}", world=8, rank=1
+    ),
+    "experts on 2 ranks": Case(
+        model=MIXTURE, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, quick=True, expects=("all_to_all",)
+    ),
+    "experts on 2 ranks, of which one gets no rows": Case(
+        model=MIXTURE, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, rows_arrive=False,
+        expects=("all_to_all",),
+    ),
+    "experts on 4 ranks, tensor 2, recomputed": Case(
+        model=MIXTURE, options=f"{PACKED} --parallel.expert 4 {TP2} --memory.recompute full", world=8, rank=3,
+        expects=("all_to_all",),
+    ),
+    "experts on 2 ranks, all parameters, sharded optimizer": Case(
+        model=MIXTURE, options=f"{PACKED} --parallel.expert 2 --parallel.shard optimizer", world=8, rank=5,
+        trains_all=True, expects=("all_to_all", "all_gather"),
+    ),
+    "experts on 2 ranks, pipeline 2, ring of 2": Case(
+        model=MIXTURE, options=f"{PACKED} --parallel.expert 2 {PP2} --parallel.context 2", world=8, rank=6,
+        expects=("all_to_all", "transfer"),
+    ),
+    "experts, sharded parameters": Case(
+        model=MIXTURE, options=f"{PACKED} --parallel.shard parameters", world=8, rank=2, trains_all=True
+    ),
+    "experts, offloaded weights": Case(model=MIXTURE, options=f"{PACKED} --memory.offload_weights true"),
+    "experts beside a shared one, tensor 2": Case(model=SHARED_EXPERT, options=f"{PACKED} {TP2}", world=8, rank=1),
+    "experts beside a shared one, on 2 ranks, tensor 2": Case(
+        model=SHARED_EXPERT, options=f"{PACKED} {TP2} --parallel.expert 2", world=8, rank=1, expects=("all_to_all",)
+    ),
+    "gpt-oss": Case(model=GPT_OSS, options=PACKED),
+    "gpt-oss, all parameters, on 2 ranks": Case(
+        model=GPT_OSS, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, trains_all=True
+    ),
+    "deepseek v3, tensor 2": Case(model=DEEPSEEK, options=f"{PACKED} {TP2} {LATENT}", world=8, rank=1),
+    "experts, tokens": Case(model=MIXTURE, generates=True),
+    "gpt-oss, tokens": Case(model=GPT_OSS, generates=True),
+    "deepseek v3, tokens": Case(model=DEEPSEEK, options=LATENT, generates=True),
+    # rollouts
+    "rollouts": Case(options=GRPO, quick=True),
+    "rollouts, tensor 2, pipeline 2": Case(options=f"{GRPO} {TP2} {PP2}", world=8, rank=7, expects=("transfer",)),
+    "rollouts, first of two stages": Case(options=f"{GRPO} {PP2}", world=8, rank=0, expects=("transfer",)),
+    "rollouts, sharded parameters": Case(options=f"{GRPO} --parallel.shard parameters", world=8, rank=2),
+    "rollouts in nf4": Case(options=f"{GRPO} --model.base_dtype nf4"),
+    "rollouts, experts on 2 ranks": Case(
+        model=MIXTURE, options=f"{GRPO} --parallel.expert 2", world=8, rank=1, expects=("all_to_all",)
+    ),
     # objectives, meters, tokens
     "dpo, tensor 2, pipeline 2": Case(options=f"--objective.name dpo {TP2} {PP2}", world=8, rank=7),
     "dpo, ring of 2": Case(options="--objective.name dpo --parallel.context 2", world=8, rank=1, quick=True),
@@ -250,7 +328,18 @@ MAY_WAIT = {
     ("engine/training/state.py", "state_contents"): "a save's counters",
     ("engine/training/state.py", "state_tensors"): "a save finds masters in host memory as they are",
     ("engine/checkpoint/run/snapshot.py", "Snapshot.take"): "a save's copy",
-    ("engine/inference/model_part.py", "InferenceStage.decode"): "tokens go to the host and come back",
+    (
+        "engine/ops/expert_exchange.py",
+        "plan_exchange",
+    ): "rows of experts on other ranks, whose sizes NCCL takes from it",
+    ("engine/training/rollouts/source.py", "RolloutSource._fill"): "between two steps, for the clock",
+    ("engine/training/rollouts/sampler.py", "Sampler.sample"): "completions go to all ranks",
+    ("engine/training/token_logps.py", "token_logps"): "log-probabilities go to the rows of later steps",
+    ("engine/inference/model_part.py", "InferenceStage._to_device"): "tokens and their places come from the host",
+    ("engine/inference/key_value_cache.py", "_Pass.__init__"): "where keys go",
+    ("engine/inference/key_value_cache.py", "NextPass.__init__"): "which keys rows have",
+    ("engine/inference/model_part.py", "_batch"): "where documents begin",
+    ("engine/inference/model_part.py", "InferenceStage._choose"): "tokens go to the host",
     ("engine/inference/model_part.py", "InferenceStage.move"): "between two tokens",
 }
 """Where the host may wait for the device once the run has begun: file and function, and what for."""

@@ -47,9 +47,10 @@ from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from engine.zigzag import Span
 from rankfold.planning.memory_measure import draw_batches
-from tests.fake_cuda import cuda, mistakes, nccl, recorder, triton_launches
+from tests.fake_cuda import cuda, exchanges, mistakes, nccl, recorder, triton_launches
 from tests.fake_cuda.layouts import CASES, LLAMA, MAY_WAIT, Case
 from tests.fake_cuda.recorder import Recorder
+from tests.fake_cuda.rollouts import rollout_source
 
 SILENT = Log(rank=1)
 
@@ -75,6 +76,7 @@ def watched(device: Recorder) -> Iterator[None]:
 def run_case(name: str) -> dict[str, Any]:
     """Returns what was found in a case."""
     case, device = CASES[name], Recorder(frozenset(MAY_WAIT))
+    exchanges.install(device, rows_arrive=case.rows_arrive)
     with tempfile.TemporaryDirectory() as folder:
         (_generate if case.generates else _train)(case, Path(folder), device)
     gc.collect()
@@ -139,13 +141,20 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
         device.is_running = True
         take_step = training.step if training.graphs is None else training.graphs
         consumed = 0
+        sampled = None
+        if config.objective.samples_completions:
+            sampled = rollout_source(config, launch, training).stream(0, 0, case.steps)
         for step in range(1, case.steps + 1):
-            batches, targets = _batches(config, training, loader, consumed)
+            if sampled is None:
+                batches, targets = _batches(config, training, loader, consumed)
+            else:
+                rows = next(sampled)
+                batches, targets = rows.batches, rows.targets
             reporter.before(step)
             result = take_step(batches, targets, 1e-3)
             consumed += config.train.global_batch_size
             seen = StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
-            reporter.after(seen, rows=16, tokens=1024, figures={})
+            reporter.after(seen, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
         reporter.catch_up(last=True)
         guards.finish(case.steps, consumed)
         guards._locator.locate(batches, targets, case.steps)
@@ -254,6 +263,7 @@ def _evaluate(
 ) -> None:
     if config.objective.compares_answers:
         training.stages.figures(batches)
+    if config.objective.name != "language_modeling":
         return
     options = loader_options(config, launch.device, **data_position(config, launch))
     loader = EvalLoader(dataset, max_samples=2 * training.mesh.dp.size, **options)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,6 +53,8 @@ class Recorder(TorchDispatchMode):
         self.operations: Counter[str] = Counter()
         self.used: set[tuple[str, str]] = set()
         """The allowed places at which it did."""
+        self.numbers: dict[tuple[str, str], Callable[[Tensor], Any]] = {}
+        """What lists are read at some places, each a file of the product and a function in it."""
 
     def report(self, mistake: str) -> None:
         self.mistakes[mistake] += 1
@@ -61,6 +65,16 @@ class Recorder(TorchDispatchMode):
         while frame is not None and not frame.f_code.co_filename.startswith(_PRODUCT):
             frame = frame.f_back
         return "a test" if frame is None else f"{frame.f_code.co_filename[len(_ROOT) + 1 :]}:{frame.f_lineno}"
+
+    def known_numbers(self, tensor: Tensor) -> Any:
+        """Returns the list that is read of a tensor at this place; None where no place says what."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and self.numbers:
+            code = frame.f_code
+            if (read := self.numbers.get((code.co_filename[len(_ROOT) + 1 :], code.co_qualname))) is not None:
+                return read(tensor)
+            frame = frame.f_back
+        return None
 
     def synchronised(self, what: str) -> None:
         """The host waits for the device."""
@@ -111,6 +125,8 @@ class Recorder(TorchDispatchMode):
         if name in _SIZED_BY_NUMBERS and args[0].device.type == "cuda":
             self.synchronised(name)
             self.machine.host.wait(self.machine.current[-1].moment())
+            return _one(name, args[0])
+        if name in _SIZED_BY_NUMBERS and isinstance(args[0], FakeTensor):  # of the host, which waits for nothing
             return _one(name, args[0])
         if name in _INDEXING:
             args = self._indexed(name, args)
@@ -246,11 +262,18 @@ def install_reads(recorder: Recorder) -> None:
             recorder.synchronised("tolist")
             recorder.machine.touch(tensor, recorder.place(), writes=False)
             recorder.machine.host.wait(recorder.machine.current[-1].moment())
+        if (known := recorder.known_numbers(tensor)) is not None:
+            return known
 
         def build(shape: tuple[int, ...]) -> Any:
             return [build(shape[1:]) for _ in range(shape[0])] if shape else number_of(tensor)
 
         return build(tuple(tensor.shape))
+
+    def numpy(tensor: Tensor) -> Any:
+        assert tensor.device.type == "cpu", "numpy of a tensor of the device"
+        recorder.machine.touch(tensor, recorder.place(), writes=False)
+        return np.full(tuple(tensor.shape), number_of(tensor), dtype=str(tensor.dtype).removeprefix("torch."))
 
     plain_address, resize = torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
 
@@ -280,7 +303,7 @@ def install_reads(recorder: Recorder) -> None:
         return made
 
     stand_ins: Any = FakeTensor
-    stand_ins.tolist, stand_ins.data_ptr = tolist, tensor_address
+    stand_ins.tolist, stand_ins.data_ptr, stand_ins.numpy = tolist, tensor_address, numpy
     storages: Any = torch.UntypedStorage
     storages.data_ptr, storages.resize_ = address, resized
     tensors: Any = torch.Tensor

@@ -34,8 +34,8 @@ _MULTIPROCESSORS = 132
 """Of a Hopper GPU. Sums are cut into parts until there are two programs for each; a GPU with another number has partial
 sums of other sizes, which are a few percent of what the products read."""
 _MOST_RANKS, _MOST_RANKS_FP32 = 64, 16
-"""Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its H along with the output, and
-its dA without it."""
+"""Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its H along with the output,
+and its dA without it."""
 _TOKENS_AT_ONCE, _TOKENS_AT_ONCE_FP32 = 1024, 512
 """Tokens of which it then writes a partial sum of dA."""
 

@@ -331,7 +331,7 @@ MAY_WAIT = {
     (
         "engine/ops/expert_exchange.py",
         "plan_exchange",
-    ): "rows of experts on other ranks, whose sizes NCCL takes from it",
+    ): "rows for other ranks: NCCL takes their number from the host",
     ("engine/training/rollouts/source.py", "RolloutSource._fill"): "between two steps, for the clock",
     ("engine/training/rollouts/sampler.py", "Sampler.sample"): "completions go to all ranks",
     ("engine/training/token_logps.py", "token_logps"): "log-probabilities go to the rows of later steps",

@@ -90,7 +90,7 @@ def test_bytes_and_operations_of_kernels() -> None:
 
 def test_ranks_that_no_kernel_takes_at_once_make_it_two() -> None:
     """Above 64 ranks SwiGLU's output is read again for H, and written in backward to be read for dA."""
-    tokens, hidden, inner, layers = 8192, 4096, 14336, 32
+    tokens, inner, layers = 8192, 14336, 32
     ranks, columns = 80, 128  # of H, with its padding
     found = _kernels(lora=LoraOptions(rank=ranks, targets=("down_proj",)))
     assert ("layers", "forward", "swiglu_project") not in found

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.load import load_config
+from engine.config.rules import check_config, check_world
 from engine.errors import UserError
 from engine.training.base_encoding import FP8_CAPABILITY
+from engine.training.start_model import check_model, model_source
 from rankfold.benchmarking.first_hour import run as first_hour
 from rankfold.benchmarking.first_hour.figures import key_figures
 from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
@@ -26,7 +29,8 @@ from rankfold.benchmarking.sections import SECTIONS
 from rankfold.certifying.layouts import check_comparable, other_layout, own_layout
 from rankfold.planning import memory
 
-SECTION_PARTS = [part for part in PARTS if part.tool not in ("tests", "plan")]
+SECTION_PARTS = [part for part in PARTS if part.tool not in ("tests", "plan", "train")]
+TRAIN_PARTS = [part for part in PARTS if part.tool == "train"]
 LAYOUT_PARTS = [part for part in PARTS if part.arguments.startswith("certify")]
 MEMORY_PARTS = [part for part in PARTS if part.arguments.startswith("memory") and part.tool == "plan"]
 TEST_PARTS = [part for part in PARTS if part.tool == "tests"]
@@ -58,6 +62,36 @@ def test_layouts_fit_the_small_run_and_the_gpus(part: Part, tmp_path: Path) -> N
     others = [other_layout(config, 1, text) for word, text in pairwise(words) if word == "--against"]
     check_comparable(own, others)
     assert {other.num_ranks for other in others} == {part.gpus} and own.num_ranks == 1
+
+
+@pytest.mark.parametrize("part", TRAIN_PARTS, ids=lambda part: part.name)
+def test_trainings_are_ones_that_the_engine_takes(part: Part, tmp_path: Path) -> None:
+    part.prepare(tmp_path / "it")
+    words = part.command(tmp_path / "it")[2:]
+    config = load_config(words)
+    check_config(config)
+    check_world(config, part.gpus)
+    check_model(config, model_source(config).model, part.gpus)
+    assert config.model.dtype == "bfloat16" and config.checkpoint.dir == str(tmp_path / "it.run" / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", TRAIN_PARTS, ids=lambda part: part.name)
+def test_trainings_run_to_their_end(part: Part, tmp_path: Path) -> None:
+    """On a CPU, in its own precision, two steps."""
+    shorter = replace(part, arguments=f"{part.arguments} --train.steps 2")
+    done = run_part(1, shorter, tmp_path)
+    assert done.status == "passed", (tmp_path / f"01-{part.name}.log").read_text()
+
+
+def test_what_reads_no_configuration_needs_no_package_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Gpus(8, 139.1, (9, 0))
+    assert {first_hour._what_is_missing(part, here) for part in PARTS} == {""}
+    monkeypatch.setattr(first_hour, "find_spec", lambda name: None)
+    lacking = {part.tool: first_hour._what_is_missing(part, here) for part in PARTS}
+    told = f"needs jsonargparse and docstring_parser, not installed for {sys.executable}"
+    assert {tool for tool, why in lacking.items() if why == told} == {"plan", "train"}
+    assert {why for tool, why in lacking.items() if tool not in ("plan", "train")} == {""}
 
 
 @pytest.mark.parametrize("part", MEMORY_PARTS, ids=lambda part: part.name)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankfold.benchmarking.small_run import write_small_run
+from rankfold.benchmarking.small_run import SMALL_LLAMA, SMALL_MIXTURE, write_small_run
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESET = "--preset llama3-8b"
@@ -19,8 +19,10 @@ class Part:
 
     Args:
         name: of the part and, with its number, of its files.
-        tool: "tests" for pytest, "plan" for `rankfold plan`, or a section of `rankfold benchmark`.
-        arguments: of the tool, without those that say where results go.
+        tool: "tests" for pytest, "plan" and "train" for these commands of `rankfold`, or a section of `rankfold
+            benchmark`.
+        arguments: of the tool, without those that say where results go. RUN is the folder of a small run that is
+            written before, EXPERTS the same of a mixture of experts.
         gpus: GPUs that it needs.
         memory: GiB that a GPU needs for it.
         capability: the least compute capability of a GPU that has the products for it.
@@ -44,7 +46,11 @@ class Part:
                 sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
                 f"--junitxml={stem}.xml", *files,
             ]  # fmt: skip
-        words = [word.replace("RUN", f"{stem}.run") for word in shlex.split(self.arguments)]
+        words = shlex.split(self.arguments)
+        for name in _FOLDERS:
+            words = [word.replace(name, f"{stem}.run") for word in words]
+        if self.tool == "train":
+            return [sys.executable, "tools/pretrain_lora.py", *words, "--checkpoint.dir", f"{stem}.run/out"]
         if self.tool == "plan":
             return [
                 sys.executable,
@@ -59,21 +65,44 @@ class Part:
 
     def prepare(self, stem: Path) -> None:
         """Writes the files that the command reads."""
-        if "RUN" in self.arguments:
-            write_small_run(Path(f"{stem}.run"))
+        for name, sizes in _FOLDERS.items():
+            if name in self.arguments:
+                write_small_run(Path(f"{stem}.run"), sizes)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Names of what it imports beside torch, triton, transformers, peft and pytest: what reads configurations."""
+        return ("jsonargparse", "docstring_parser") if self.tool in ("plan", "train") else ()
 
 
-def _layouts(gpus: int, *layouts: str) -> Part:
-    """Returns the part that compares a small training on these layouts with that on one GPU."""
+_FOLDERS = {"RUN": SMALL_LLAMA, "EXPERTS": SMALL_MIXTURE}
+
+
+def _layouts(gpus: int, *layouts: str, experts: bool = False) -> Part:
+    """Returns the part that compares a small training on these layouts with that on one GPU. A GPU has products of
+    experts in bfloat16 alone."""
+    config = "EXPERTS/run.yaml --dtype bfloat16" if experts else "RUN/run.yaml"
     return Part(
-        name=f"layouts-{gpus}-gpus",
+        name=f"{'experts' if experts else 'layouts'}-{gpus}-gpus",
         tool="plan",
-        arguments="certify --config RUN/run.yaml " + " ".join(f"--against {one}" for one in layouts),
+        arguments=f"certify --config {config} " + " ".join(f"--against {one}" for one in layouts),
         gpus=gpus,
     )
 
 
 _SEVENTY = "--config examples/llama2_70b_one_gpu/run.yaml --model examples/memory/models/llama-2-70b.json"
+_MIXTURE = (
+    "--dtype bfloat16 --hidden 2048 --layers 4 --heads 32 --kv-heads 4 --intermediate 768 --experts 64 --per-token 8 "
+    "--rank 16 --rows 2 --length 2048 --repeats 5"
+)
+"""Layers of Qwen3-30B-A3B with half of its experts."""
+_ROLLOUTS = (
+    "--config RUN/run.yaml --model.dtype bfloat16 --data.train RUN/prompts.jsonl --data.format auto "
+    "--objective.name grpo --objective.num_iterations 2 --objective.beta 0.05 --rollout.rewards '[\"regex:77\"]' "
+    "--rollout.num_generations 8 --rollout.max_completion_length 32 --rollout.slots 16 "
+    "--rollout.steps_per_generation 2 --train.global_batch_size 32 --log.every 1"
+)
+"""Sampling, scoring and steps on completions, of a model that makes random words."""
 _EIGHT = "--config examples/llama3_8b_one_gpu/lora.yaml --model examples/memory/models/llama-3-8b.json"
 
 PARTS = (
@@ -113,6 +142,11 @@ PARTS = (
     Part(name="step-peft", tool="step", arguments=f"{PRESET} --rows 1 --peers peft --repeats 10"),
     Part(name="step-liger", tool="step", arguments=f"{PRESET} --rows 1 --peers liger --repeats 10"),
     Part(name="graph", tool="graph", arguments="--dtype bfloat16"),
+    Part(name="experts", tool="experts", arguments=f"{_MIXTURE} --peers peft-experts"),
+    Part(name="experts-nf4", tool="experts", arguments=f"{_MIXTURE} --peers none --base-dtype nf4"),
+    Part(name="train-experts", tool="train", arguments="--config EXPERTS/run.yaml --model.dtype bfloat16"),
+    Part(name="tower", tool="tower", arguments="--dtype bfloat16 --pictures 8 --layers 27"),
+    Part(name="rollouts", tool="train", arguments=_ROLLOUTS),
     Part(name="lora-tax", tool="lora-tax", arguments=""),
     Part(name="memory", tool="memory", arguments=f"{PRESET} --peers peft"),
     Part(name="memory-8b", tool="plan", arguments=f"memory {_EIGHT} --gpu-memory 80 --measure", memory=76),
@@ -121,5 +155,7 @@ PARTS = (
              "data=2,parallel.shard=parameters"),
     _layouts(8, "tensor=8", "tensor=2,pipeline=2,data=2", "tensor=2,context=2,data=2,parallel.shard=optimizer",
              "pipeline=4,virtual=1,data=2", "data=8,parallel.shard=parameters"),
+    _layouts(2, "tensor=2", "data=2,parallel.expert=2", "tensor=2,parallel.expert=2", experts=True),
+    _layouts(8, "data=8,parallel.expert=8", "tensor=2,pipeline=2,data=2,parallel.expert=2", experts=True),
 )  # fmt: skip
 """In order: whether everything is right, then what decides how kernels run, then whole steps, then several GPUs."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from rankfold.benchmarking.first_hour.targets import judge
 SECONDS = 540.0
 """Seconds that one part may take."""
 PASSED, LEFT_OUT = "passed", "left out"
-"""Statuses: a part that ran to its end, and one for which this machine has too few GPUs, too little memory, or GPUs
-that are too old."""
+"""Statuses: a part that ran to its end, and one for which this machine has too few GPUs, too little memory, GPUs that
+are too old, or no package that reads configurations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,8 @@ def _what_is_missing(part: Part, here: Gpus) -> str:
     if part.capability > here.capability:
         needed, found = (".".join(map(str, one)) for one in (part.capability, here.capability))
         return f"needs a GPU of compute capability {needed}, here it has {found}"
-    return ""
+    lacking = [name for name in part.packages if find_spec(name) is None]
+    return f"needs {' and '.join(lacking)}, not installed for {sys.executable}" if lacking else ""
 
 
 def _require_gpu() -> Gpus:

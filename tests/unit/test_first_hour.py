@@ -228,6 +228,12 @@ def test_figures_of_a_step() -> None:
         "speedup": {"PEFT": {"median": 1.5}},
     }  # fmt: skip
     assert key_figures(record) == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
+    assert key_figures({**record, "section": "experts"}) == "500.0 ms, 500 TFLOP/s; 1.50 times PEFT"
+
+
+def test_figures_of_a_section_with_one_table() -> None:
+    record = {"section": "tower", "options": {"repeats": 9}, "rows": [["forward", "3 ms"], ["both", "9 ms"]]}
+    assert key_figures(record) == "forward 3 ms; both 9 ms"
 
 
 def test_figures_are_held_against_their_targets() -> None:

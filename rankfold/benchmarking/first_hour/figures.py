@@ -28,12 +28,10 @@ def key_figures(record: dict[str, Any]) -> str:
     match record.get("section"):
         case "tests":
             return ", ".join(f"{count} {what}" for what, count in record["counts"].items())
-        case "step":
+        case "step" | "experts":
             return _step(record)
-        case "graph" | "machine-speed":
-            return _rows([record])
         case _:
-            tables = record.get("tables", [])
+            tables = record.get("tables", [record])  # of a section with one table
             if record.get("options", {}).get("repeats") == 0:
                 return f"{sum(len(table['rows']) for table in tables)} results right, nothing timed"
             return _rows(tables)
@@ -48,6 +46,6 @@ def _step(record: dict[str, Any]) -> str:
 
 def _rows(tables: list[dict[str, Any]]) -> str:
     """Returns the first figure of the first rows: enough to see that there is one."""
-    rows = [row for table in tables for row in table["rows"]]
+    rows = [row for table in tables for row in table.get("rows", ())]
     shown = [f"{row[0]} {row[1]}" for row in rows[:3]]
     return "; ".join(shown) + (f"; {len(rows) - 3} more rows" if len(rows) > 3 else "")

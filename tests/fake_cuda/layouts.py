@@ -88,6 +88,11 @@ ONEVISION = {
     "model_type": "llava_onevision", "architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": _TEXT,
     "vision_config": {"model_type": "siglip_vision_model", "image_size": 4, **_TOWER},
 }  # fmt: skip
+NEXT = {
+    "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"], "text_config": _TEXT,
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 4, **_TOWER},
+    "image_grid_pinpoints": [[4, 4], [4, 8], [8, 8]],
+}  # fmt: skip
 INTERNVL = {
     "model_type": "internvl", "architectures": ["InternVLForConditionalGeneration"], "text_config": _TEXT,
     "vision_config": {"model_type": "internvl_vision", "image_size": 8, **_TOWER},
@@ -167,6 +172,13 @@ CASES = {
     "llava onevision, tensor 2": Case(
         model=ONEVISION, world=8, rank=1, expects=("all_gather",),
         options=f"{TP2} {PACKED} --trainable [vision_tower,image_newline]",
+    ),
+    "llava next, ring of 2": Case(
+        model=NEXT, world=8, rank=1, expects=("all_gather",),
+        options=f"--parallel.context 2 {PACKED} --trainable [vision_tower,image_newline]",
+    ),
+    "llava, adapters in the tower, recomputed": Case(
+        model=LLAVA, options=f"{PACKED} --memory.recompute full --lora.targets [q_proj,vision_tower.*.q_proj]",
     ),
     "internvl, tensor 2": Case(
         model=INTERNVL, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]"
@@ -338,6 +350,7 @@ MAY_WAIT = {
     ("engine/inference/model_part.py", "InferenceStage._to_device"): "tokens and their places come from the host",
     ("engine/inference/key_value_cache.py", "_Pass.__init__"): "where keys go",
     ("engine/inference/key_value_cache.py", "NextPass.__init__"): "which keys rows have",
+    ("engine/inference/generate.py", "Generator._continues"): "whether ranks with other prompts go on",
     ("engine/inference/model_part.py", "_batch"): "where documents begin",
     ("engine/inference/model_part.py", "InferenceStage._choose"): "tokens go to the host",
     ("engine/inference/model_part.py", "InferenceStage.move"): "between two tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from engine.config.run import RunConfig
 from engine.data.prompts import Prompt, PromptLoader, PromptSet
 from engine.data.record_files import Place
+from engine.inference.generate import Generator
 from engine.rewards.pool import Sample, Scores
 from engine.runtime.launch import Launch
 from engine.telemetry.metrics import MetricsWriter
@@ -42,10 +43,28 @@ class _Scorer:
         pass
 
 
+_IDLE_PASSES = 2
+"""For which ranks with other prompts go on after this one has no more."""
+
+
+def _in_step(plain: Callable[[Generator, bool], bool]) -> Callable[[Generator, bool], bool]:
+    """Returns what asks the other ranks as `plain` does, and has them end."""
+    idle = [0]
+
+    def continues(self: Generator, busy: bool) -> bool:
+        asked = plain(self, busy)
+        idle[0] = 0 if busy else idle[0] + 1
+        return asked and idle[0] <= _IDLE_PASSES
+
+    return continues
+
+
 def rollout_source(config: RunConfig, launch: Launch, training: Training) -> RolloutSource:
     """Returns the source of the steps of a run with rollouts, on prompts of different lengths."""
     modules: Any = source
     modules.Scorer = _Scorer
+    generator: Any = Generator
+    generator._continues = _in_step(Generator._continues)
     prompts = tuple(
         Prompt(place=Place(Path("prompts"), "line", number), ids=tuple(range(3, 8 + number % 5)), given="")
         for number in range(64)

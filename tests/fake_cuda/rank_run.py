@@ -242,6 +242,7 @@ def _with_pictures(batch: Batch, decoder: DecoderConfig) -> Batch:
         grids=(tile,) * len(spans),
         documents=tuple(documents),
         places_K=torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])),
+        tile_index_N=torch.from_numpy(np.arange(len(spans))),
     )
     seen_whole = BidirectionalSpans(
         spans=tuple(spans),

@@ -43,3 +43,8 @@ RewardScale = Literal["group", "batch", "none"]
 
 ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """What is done where the sampler's probabilities are not the trainer's."""
+
+ServerKind = Literal["vllm", "sglang"]
+"""Whose server samples completions."""
+Mismatch = Literal["warn", "correct", "stop"]
+"""What is done where a server's log-probabilities are not the trainer's."""

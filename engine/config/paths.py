@@ -15,6 +15,7 @@ PATH_OPTIONS = (
     "model.path",
     "lora.init_from",
     "rollout.rewards",
+    "rollout.adapter_dir",
     "data.train",
     "data.validation",
     "data.mix",

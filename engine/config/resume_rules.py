@@ -27,7 +27,7 @@ SAID: dict[str, tuple[str, ...]] = {
     ),
     "rollout": (
         "rewards", "num_generations", "max_completion_length", "temperature", "top_k", "top_p", "steps_per_generation",
-        "overlong_buffer", "drop_uniform_groups",
+        "overlong_buffer", "drop_uniform_groups", "server", "overlap", "mismatch", "mismatch_bound",
     ),
     "data": (
         "mix", "validation", "validation_split", "format", "seq_length", "packing", "overlong", "mask_prompt",
@@ -57,8 +57,11 @@ SILENT: dict[str, tuple[str, ...]] = {
     # backends with the same update; when a run gives up; the initial loss scale, since the checkpoint has the current
     # one
     "optim": ("backend", "max_skipped_steps", "loss_scale"),
-    # rows that are computed together, processes, and printed samples
-    "rollout": ("slots", "reward_workers", "reward_timeout", "show"),
+    # rows that are computed together, processes, how a server is spoken to, and printed samples
+    "rollout": (
+        "slots", "reward_workers", "reward_timeout", "show", "server_kind", "server_model", "server_timeout",
+        "adapter_dir",
+    ),
     # layout; bits within one layout; steps without effect; timeouts; printed samples
     "train": (
         "micro_batch_size", "deterministic", "synthetic_steps", "collective_timeout", "hang_report_after",

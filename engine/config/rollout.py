@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import get_args
+from urllib.parse import urlsplit
 
-from engine.config.checks import require, require_at_least, require_positive
+from engine.choices import Mismatch, ServerKind
+from engine.config.checks import require, require_at_least, require_choice, require_positive
 from engine.errors import UserError
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
@@ -38,6 +41,19 @@ class RolloutOptions:
         reward_workers: Processes that call the reward functions.
         reward_timeout: Seconds that a call of a reward function may take.
         show: Completions to log of each generation batch, with their rewards.
+        server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000;
+            null for none. Before each rollout it loads the adapters as they are then.
+        server_kind: Whose server it is, "vllm" or "sglang".
+        server_model: The model's name on the server; null for the only one that it serves.
+        server_timeout: Seconds that the server may take for one completion, or to load an adapter.
+        adapter_dir: Folder for the adapters that the server loads, which it sees under the same path; null for
+            served_adapters in the run's folder.
+        overlap: Sample the next generation batch while this one is trained on, by the adapters as they were before it;
+            with rollout.server alone.
+        mismatch: What is done where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"
+            ends the run, both where their mean distance is above rollout.mismatch_bound; "correct" is
+            objective.importance_correction token_truncate, on all steps.
+        mismatch_bound: Of the mean distance of two log-probabilities, in nats.
     """
 
     rewards: tuple[str, ...] = ()
@@ -53,6 +69,14 @@ class RolloutOptions:
     reward_workers: int = 1
     reward_timeout: float = 60.0
     show: int = 1
+    server: str | None = None
+    server_kind: ServerKind = "vllm"
+    server_model: str | None = None
+    server_timeout: float = 600.0
+    adapter_dir: str | None = None
+    overlap: bool = False
+    mismatch: Mismatch = "warn"
+    mismatch_bound: float = 0.1
 
     def __post_init__(self) -> None:
         require_at_least("rollout.num_generations", self.num_generations, 2, "use for example 8")
@@ -76,6 +100,7 @@ class RolloutOptions:
         require_at_least("rollout.reward_workers", self.reward_workers, 1, "use for example 1")
         require_positive("rollout.reward_timeout", self.reward_timeout, "use for example 60")
         require_at_least("rollout.show", self.show, 0, "use for example 1, or 0 for none")
+        self._check_server()
         names = [source.name for source in self.reward_sources]
         twice = next((name for name in names if names.count(name) > 1), None)
         require(
@@ -83,6 +108,24 @@ class RolloutOptions:
             f"rollout.rewards has {twice} twice, and figures are told apart by these names: remove one of them, or "
             "rename its function.",
         )
+
+    def _check_server(self) -> None:
+        """Refuses what is no server."""
+        require_choice("rollout.server_kind", self.server_kind, get_args(ServerKind))
+        require_choice("rollout.mismatch", self.mismatch, get_args(Mismatch))
+        require_positive("rollout.server_timeout", self.server_timeout, "use for example 600")
+        require_positive("rollout.mismatch_bound", self.mismatch_bound, "use for example 0.1")
+        if self.server is not None:
+            require(
+                is_web_address(self.server),
+                f"rollout.server is {self.server}, but the address of a server is expected: write for example "
+                "http://10.0.0.7:8000.",
+            )
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether losses are weighed for a sampler that is not the trainer, whatever the objective says."""
+        return self.overlap or self.mismatch == "correct"
 
     @property
     def reward_sources(self) -> tuple[RewardSource, ...]:
@@ -141,6 +184,15 @@ class RewardSource:
             "write for example rewards.py:accuracy.",
         )
         return cls(file=file, function=function, weight=weight)
+
+
+def is_web_address(text: str) -> bool:
+    """Returns whether a text is the address of an HTTP server."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _number(text: str) -> float | None:

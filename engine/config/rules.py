@@ -39,6 +39,7 @@ def check_config(config: RunConfig) -> None:
     check_completions(config)
     check_synthetic_steps(config)
     check_rollouts(config)
+    check_server(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -302,6 +303,36 @@ def check_synthetic_steps(config: RunConfig) -> None:
         "the documents in a row, which are not known before the data is read: set data.packing to concatenate, or "
         "train.synthetic_steps to 0.",
     )
+
+
+def check_server(config: RunConfig) -> None:
+    """Refuses what a server of completions cannot be given, and options of one where there is none."""
+    rollout = config.rollout
+    if rollout.server is None:
+        require(
+            not rollout.overlap,
+            "rollout.overlap is true and rollout.server is not set, but the engine samples on the devices that train, "
+            "so that nothing would overlap: name a server, or set rollout.overlap to false.",
+        )
+        server = ("server_kind", "server_model", "server_timeout", "adapter_dir", "mismatch", "mismatch_bound")
+        options = (field for field in fields(rollout) if field.name in server)
+        given = next((field.name for field in options if getattr(rollout, field.name) != field.default), None)
+        require(
+            given is None,
+            f"rollout.{given} is set and rollout.server is not, without which the engine samples: remove it, or name a "
+            "server.",
+        )
+        return
+    for given, wanted in (
+        (f"lora.rank is {config.lora.rank}", config.lora.rank > 0),
+        ("lora.dora is true", not config.lora.dora),
+        ("lora.bias is true", not config.lora.bias),
+    ):
+        require(
+            wanted,
+            f"{given} and rollout.server is set, which loads plain adapters and nothing else: train such adapters, or "
+            "remove rollout.server, so that the engine samples.",
+        )
 
 
 def check_rollouts(config: RunConfig) -> None:

@@ -158,13 +158,16 @@ def _incomplete(trained: TrainedAdapters, decoder: DecoderConfig, reader: str) -
     return None
 
 
+def fitting_form(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> AdapterForm | None:
+    """Returns the first form that a reader computes with as it was trained; None where there is none."""
+    forms: tuple[AdapterForm, ...] = ("per_expert", "stacked", "shared_outer")
+    return next((form for form in forms if obstacle(trained, decoder, form, reader) is None), None)
+
+
 def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
     """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
-    forms: tuple[AdapterForm, ...] = ("per_expert", "stacked", "shared_outer")
-    fitting = [
-        form for form in forms if decoder.routed is not None and obstacle(trained, decoder, form, reader) is None
-    ]
-    return f"export with --adapter-form {fitting[0]}" if fitting else "export with --format hf --merge"
+    fitting = None if decoder.routed is None else fitting_form(trained, decoder, reader)
+    return "export with --format hf --merge" if fitting is None else f"export with --adapter-form {fitting}"
 
 
 def readers_line(form: AdapterForm, decoder: DecoderConfig) -> str:

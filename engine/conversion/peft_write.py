@@ -45,7 +45,7 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_experts import TrainedAdapters, advice, is_expert, obstacle, readers_line
+from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -134,6 +134,18 @@ def export_peft(
         verified=True,
         notes=tuple(notes),
     )
+
+
+def form_for(
+    trained: TensorReader, lora: Mapping[str, Any], model: ModelFolder, reader: AdapterReader
+) -> AdapterForm | None:
+    """Returns the form in which a reader computes with the adapters as they were trained; None where there is none.
+
+    Args:
+        trained, lora, model: as for `export_peft`.
+    """
+    found = _trained_adapters(trained, adapted_modules(trained.tensor_names()), model, lora)
+    return fitting_form(found, model.decoder, reader)
 
 
 def _trained_adapters(

@@ -46,6 +46,9 @@ def build_objective(
 
 
 def _policy(options: ObjectiveOptions, rollout: RolloutOptions) -> PolicySettings:
+    correction = options.importance_correction
+    if correction == "none" and rollout.corrects_sampler:
+        correction = "token_truncate"
     return PolicySettings(
         loss=options.loss_type,
         epsilon=options.epsilon,
@@ -56,7 +59,7 @@ def _policy(options: ObjectiveOptions, rollout: RolloutOptions) -> PolicySetting
         temperature=rollout.temperature,
         max_completion_length=rollout.max_completion_length,
         top_entropy_quantile=options.top_entropy_quantile,
-        correction=options.importance_correction,
+        correction=correction,
         importance_min=options.importance_min,
         importance_max=options.importance_max,
     )

@@ -42,6 +42,7 @@ from engine.telemetry.progress import Progress
 from engine.tile_shares import ENCODES_ALL, EncoderRank
 from engine.training.node_data import NodeData
 from engine.training.rollouts.scorer import check_rewards
+from engine.training.rollouts.served import check_server
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +149,8 @@ def _prompt_loader(
         )
     log.info(f"training data: {prompts.summary(room)}")
     check_rewards(config, launch, prompts.columns)
+    if rollout.server is not None:
+        check_server(config, launch, tokenizer, prompts, vocabulary=decoder.vocab_size, say=log.info)
     loader = PromptLoader(
         prompts,
         num_generations=rollout.num_generations,

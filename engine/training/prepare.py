@@ -316,7 +316,7 @@ def _assemble(
     )
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
     samples = TextSamples(config, training, data.tokenizer, read.prompts, data.train.family)
-    source = _step_source(config, launch, data, training, opened, metrics=metrics, say=say)
+    source = _step_source(config, launch, data, training, opened, metrics=metrics, say=say, run_dir=folder.path)
     if start.resume is not None:
         source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
     observation = Observation(config, launch, training, folder.path)
@@ -373,10 +373,11 @@ def _step_source(
     *,
     metrics: MetricsWriter,
     say: Callable[[str], None],
+    run_dir: Path,
 ) -> StepSource:
     """Makes what the loop takes its steps from."""
     if isinstance(data.train, DataLoader):
         return RowSource(data.train)
     return opened.enter_context(
-        RolloutSource(config, launch, training, data.train, data.tokenizer, metrics=metrics, say=say)
+        RolloutSource(config, launch, training, data.train, data.tokenizer, metrics=metrics, say=say, run_dir=run_dir)
     )

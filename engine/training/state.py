@@ -6,7 +6,7 @@ run stood; the frozen base is referred to by path and fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,15 @@ from engine.training.step_source import NOTHING, SourceState
 
 def state_tensors(training: Training) -> list[NamedShard]:
     """Returns what this rank saves: masters and moments, in the memory that training changes."""
-    optimizer = training.optimizer
+    return once(training, training.optimizer.state_shards())
+
+
+def once(training: Training, shards: Sequence[NamedShard]) -> list[NamedShard]:
+    """Returns those of this rank's parts of trained tensors, or of their moments, that no other rank has to save."""
     # where nothing is sharded, other data-parallel copies hold the same numbers; the first copy writes
-    writes = {data: optimizer.flat.is_sharded or training.mesh.axis(data).rank == 0 for data in ("dp_cp", "edp")}
-    return owned([shard for shard in optimizer.state_shards() if writes[shard.spec.data]])
+    is_sharded = training.optimizer.flat.is_sharded
+    writes = {data: is_sharded or training.mesh.axis(data).rank == 0 for data in ("dp_cp", "edp")}
+    return owned([shard for shard in shards if writes[shard.spec.data]])
 
 
 def state_contents(

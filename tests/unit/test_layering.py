@@ -37,6 +37,7 @@ LEVELS = {
     "engine.objectives": 6,
     "engine.planning": 6,
     "engine.inference": 6,
+    "engine.completion_server": 6,
     "engine.rewards": 6,
     "engine.conversion": 7,
     "engine.runtime": 7,

@@ -36,8 +36,9 @@ class Buffer:
         uniform: bool [P], whether all completions of a prompt are equally good.
         num_steps: steps that take their own prompts.
         iterations: times that these steps are taken.
+        lag: steps that were taken since the weights that sampled it, when the first step is taken from it.
         old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
-            completion is trained on once, right after it was sampled.
+            completion is trained on once, right after the trainer's own model sampled it.
     """
 
     generation: int
@@ -48,6 +49,7 @@ class Buffer:
     uniform: NDArray[np.bool_]
     num_steps: int
     iterations: int
+    lag: int = 0
     old_logps: tuple[NDArray[np.float32], ...] | None = None
 
     @property
@@ -88,12 +90,14 @@ class Buffer:
         return save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
 
     @classmethod
-    def from_bytes(cls, data: bytes, path: Path, *, generation: int, num_steps: int, iterations: int) -> Buffer:
+    def from_bytes(
+        cls, data: bytes, path: Path, *, generation: int, num_steps: int, iterations: int, lag: int = 0
+    ) -> Buffer:
         """Reads what `to_bytes` wrote, whose checksum is known to be right.
 
         Args:
             path: of the file, for a message.
-            generation, num_steps, iterations: which are not in it.
+            generation, num_steps, iterations, lag: which are not in it.
 
         Raises:
             UserError: it is no buffer.
@@ -118,6 +122,7 @@ class Buffer:
                 generation=generation,
                 num_steps=num_steps,
                 iterations=iterations,
+                lag=lag,
             )
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise UserError(f"{path} is no buffer of rollouts ({error}): use another checkpoint.") from error

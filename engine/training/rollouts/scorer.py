@@ -21,6 +21,11 @@ _BEAT_SECONDS = 5.0
 """Seconds of a broadcast, at most a quarter of train.collective_timeout."""
 
 
+def beat_seconds(config: RunConfig) -> float:
+    """Returns how long a broadcast takes at most in which ranks wait for what rank 0 alone has begun."""
+    return min(_BEAT_SECONDS, config.train.collective_timeout / 4)
+
+
 def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
     """Returns what calls the run's reward functions.
 
@@ -61,7 +66,7 @@ class Scorer:
 
     def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
         self._pool = reward_pool(config, columns) if launch.rank == 0 else None
-        self._beat = min(_BEAT_SECONDS, config.train.collective_timeout / 4)
+        self._beat = beat_seconds(config)
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Returns the scores of completions, the same on all ranks.

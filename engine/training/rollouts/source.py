@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -29,14 +30,17 @@ from engine.objectives.advantages import advantages
 from engine.objectives.policy import row_weight
 from engine.rewards.pool import Sample
 from engine.runtime.launch import Launch
+from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
 from engine.training.generation import end_tokens
 from engine.training.rollouts.buffer import FILE, Buffer
 from engine.training.rollouts.figures import OVERLONG, step_figures, told
+from engine.training.rollouts.mismatch import mismatch
 from engine.training.rollouts.sampler import Sampled, Sampler
 from engine.training.rollouts.scorer import Scorer
+from engine.training.rollouts.served import ServedSampler
 from engine.training.rollouts.totals import overlong_penalties, total_rewards
 from engine.training.step_source import SourceState, StepRows
 from engine.training.token_logps import token_logps
@@ -54,6 +58,7 @@ class RolloutSource:
         tokenizer: of the model.
         metrics: gets completions with their rewards.
         say: prints a line on rank 0.
+        run_dir: the run's folder.
 
     Raises:
         UserError: no token ends a completion.
@@ -69,6 +74,7 @@ class RolloutSource:
         *,
         metrics: MetricsWriter,
         say: Callable[[str], None],
+        run_dir: Path,
     ) -> None:
         self._config, self._training, self._loader, self._tokenizer = config, training, loader, tokenizer
         self._metrics, self._say = metrics, say
@@ -80,7 +86,12 @@ class RolloutSource:
                 f"no token of {training.source.model.path} ends a completion: name eos_token_id in its "
                 "generation_config.json, or eos_token in its tokenizer_config.json."
             )
-        self._sampler = Sampler(config, training, ends=ends, longest_prompt=loader.prompts.longest)
+        self._sampler: Sampler | None = None
+        self._served: ServedSampler | None = None
+        if config.rollout.server is None:
+            self._sampler = Sampler(config, training, ends=ends, longest_prompt=loader.prompts.longest)
+        else:
+            self._served = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns)
         self._buffer: Buffer | None = None
         self._first_consumed = 0
@@ -103,11 +114,13 @@ class RolloutSource:
 
     def __exit__(self, *error: object) -> None:
         self._scorer.close()
+        if self._served is not None:
+            self._served.close(failed=error[0] is not None)
 
     def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
         for number in range(step, step + num_steps):
             if self._buffer is None or self._taken(consumed) >= self._buffer.total_steps:
-                self._fill(number, consumed)
+                self._fill(number, consumed, last=step + num_steps)
             yield self._rows(self._taken(consumed))
             consumed += self._config.train.global_batch_size
 
@@ -117,17 +130,21 @@ class RolloutSource:
 
     def state(self, consumed: int) -> SourceState:
         buffer = self._buffer
-        if buffer is None or self._taken(consumed) >= buffer.total_steps:
-            return SourceState({"rollout": {"generation": self._generation, "prompts": self._prompts_answered}})
-        values = {
-            "generation": self._generation,
-            "prompts": self._prompts_answered,
-            "taken": self._taken(consumed),
-            "num_steps": buffer.num_steps,
-            "iterations": buffer.iterations,
-            "options": self._buffer_options(),
-        }
-        return SourceState({"rollout": values}, {FILE: buffer.to_bytes()})
+        values: dict[str, Any] = {"generation": self._generation, "prompts": self._prompts_answered}
+        files: dict[str, bytes] = {}
+        if self._served is not None and (begun := self._served.under_way) is not None:
+            values["begun_at"] = begun.step
+            files |= self._served.files()
+        if buffer is not None and self._taken(consumed) < buffer.total_steps:
+            values |= {
+                "taken": self._taken(consumed),
+                "num_steps": buffer.num_steps,
+                "iterations": buffer.iterations,
+                "lag": buffer.lag,
+                "options": self._buffer_options(),
+            }
+            files[FILE] = buffer.to_bytes()
+        return SourceState({"rollout": values}, files)
 
     def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
         values = checkpoint.state.get("rollout")
@@ -139,6 +156,8 @@ class RolloutSource:
         if not _is_state(values):
             raise UserError(f"{checkpoint.folder} is damaged: training.state.rollout is no state of rollouts.")
         self._generation, self._prompts_answered = values["generation"], values["prompts"]
+        if "begun_at" in values:
+            self._begin_again(checkpoint, values["begun_at"])
         if "taken" not in values:
             return
         self._require_unchanged(checkpoint, values["options"])
@@ -148,8 +167,23 @@ class RolloutSource:
             generation=self._generation - 1,
             num_steps=values["num_steps"],
             iterations=values["iterations"],
+            lag=values.get("lag", 0),
         )
         self._first_consumed = consumed - values["taken"] * self._config.train.global_batch_size
+
+    def _begin_again(self, checkpoint: TrainingCheckpoint, step: int) -> None:
+        """Begins once more to sample what was under way when a checkpoint was saved. Collective.
+
+        Args:
+            step: steps that the adapter had been trained for.
+        """
+        what = f"generation batch {self._generation + 1} was being sampled by the adapter of step {step} when "
+        if self._served is None or not self._config.rollout.overlap:
+            self._say(f"{what}{checkpoint.folder} was saved: it is sampled by the newest weights instead")
+            return
+        self._say(f"{what}{checkpoint.folder} was saved: it is sampled again, by the same adapter")
+        prompts = self._next_prompts()[1]
+        self._served.begin_again(prompts, checkpoint.beside, generation=self._generation, step=step)
 
     def _buffer_options(self) -> dict[str, Any]:
         """Returns the options that a buffer is read with as it was made with, as JSON values by their names."""
@@ -184,20 +218,20 @@ class RolloutSource:
 
     # filling
 
-    def _fill(self, step: int, consumed: int) -> None:
+    def _fill(self, step: int, consumed: int, *, last: int) -> None:
         """Samples and scores the next generation batch. Collective.
 
         Args:
             step: steps that were taken.
+            last: after which the run ends.
         """
-        config, loader = self._config, self._loader
+        config = self._config
         device = self._training.stages.step.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the step before is not part of the rollout's time
         begin = time.monotonic()
-        numbers = loader.prompt_order.rows(self._prompts_answered)
-        prompts = [loader.prompts.prompts[number] for number in numbers.tolist()]
-        completions = self._sampler.sample(prompts, generation=self._generation)
+        numbers, prompts = self._next_prompts()
+        completions, sampled_at = self._sample(prompts, step)
         sampled = time.monotonic()
         self.work_seconds[ROLLOUT] += sampled - begin
         samples = self._samples(prompts, completions)
@@ -215,13 +249,51 @@ class RolloutSource:
             uniform=~found.varies,
             num_steps=config.rollout.steps_per_generation,
             iterations=config.objective.num_iterations,
+            lag=step - sampled_at,
         )
         self.work_seconds[REWARD] += time.monotonic() - sampled
         self._generation, self._prompts_answered = self._generation + 1, self._prompts_answered + len(prompts)
         self._buffer, self._first_consumed = buffer, consumed
         self._show(step, samples, buffer)
-        if buffer.total_steps > 1:
+        if self._served is not None and config.rollout.overlap and step + buffer.total_steps < last:
+            self._served.begin(self._next_prompts()[1], generation=self._generation, step=step)
+        if buffer.total_steps > 1 or self._served is not None:
             self._buffer = replace(buffer, old_logps=self._old_logps())
+            self._compare(step)
+
+    def _next_prompts(self) -> tuple[NDArray[np.int64], list[Prompt]]:
+        """Returns the prompts of the next generation batch, with their numbers."""
+        loader = self._loader
+        numbers = loader.prompt_order.rows(self._prompts_answered)
+        return numbers, [loader.prompts.prompts[number] for number in numbers.tolist()]
+
+    def _sample(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Sampled], int]:
+        """Returns the next completions, and the steps that what sampled them had been trained for. Collective."""
+        if self._served is not None:
+            return self._served.take(prompts, generation=self._generation, step=step)
+        assert self._sampler is not None
+        return self._sampler.sample(prompts, generation=self._generation), step
+
+    def _compare(self, step: int) -> None:
+        """Acts on how far a server's log-probabilities lie from the trainer's, of the whole buffer.
+
+        Raises:
+            UserError: further than the run allows.
+        """
+        rollout, buffer = self._config.rollout, self._buffer
+        if self._served is None or buffer is None:
+            return
+        found = mismatch(buffer, range(len(buffer.prompts)), bound=rollout.mismatch_bound)
+        if found.mean <= rollout.mismatch_bound:
+            return
+        old = f", and its adapter is {counted(buffer.lag, 'step')} old" if buffer.lag else ""
+        line = f"step {step + 1}: {found.sentence(rollout.mismatch_bound)}{old}"
+        if rollout.mismatch == "stop":
+            raise UserError(
+                f"{line}: serve the model of model.path, in the precision of model.dtype, or raise "
+                "rollout.mismatch_bound."
+            )
+        self._say(f"warning: {line}{', for which losses are corrected' if rollout.corrects_sampler else ''}")
 
     def _samples(self, prompts: Sequence[Prompt], completions: Sequence[Sampled]) -> list[Sample]:
         members = self._config.rollout.num_generations
@@ -291,6 +363,10 @@ class RolloutSource:
         loader = self._row_loader(dataset)
         weights = [source.weight for source in self._config.rollout.reward_sources]
         figures = step_figures(buffer, prompts, self._names(), weights, dropped=len(prompts) - len(trained))
+        figures["off_policy_steps"] = float(buffer.lag + taken)
+        if self._served is not None:
+            bound = self._config.rollout.mismatch_bound
+            figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
         return StepRows(
             batches=loader.batches(0),
             targets=loader.target_count(0),
@@ -365,9 +441,10 @@ def _is_state(values: Any) -> bool:
     numbers = {name: value for name, value in values.items() if name != "options"}
     if not all(type(value) is int and value >= 0 for value in numbers.values()):
         return False
-    if numbers.keys() == {"generation", "prompts"}:
+    names = numbers.keys() - {"begun_at", "lag"}
+    if names == {"generation", "prompts"}:
         return "options" not in values
-    if numbers.keys() != {"generation", "prompts", "taken", "num_steps", "iterations"}:
+    if names != {"generation", "prompts", "taken", "num_steps", "iterations"}:
         return False
     inside = numbers["generation"] >= 1 and 1 <= numbers["taken"] < numbers["num_steps"] * numbers["iterations"]
     return inside and isinstance(values.get("options"), dict)

@@ -1,0 +1,1 @@
+"""Completions from a server that somebody else runs, vLLM's or SGLang's, over HTTP. Knows no tensors."""

@@ -1,0 +1,261 @@
+"""How the two servers are asked, and how they answer: calls as JSON, without a connection.
+
+Fields as in vLLM 0.33 (`vllm/entrypoints/openai/completion/protocol.py`, `serve/lora/protocol.py`) and SGLang 0.5.23
+(`sglang/srt/managers/io_struct.py`, `sampling/sampling_params.py`). All that shapes a distribution is given, because
+both servers take what is left out from the model's generation_config.json or from their own options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from engine.choices import ServerKind
+from engine.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    """How tokens are sampled.
+
+    Args:
+        temperature, top_k, top_p: see `engine.config.rollout.RolloutOptions`.
+        max_tokens: of a completion.
+        ends: tokens that end one, ascending.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    max_tokens: int
+    ends: tuple[int, ...]
+
+
+class Question(NamedTuple):
+    """A completion to sample.
+
+    Args:
+        ids: of the prompt.
+        seed: of its noise, 0 to 2^31 - 1.
+    """
+
+    ids: tuple[int, ...]
+    seed: int
+
+
+class Answer(NamedTuple):
+    """A completion.
+
+    Args:
+        tokens: with the one that ended it.
+        logps: log-probability of each when it was sampled.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+
+
+class Call(NamedTuple):
+    """What is posted: a path and its JSON."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Dialect(Protocol):
+    """What differs between servers."""
+
+    name: str
+    """As people know it."""
+    owner: str
+    """What it calls itself in its list of models."""
+    logps_are_cut: bool
+    """Whether log-probabilities at the sampling temperature are of the distribution that top_k and top_p leave."""
+    how_to_scale: str
+    """What makes it give log-probabilities at the sampling temperature."""
+    how_to_load: str
+    """What makes it take adapters while it runs."""
+
+    def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        """Returns the call that samples one completion.
+
+        Args:
+            adapter: the name under which it was loaded.
+        """
+        ...
+
+    def completion(self, answer: Any) -> Answer:
+        """Reads the answer to `sample`.
+
+        Raises:
+            UserError: it lacks tokens or log-probabilities.
+        """
+        ...
+
+    def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
+        """Returns a call that gives the log-probability of the likeliest token behind a prompt, without adapter."""
+        ...
+
+    def likeliest(self, answer: Any) -> float:
+        """Reads the answer to `look`.
+
+        Raises:
+            UserError: it has no such number.
+        """
+        ...
+
+    def load(self, adapter: str, folder: str) -> Call:
+        """Returns the call that loads an adapter from a folder under a name."""
+        ...
+
+    def unload(self, adapter: str) -> Call:
+        """Returns the call that gives an adapter up."""
+        ...
+
+    def takes_adapters(self, status: int, words: str) -> bool:
+        """Returns whether a server takes adapters that refuses to give up one that it does not have."""
+        ...
+
+
+class Vllm:
+    """vLLM's OpenAI-compatible server."""
+
+    name, owner = "vLLM", "vllm"
+    logps_are_cut = True
+    how_to_scale = "start it with --logprobs-mode processed_logprobs"
+    how_to_load = "start it with --enable-lora, and with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+
+    def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        return Call(
+            "/v1/completions",
+            {
+                "model": adapter,
+                "prompt": list(question.ids),
+                "max_tokens": settings.max_tokens,
+                "n": 1,
+                "temperature": settings.temperature,
+                "top_k": settings.top_k or 0,
+                "top_p": settings.top_p,
+                **_NEUTRAL,
+                "seed": question.seed,
+                "logprobs": 0,  # of the sampled token alone
+                "return_token_ids": True,
+                "ignore_eos": True,  # the run's end tokens are below, and no others
+                "stop_token_ids": list(settings.ends),
+            },
+        )
+
+    def completion(self, answer: Any) -> Answer:
+        choice = _first(answer, "choices")
+        tokens = choice.get("token_ids")
+        if not isinstance(tokens, list):
+            raise UserError("the answer has no token_ids: use a vLLM that knows return_token_ids (0.10.2 or later)")
+        given = choice.get("logprobs")
+        logps = given.get("token_logprobs") if isinstance(given, dict) else None
+        if not isinstance(logps, list):
+            raise UserError("the answer has no token_logprobs: see that nothing between here and the server drops them")
+        return Answer(tuple(tokens), tuple(logps))
+
+    def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
+        settings = {"temperature": temperature, "top_k": 0, "top_p": 1.0, **_NEUTRAL}
+        return Call(
+            "/v1/completions", {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, **settings, "logprobs": 1}
+        )
+
+    def likeliest(self, answer: Any) -> float:
+        given = _first(answer, "choices").get("logprobs")
+        found = _first(given, "top_logprobs")
+        values = [value for value in found.values() if isinstance(value, int | float)]
+        if not values:
+            raise UserError("the answer has no top_logprobs: see that nothing between here and the server drops them")
+        return float(max(values))
+
+    def load(self, adapter: str, folder: str) -> Call:
+        return Call("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
+
+    def unload(self, adapter: str) -> Call:
+        return Call("/v1/unload_lora_adapter", {"lora_name": adapter})
+
+    def takes_adapters(self, status: int, words: str) -> bool:
+        # without runtime updating there is no such path
+        return not (status in (404, 405) and "cannot be found" not in words)
+
+
+class Sglang:
+    """SGLang's own interface, which takes and gives token ids."""
+
+    name, owner = "SGLang", "sglang"
+    logps_are_cut = False
+    how_to_scale = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+    how_to_load = "start it with --enable-lora, --max-lora-rank and --lora-target-modules"
+
+    def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        sampling = {
+            "max_new_tokens": settings.max_tokens,
+            "n": 1,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k or -1,
+            "top_p": settings.top_p,
+            **_NEUTRAL,
+            "sampling_seed": question.seed,
+            # its ignore_eos would ignore these too
+            "stop_token_ids": list(settings.ends),
+        }
+        body = {"input_ids": list(question.ids), "sampling_params": sampling, "return_logprob": True}
+        return Call("/generate", {**body, "lora_path": adapter})
+
+    def completion(self, answer: Any) -> Answer:
+        tokens = answer.get("output_ids") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
+            raise UserError(
+                "the answer has no output_ids: see that rollout.server_kind is right, or use a later SGLang"
+            )
+        return Answer(tuple(tokens), tuple(self._logps(answer, "output_token_logprobs")))
+
+    def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
+        sampling = {"max_new_tokens": 1, "n": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
+        body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True}
+        return Call("/generate", {**body, "top_logprobs_num": 1})
+
+    def likeliest(self, answer: Any) -> float:
+        (first, *_) = self._entries(answer, "output_top_logprobs") or [None]
+        if not isinstance(first, list) or not first or not isinstance(first[0], list):
+            raise UserError("the answer has no output_top_logprobs: use a later SGLang")
+        return float(first[0][0])
+
+    def load(self, adapter: str, folder: str) -> Call:
+        return Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
+
+    def unload(self, adapter: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": adapter})
+
+    def takes_adapters(self, status: int, words: str) -> bool:
+        return status == 400 and "not enabled" not in words
+
+    def _logps(self, answer: Any, name: str) -> list[float]:
+        found = self._entries(answer, name)
+        if found is None or not all(isinstance(one, list) and one for one in found):
+            raise UserError(f"the answer has no {name}: see that nothing between here and the server drops them")
+        return [one[0] for one in found]
+
+    def _entries(self, answer: Any, name: str) -> list[Any] | None:
+        facts = answer.get("meta_info") if isinstance(answer, dict) else None
+        found = facts.get(name) if isinstance(facts, dict) else None
+        return found if isinstance(found, list) else None
+
+
+_NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def _first(answer: Any, name: str) -> dict[str, Any]:
+    """Returns the first of a list of objects under a name."""
+    found = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(found, list) or not found or not isinstance(found[0], dict):
+        raise UserError(f"the answer has no {name}: see that rollout.server_kind is right")
+    return found[0]
+
+
+def dialect_of(kind: ServerKind) -> Dialect:
+    """Returns how a kind of server is spoken to."""
+    return Vllm() if kind == "vllm" else Sglang()

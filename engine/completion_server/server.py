@@ -1,0 +1,308 @@
+"""A server of completions, as a run uses it: looked at once, given adapters now and then, asked many things at a time.
+
+What a wrong server would do to a run is refused: no token ids, log-probabilities of another distribution, other ends of
+completions, another tokenizer. Whether it computes with the weights that it was given only the trainer can tell, by
+comparing log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from math import isfinite
+from typing import Any
+
+from engine.completion_server.dialects import Answer, Call, Question, SamplingSettings, dialect_of
+from engine.completion_server.http import CallRefused, HttpServer
+from engine.config.rollout import RolloutOptions
+from engine.errors import UserError
+
+_HOT, _SAME = 10.0, 0.02
+"""A temperature at which the likeliest token is much less likely than at 1, and how far two of its log-probabilities
+may lie apart that are the same but for rounding."""
+_NOBODY = "rankfold-looks"
+"""An adapter that no server has."""
+_ROUNDING = 1e-3
+"""By how much a log-probability may lie above 0."""
+
+
+class Asked:
+    """Completions under way.
+
+    Args:
+        answers: what becomes of each.
+    """
+
+    def __init__(self, answers: Sequence[Future[Answer]]) -> None:
+        self._answers = answers
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether all are there, or one failed, within some seconds."""
+        done, left = wait(self._answers, seconds, return_when=FIRST_EXCEPTION)
+        return not left or any(one.exception() is not None for one in done)
+
+    def result(self) -> list[Answer]:
+        """Returns the completions, in the order of the questions; waits for them.
+
+        Raises:
+            UserError: one failed.
+        """
+        done, _ = wait(self._answers, return_when=FIRST_EXCEPTION)
+        failed = [one for one in done if one.exception() is not None]
+        return [one.result() for one in failed or self._answers]
+
+
+class CompletionServer:
+    """A server.
+
+    Args:
+        options: rollout.server and what goes with it.
+        vocabulary: entries of the trained model's.
+    """
+
+    def __init__(self, options: RolloutOptions, *, vocabulary: int) -> None:
+        assert options.server is not None
+        self._options, self._vocabulary = options, vocabulary
+        self._dialect = dialect_of(options.server_kind)
+        self._http = HttpServer(options.server, timeout=options.server_timeout)
+        self._pool = ThreadPoolExecutor(options.slots, thread_name_prefix="rollout")
+        self._model: str | None = None
+
+    # looking
+
+    def check(self, *, length: int, text: str, ids: Sequence[int]) -> list[str]:
+        """Looks whether the server can take part in a run.
+
+        Args:
+            length: of prompt and completion together.
+            text, ids: a text, and its tokens, at least one.
+
+        Returns:
+            Notes on what could not be looked at.
+
+        Raises:
+            UserError: it cannot.
+        """
+        self._require_model(length)
+        notes = self._compare_tokens(text, ids)
+        self._require_scale(ids)
+        self._require_adapters()
+        return notes
+
+    @property
+    def model(self) -> str:
+        """The model's name on the server.
+
+        Raises:
+            UserError: there is none, or several without a choice.
+        """
+        if self._model is None:
+            self._require_model(0)
+        assert self._model is not None
+        return self._model
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """Returns what the server says of its models and adapters, by name."""
+        listed = self._http.call("/v1/models")
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            raise UserError(
+                f"{self._http.url}/v1/models lists no models: give the address of a {self._dialect.name} server."
+            )
+        return {str(card["id"]): card for card in cards}
+
+    def _require_model(self, length: int) -> None:
+        url, options = self._http.url, self._options
+        bases = {name: card for name, card in self._cards().items() if not card.get("parent")}
+        owners = {card.get("owned_by") for card in bases.values()} & {"vllm", "sglang"}
+        if owners and self._dialect.owner not in owners:
+            raise UserError(
+                f"rollout.server_kind is {options.server_kind}, and {url} says that it is {owners.pop()}: change "
+                "rollout.server_kind."
+            )
+        name = options.server_model
+        if name is None and len(bases) == 1:
+            (name,) = bases
+        if name not in bases:
+            asked = "rollout.server_model is not set" if name is None else f"rollout.server_model is {name}"
+            raise UserError(f"{asked}, and {url} serves {', '.join(bases) or 'none'}: name the one that is trained.")
+        limit = bases[name].get("max_model_len")
+        if isinstance(limit, int) and limit < length:
+            raise UserError(
+                f"{url} serves {name} with a context of {limit} tokens, and data.seq_length is {length}: raise the "
+                "server's, or lower data.seq_length."
+            )
+        self._model = name
+
+    def _compare_tokens(self, text: str, ids: Sequence[int]) -> list[str]:
+        """Refuses a server whose tokenizer gives a text other tokens."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = self._http.call("/tokenize", body)
+        except CallRefused as refusal:
+            return [f"the server's tokenizer could not be compared: {refusal}"]
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if tokens != list(ids):
+            raise UserError(
+                f"{self._http.url} has another tokenizer, which makes {_few(tokens)} of a prompt that is {_few(ids)}: "
+                "serve the model of model.path, with its tokenizer."
+            )
+        return []
+
+    def _require_scale(self, ids: Sequence[int]) -> None:
+        """Refuses log-probabilities of another distribution than that whose ratios training takes."""
+        options, dialect, url = self._options, self._dialect, self._http.url
+        cold, hot = (
+            dialect.likeliest(self._answer(dialect.look(self.model, ids, temperature))) for temperature in (1.0, _HOT)
+        )
+        if max(cold, hot) > 0:
+            raise UserError(f"{url} gives {max(cold, hot):.3g} for a log-probability: {dialect.how_to_scale}.")
+        scaled = abs(hot - cold) > _SAME
+        if options.temperature != 1 and not scaled:
+            raise UserError(
+                f"rollout.temperature is {options.temperature:g}, and {url} gives log-probabilities of temperature 1: "
+                f"{dialect.how_to_scale}, or set rollout.temperature to 1."
+            )
+        if scaled and dialect.logps_are_cut and (options.top_k is not None or options.top_p != 1):
+            raise UserError(
+                f"rollout.top_k or rollout.top_p is set, and {url} gives log-probabilities of what they leave, while "
+                "training sees the whole distribution: remove them, or set rollout.temperature to 1 and start the "
+                "server with --logprobs-mode raw_logprobs."
+            )
+
+    def _require_adapters(self) -> None:
+        try:
+            self._post(self._dialect.unload(_NOBODY))
+        except CallRefused as refusal:
+            if not self._dialect.takes_adapters(refusal.status, refusal.words):
+                raise UserError(
+                    f"{self._http.url} takes no adapters while it runs ({refusal}): {self._dialect.how_to_load}."
+                ) from None
+
+    # adapters
+
+    def unload_all(self, prefix: str) -> None:
+        """Gives up the adapters whose names begin so, which a run that was killed has left there.
+
+        Raises:
+            UserError: the server is gone.
+        """
+        for name, card in self._cards().items():
+            if card.get("parent") and name.startswith(prefix):
+                self.unload(name)
+
+    def load(self, adapter: str, folder: str) -> None:
+        """Loads an adapter.
+
+        Args:
+            adapter: its name.
+            folder: as the server sees it.
+
+        Raises:
+            UserError: the server does not take it.
+        """
+        call = self._dialect.load(adapter, folder)
+        try:
+            try:
+                self._post(call)
+            except CallRefused as refusal:
+                if "already" not in refusal.words:
+                    raise
+                # an attempt before this one came through, and its answer was lost
+                self.unload(adapter)
+                self._post(call)
+        except CallRefused as refusal:
+            raise UserError(
+                f"the server did not load the adapter in {folder} ({refusal}): it reads that folder itself, so it "
+                f"must see it under this path (rollout.adapter_dir); {self._dialect.how_to_load}."
+            ) from None
+
+    def unload(self, adapter: str) -> None:
+        """Gives an adapter up; one that the server does not have is none to give up.
+
+        Raises:
+            UserError: the server is gone.
+        """
+        try:
+            self._post(self._dialect.unload(adapter))
+        except CallRefused as refusal:
+            if not self._dialect.takes_adapters(refusal.status, refusal.words):
+                raise
+
+    # sampling
+
+    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked:
+        """Begins to sample completions, as many at a time as rollout.slots says.
+
+        Args:
+            adapter: loaded under this name.
+            questions: of them.
+            settings: how they are sampled.
+        """
+        return Asked([self._pool.submit(self._completion, adapter, one, settings) for one in questions])
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        self._http.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _completion(self, adapter: str, question: Question, settings: SamplingSettings) -> Answer:
+        call = self._dialect.sample(adapter, question, settings)
+        try:
+            found = self._dialect.completion(self._post(call))
+            self._check(found, settings)
+        except CallRefused as refusal:
+            raise UserError(
+                f"{refusal}: where the server was started again, start the run again, which loads its adapter."
+            ) from None
+        except UserError as error:
+            raise UserError(f"{self._http.url} cannot be sampled from: {str(error).rstrip('.')}.") from None
+        return found
+
+    def _check(self, found: Answer, settings: SamplingSettings) -> None:
+        """Refuses a completion that cannot be trained on.
+
+        Raises:
+            UserError: what is wrong with it.
+        """
+        tokens, ends, longest = found.tokens, settings.ends, settings.max_tokens
+        if len(tokens) != len(found.logps):
+            raise UserError(f"a completion has {len(tokens)} tokens and {len(found.logps)} log-probabilities")
+        if not 1 <= len(tokens) <= longest:
+            raise UserError(f"a completion has {len(tokens)} tokens, and 1 to {longest} were asked for")
+        strange = [one for one in tokens if type(one) is not int or not 0 <= one < self._vocabulary]
+        if strange:
+            raise UserError(
+                f"a completion has the token {strange[0]!r}, and the model's vocabulary {self._vocabulary} entries: "
+                "serve the model of model.path"
+            )
+        for one in found.logps:
+            if not isinstance(one, int | float) or not isfinite(one) or one > _ROUNDING:
+                raise UserError(f"a token has {one!r} for a log-probability")
+        if any(token in ends for token in tokens[:-1]):
+            raise UserError(
+                "a completion goes on behind a token that ends one here: serve the model of model.path, with its "
+                "generation_config.json"
+            )
+        if len(tokens) < longest and tokens[-1] not in ends:
+            raise UserError(
+                f"a completion ended after {len(tokens)} of {longest} tokens with token {tokens[-1]}, which ends none "
+                "here: serve the model of model.path, with its generation_config.json and tokenizer"
+            )
+
+    def _answer(self, call: Call) -> Any:
+        try:
+            return self._post(call)
+        except CallRefused as refusal:
+            raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
+
+    def _post(self, call: Call) -> Any:
+        return self._http.call(call.path, call.body)
+
+
+def _few(ids: object) -> str:
+    """Returns some tokens for a sentence."""
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        return "no tokens"
+    shown = ", ".join(str(one) for one in list(ids)[:6])
+    return f"[{shown}{', ...' if len(ids) > 6 else ''}]"

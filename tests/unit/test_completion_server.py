@@ -1,0 +1,370 @@
+"""A server of completions that is asked: what it is sent, what is read of its answers, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.completion_server.dialects import Question, SamplingSettings, Sglang, Vllm, dialect_of
+from engine.completion_server.http import CallRefused, HttpServer
+from engine.completion_server.server import CompletionServer
+from engine.config.rollout import RolloutOptions
+from engine.errors import UserError
+from tests.completion_stand_in import Reply, StandIn
+from tests.served_runs import served_settings
+
+SETTINGS = SamplingSettings(temperature=0.7, top_k=None, top_p=1.0, max_tokens=6, ends=(0,))
+PROMPT = (1, 11, 1, 12)
+TEXT = "0+0="
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and an adapter whose B is drawn."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("served")
+    served_settings(folder)
+    adapted = get_peft_model(
+        LlamaForCausalLM.from_pretrained(folder / "model"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def stand_in(request: pytest.FixtureRequest, place: Path) -> Iterator[StandIn]:
+    with StandIn(place / "model", request.param) as server:
+        yield server
+
+
+def opened(stand_in: StandIn, **options: Any) -> CompletionServer:
+    given = {"server": stand_in.url, "server_kind": stand_in.kind, "server_timeout": 20.0, "slots": 4} | options
+    return CompletionServer(RolloutOptions(**given), vocabulary=16)
+
+
+def sampled(stand_in: StandIn, place: Path, count: int = 4, **options: Any) -> list[Any]:
+    server = opened(stand_in, **options)
+    try:
+        server.load("a", str(place / "adapter"))
+        return server.ask("a", [Question(PROMPT, seed) for seed in range(count)], SETTINGS).result()
+    finally:
+        server.close()
+
+
+def checked(stand_in: StandIn, **options: Any) -> list[str]:
+    server = opened(stand_in, **options)
+    try:
+        return server.check(length=32, text=TEXT, ids=PROMPT)
+    finally:
+        server.close()
+
+
+def test_completions_by_the_adapter(stand_in: StandIn, place: Path) -> None:
+    """Log-probabilities are those of transformers and PEFT, at the temperature; without the adapter they are others."""
+    import torch
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    found = sampled(stand_in, place)
+    assert found == sampled(stand_in, place) and len({one.tokens for one in found}) > 1
+    model: Any = LlamaForCausalLM.from_pretrained(place / "model")
+    apart = []
+    for with_adapter in (False, True):
+        if with_adapter:
+            model = PeftModel.from_pretrained(model, place / "adapter")
+        worst = 0.0
+        for one in found:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*PROMPT, *one.tokens]])).logits[0, len(PROMPT) - 1 : -1]
+            known = (logits / SETTINGS.temperature).log_softmax(-1)
+            worst = max(worst, *(abs(float(known[n, t]) - p) for n, (t, p) in enumerate(zip(*one, strict=True))))
+        apart.append(worst)
+    assert apart[1] < 2e-6 < 0.05 < apart[0]
+
+
+def test_an_adapter_is_given_up_and_loaded_again(stand_in: StandIn, place: Path) -> None:
+    """A load whose answer was lost is made again; where "already loaded" is an error, it ends the run."""
+    server = opened(stand_in)
+    folder = str(place / "adapter")
+    server.load("run-a", folder)
+    server.load("run-a", folder)
+    server.load("other", folder)
+    server.unload_all("run-")
+    assert [*stand_in.adapters] == ["other"]
+    server.unload("nobody")
+    server.close()
+
+
+def test_a_server_that_can_take_part(stand_in: StandIn) -> None:
+    assert checked(stand_in, temperature=0.7) == []
+    stand_in.fault = lambda path, body, count: (404, {"detail": "Not Found"}) if path == "/tokenize" else None
+    (note,) = checked(stand_in)
+    assert note.startswith("the server's tokenizer could not be compared: http://127") and "status 404" in note
+
+
+CHECKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"scaled": False}, {"temperature": 0.7}, "gives log-probabilities of temperature 1: start it with"),
+    (
+        {"tokens": [1, 2]},
+        {},
+        r"has another tokenizer, which makes \[1, 2\] of a prompt that is \[1, 11, 1, 12\]: serve",
+    ),
+    ({"takes_adapters": False}, {}, "takes no adapters while it runs .*: start it with --enable-lora"),
+    ({"listed": {"max_model_len": 16}}, {}, "serves base with a context of 16 tokens, and data.seq_length is 32"),
+    ({"listed": {"owned_by": "llamacpp", "id": "gpt"}}, {"server_model": "base"}, "rollout.server_model is base, and"),
+]
+
+
+@pytest.mark.parametrize(("faults", "options", "words"), CHECKS, ids=lambda value: str(value)[:40])
+def test_a_server_that_cannot(faults: dict[str, Any], options: dict[str, Any], words: str, stand_in: StandIn) -> None:
+    for name, value in faults.items():
+        setattr(stand_in, name, value)
+    with pytest.raises(UserError, match=words):
+        checked(stand_in, **options)
+
+
+def test_what_top_p_leaves_is_no_distribution_of_the_trainers(stand_in: StandIn) -> None:
+    """vLLM's processed log-probabilities are those of the tokens that top_p leaves, SGLang's of all."""
+    if stand_in.kind == "sglang":
+        assert checked(stand_in, top_p=0.9) == []
+        return
+    with pytest.raises(UserError, match="gives log-probabilities of what they leave"):
+        checked(stand_in, top_p=0.9)
+    stand_in.scaled = False
+    assert checked(stand_in, top_p=0.9) == []
+
+
+def test_the_other_kind_of_server(stand_in: StandIn) -> None:
+    other = "sglang" if stand_in.kind == "vllm" else "vllm"
+    with pytest.raises(UserError, match=f"rollout.server_kind is {other}, and .* says that it is {stand_in.kind}"):
+        checked(stand_in, server_kind=other)
+
+
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"{url} cannot be reached .*refused.*: start the server"):
+            HttpServer(url, timeout=5).call("/v1/models")
+
+
+def test_a_server_that_hangs(stand_in: StandIn, place: Path) -> None:
+    """One second is the limit; the call that hangs is ended with the others."""
+    stand_in.seconds = 30.0
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="did not answer .* within 1 seconds: see whether the server hangs"):
+        sampled(stand_in, place, server_timeout=1.0)
+    assert time.monotonic() - begin < 10
+
+
+def test_calls_under_way_are_ended(stand_in: StandIn, place: Path) -> None:
+    server = opened(stand_in)
+    server.load("a", str(place / "adapter"))
+    stand_in.seconds = 30.0
+    asked = server.ask("a", [Question(PROMPT, seed) for seed in range(9)], SETTINGS)
+    assert not asked.wait(0.3)
+    begin = time.monotonic()
+    server.close()
+    assert asked.wait(5) and time.monotonic() - begin < 5
+
+
+def test_now_and_then_an_error(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second call fails in passing: the completions are the same. With every call failing, it is said."""
+    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    expected = sampled(stand_in, place)
+    stand_in.fault = lambda path, body, count: (503, {"message": "busy"}) if count % 2 else None
+    stand_in.adapters.clear()
+    assert sampled(stand_in, place) == expected
+    stand_in.fault = lambda path, body, count: (500, "no") if stand_in.adapter_of(body) else None
+    with pytest.raises(UserError, match="with status 500: no"):
+        sampled(stand_in, place)
+
+
+def _shorter(answer: dict[str, Any]) -> None:
+    if "choices" in answer:
+        answer["choices"][0]["token_ids"].pop()
+    else:
+        answer["output_ids"].pop()
+
+
+def _ended(answer: dict[str, Any]) -> None:
+    _set(answer, [3], [-0.5])
+
+
+def _behind_end(answer: dict[str, Any]) -> None:
+    _set(answer, [0, 3], [-0.5, -0.5])
+
+
+def _foreign(answer: dict[str, Any]) -> None:
+    _set(answer, [77, 0], [-0.5, -0.5])
+
+
+def _impossible(answer: dict[str, Any]) -> None:
+    _set(answer, [5, 0], [-0.5, 0.5])
+
+
+def _unknown(answer: dict[str, Any]) -> None:
+    _set(answer, [5, 0], [-0.5, None])
+
+
+def _longer(answer: dict[str, Any]) -> None:
+    _set(answer, [5] * 7, [-0.5] * 7)
+
+
+def _set(answer: dict[str, Any], tokens: list[int], logps: list[Any]) -> None:
+    if "choices" in answer:
+        answer["choices"][0]["token_ids"], answer["choices"][0]["logprobs"]["token_logprobs"] = tokens, logps
+    else:
+        answer["output_ids"] = tokens
+        answer["meta_info"]["output_token_logprobs"] = [[p, t, None] for t, p in zip(tokens, logps, strict=True)]
+
+
+def _no_tokens(answer: dict[str, Any]) -> None:
+    answer["choices"][0].pop("token_ids") if "choices" in answer else answer.pop("output_ids")
+
+
+def _no_logps(answer: dict[str, Any]) -> None:
+    answer["choices"][0].pop("logprobs") if "choices" in answer else answer.pop("meta_info")
+
+
+ANSWERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (_shorter, "tokens and [0-9] log-probabilities"),
+    (_ended, "ended after 1 of 6 tokens with token 3, which ends none here"),
+    (_behind_end, "goes on behind a token that ends one here"),
+    (_foreign, "has the token 77, and the model's vocabulary 16 entries"),
+    (_impossible, "a token has 0.5 for a log-probability"),
+    (_unknown, "a token has None for a log-probability"),
+    (_longer, "a completion has 7 tokens, and 1 to 6 were asked for"),
+    (_no_tokens, "the answer has no (token_ids|output_ids)"),
+    (_no_logps, "the answer has no (token_logprobs|output_token_logprobs)"),
+]
+
+
+@pytest.mark.parametrize(("mangle", "words"), ANSWERS)
+def test_answers_that_cannot_be_trained_on(
+    mangle: Callable[[dict[str, Any]], None], words: str, stand_in: StandIn, place: Path
+) -> None:
+    stand_in.mangle = mangle
+    with pytest.raises(UserError, match=f"cannot be sampled from: .*{words}"):
+        sampled(stand_in, place)
+
+
+def test_an_adapter_that_the_server_does_not_see(stand_in: StandIn, place: Path) -> None:
+    server = opened(stand_in)
+    with pytest.raises(UserError, match="did not load the adapter in .*/nowhere .*: it reads that folder itself"):
+        server.load("a", str(place / "nowhere"))
+    server.close()
+
+
+def test_a_server_that_was_started_again(stand_in: StandIn, place: Path) -> None:
+    server = opened(stand_in)
+    server.load("a", str(place / "adapter"))
+    stand_in.fault = lambda path, body, count: (
+        (404, {"error": {"message": "no such model"}}) if "seed" in str(body) else None
+    )
+    with pytest.raises(UserError, match="status 404: no such model: where the server was started again"):
+        server.ask("a", [Question(PROMPT, 1)], SETTINGS).result()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"error": {"message": "a\n b", "code": 400}}, "a b"),
+        ({"success": False, "error_message": "c"}, "c"),
+        ({"object": "error", "message": "d"}, "d"),
+        ({"detail": [1]}, "[1]"),
+        ("plain", "plain"),
+    ],
+)
+def test_words_of_an_error(answer: Any, words: str, stand_in: StandIn) -> None:
+    def fault(path: str, body: dict[str, Any], count: int) -> Reply:
+        return 400, answer
+
+    stand_in.fault = fault
+    with pytest.raises(CallRefused) as refusal:
+        HttpServer(stand_in.url + "/v1/", timeout=5).call("/x")
+    assert refusal.value.words == words and refusal.value.status == 400
+
+
+# what the servers' own schemas say
+
+VLLM_FIELDS = {
+    "CompletionRequest": {
+        "model", "prompt", "max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "seed", "logprobs", "return_token_ids", "ignore_eos", "stop_token_ids",
+    },
+    "LoadLoRAAdapterRequest": {"lora_name", "lora_path", "load_inplace", "is_3d_lora_weight"},
+    "UnloadLoRAAdapterRequest": {"lora_name", "lora_int_id"},
+}  # fmt: skip
+"""Fields of vLLM 0.33: `vllm/entrypoints/openai/completion/protocol.py` and `vllm/entrypoints/serve/lora/protocol.py`;
+of the first class those that are used here."""
+SGLANG_FIELDS = {
+    "GenerateReqInput": {"input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "lora_path"},
+    "SamplingParams": {
+        "max_new_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "sampling_seed", "stop_token_ids",
+    },
+    "LoadLoRAAdapterReqInput": {"lora_name", "lora_path", "pinned"},
+    "UnloadLoRAAdapterReqInput": {"lora_name"},
+}  # fmt: skip
+"""Fields of SGLang 0.5.23: `sglang/srt/managers/io_struct.py` and `sglang/srt/sampling/sampling_params.py`; of the
+first two classes those that are used here."""
+
+
+def test_calls_have_the_servers_fields() -> None:
+    question = Question(PROMPT, 5)
+    vllm, sglang = Vllm(), Sglang()
+    for call, kind in (
+        (vllm.sample("a", question, SETTINGS), "CompletionRequest"),
+        (vllm.look("m", PROMPT, 1.0), "CompletionRequest"),
+        (vllm.load("a", "/f"), "LoadLoRAAdapterRequest"),
+        (vllm.unload("a"), "UnloadLoRAAdapterRequest"),
+    ):
+        assert call.body.keys() <= VLLM_FIELDS[kind], call
+    for call, kind in (
+        (sglang.sample("a", question, SETTINGS), "GenerateReqInput"),
+        (sglang.look("m", PROMPT, 1.0), "GenerateReqInput"),
+        (sglang.load("a", "/f"), "LoadLoRAAdapterReqInput"),
+        (sglang.unload("a"), "UnloadLoRAAdapterReqInput"),
+    ):
+        assert call.body.keys() <= SGLANG_FIELDS[kind], call
+        assert call.body.get("sampling_params", {}).keys() <= SGLANG_FIELDS["SamplingParams"]
+    assert vllm.sample("a", question, SETTINGS).body["top_k"] == 0
+    assert sglang.sample("a", question, SETTINGS).body["sampling_params"]["top_k"] == -1
+    assert dialect_of("vllm").owner == "vllm" and dialect_of("sglang").owner == "sglang"
+
+
+@pytest.mark.parametrize("package", ["vllm", "sglang"])
+def test_recorded_fields_are_those_of_an_installed_package(package: str) -> None:
+    """Its source is read, not run: importing it would need its device."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    files = {
+        "vllm": ["entrypoints/openai/completion/protocol.py", "entrypoints/serve/lora/protocol.py"],
+        "sglang": ["srt/managers/io_struct.py", "srt/sampling/sampling_params.py"],
+    }[package]
+    found: dict[str, set[str]] = {}
+    for name in files:
+        for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+                found[node.name] = {one.id for one in fields if isinstance(one, ast.Name)}
+    for kind, fields in (VLLM_FIELDS if package == "vllm" else SGLANG_FIELDS).items():
+        assert fields <= found[kind], kind

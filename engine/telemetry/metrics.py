@@ -1,14 +1,16 @@
 """The metrics file: one JSON object per line, numbers exactly as they were computed.
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
-and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, once it is complete; a note has step
-and note. Only one rank writes. A run that resumes at step s first drops the records after s, which it will write again.
+and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, once it is complete; a note has step and
+note; what each expert of a mixture was sent has step and expert_rows. Only one rank writes. A run that resumes at step
+s first drops the records after s, which it will write again.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +22,8 @@ from engine.files.strict_json import JsonFlaw, parse_json
 from engine.telemetry.output import is_unread
 from engine.telemetry.trackers import Ending, Trackers
 
-Value = int | float | str | bool | None
+Value = int | float | str | bool | None | Sequence[float] | Mapping[str, Sequence[int]]
+"""A figure, or finite ones of each layer."""
 
 
 class MetricsWriter:
@@ -107,9 +110,9 @@ class MetricsWriter:
                 ) from None
         group = "eval" if "eval_loss" in record else "train"
         figures = {f"{group}/{key}": float(value) for key, value in record.items() if isinstance(value, int | float)}
-        figures.pop(f"{group}/step")
+        step = figures.pop(f"{group}/step")
         if figures:
-            self._trackers.figures(int(record["step"] or 0), figures)
+            self._trackers.figures(int(step), figures)
 
     def text(self, *, step: int, name: str, text: str) -> None:
         """Writes a text that belongs to `step`."""

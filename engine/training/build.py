@@ -104,7 +104,7 @@ def build_training(
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
-    load = None if decoder.routed is None else RouterLoad(stages.models(), mesh, launch.device, balance)
+    load = None if decoder.routed is None else RouterLoad(decoder, stages.models(), mesh, launch.device, balance)
     step = TrainStep(stages, reducer, optimizer, mesh, load)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(

@@ -1,17 +1,19 @@
 """How evenly routers spread tokens over experts, in each step's figures.
 
 Mixtures count the rows of each expert on the device (`RoutedMLP.rows_E`). A step sums these counts over the ranks that
-have other tokens, and makes three numbers of them, without waiting for the device. Rows are all that the router sent:
-padding's and those of tokens without a loss too.
+have other tokens or other layers, and makes a few numbers of them, without waiting for the device. The counts
+themselves are added up there until somebody asks. Rows are all that the router sent: padding's and those of tokens
+without a loss too.
+
+Legend: L layers with a mixture, E experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engine.config.run import RunConfig
@@ -23,16 +25,18 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.load_balance import LoadBalance
 
-NAMES = ("expert_entropy", "expert_imbalance", "idle_experts", "router_aux_loss")
-"""Names of the figures: the entropy of experts' shares over that of equal ones, mean over layers; the rows of the
-busiest expert over the mean, the largest of any layer; experts without a row, of all layers together; and where there
-is one, the auxiliary loss before it is multiplied by its coefficient."""
+_BY_LAYER = ("expert_entropy", "expert_imbalance", "idle_experts")
+"""Names of the figures that each layer has: the entropy of experts' shares over that of equal ones; the rows of the
+busiest expert over the mean; experts without a row. Of all layers these are the mean, the largest and the sum."""
+_BALANCE = "router_aux_loss"
+"""Name of the auxiliary loss, before it is multiplied by its coefficient."""
 
 
 class RouterLoad:
-    """The load of the experts of this rank's layers.
+    """The load of the model's experts.
 
     Args:
+        config: of the model, which has a mixture of experts.
         parts: of the model on this rank.
         mesh: the axes.
         device: of the model.
@@ -40,32 +44,59 @@ class RouterLoad:
     """
 
     def __init__(
-        self, parts: Iterable[Decoder], mesh: Mesh, device: torch.device, balance: LoadBalance | None = None
+        self,
+        config: DecoderConfig,
+        parts: Iterable[Decoder],
+        mesh: Mesh,
+        device: torch.device,
+        balance: LoadBalance | None = None,
     ) -> None:
+        assert config.routed is not None
         self._mesh, self._balance = mesh, balance
-        self._most, self._sums = torch.zeros(1, device=device), torch.zeros(3, device=device)
-        self._mixtures = [one for part in parts for one in part.modules() if isinstance(one, RoutedMLP)]
+        self._layers = [index for index in range(config.num_layers) if config.routed_at(index) is not None]
+        self._mixtures = [
+            (self._layers.index(index), layer.mlp)
+            for part in parts
+            for index, layer in enumerate(part.layers, part.part.first)
+            if isinstance(layer.mlp, RoutedMLP)
+        ]
+        shape = len(self._layers), config.routed.rule.num_experts
+        self._total_LE = torch.zeros(shape, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def figures(self) -> Tensor:
-        """Returns the figures of the steps since the last call, fp32 [3], or [4] with an auxiliary loss, the same on
-        all ranks. Collective."""
-        sums, most = self._sums.clone(), self._most.clone()
-        if self._mixtures:
-            rows_LE = torch.stack([mixture.rows_E for mixture in self._mixtures])
-            for mixture in self._mixtures:
-                mixture.rows_E.zero_()
-            all_reduce(rows_LE, self._mesh.dp_cp)
-            if not self._mesh.grid.cuts_experts:  # tensor ranks have tokens of their own
-                all_reduce(rows_LE, self._mesh.tp)
-            share_LE = rows_LE / rows_LE.sum(dim=1, keepdim=True).clamp(min=1)
-            entropy_L = torch.special.entr(share_LE).sum(dim=1) / math.log(max(2, rows_LE.shape[1]))
-            sums = torch.stack((entropy_L.sum(), (rows_LE == 0).sum(), torch.ones_like(entropy_L).sum()))
-            most = (share_LE.max(dim=1).values * rows_LE.shape[1]).max().view(1)
-        entropy, idle, layers = all_reduce(sums, self._mesh.pp).unbind()
-        imbalance = all_reduce(most, self._mesh.pp, dist.ReduceOp.MAX)[0]
-        found = [entropy / layers.clamp(min=1.0), imbalance, idle]
-        return torch.stack(found if self._balance is None else [*found, self._balance.loss])
+        """Returns the figures of the steps since the last call, fp32, in the order of `named` and the same on all
+        ranks. Collective."""
+        rows_LE = torch.zeros_like(self._total_LE)
+        for place, mixture in self._mixtures:
+            rows_LE[place] = mixture.rows_E
+            mixture.rows_E.zero_()
+        apart = () if self._mesh.grid.cuts_experts else (self._mesh.tp,)  # tensor ranks have tokens of their own
+        for axis in (self._mesh.dp_cp, *apart, self._mesh.pp):
+            all_reduce(rows_LE, axis)
+        self._total_LE += rows_LE
+        share_LE = rows_LE / rows_LE.sum(dim=1, keepdim=True).clamp(min=1)
+        entropy_L = torch.special.entr(share_LE).sum(dim=1) / math.log(max(2, rows_LE.shape[1]))
+        imbalance_L = share_LE.max(dim=1).values * rows_LE.shape[1]
+        idle_L = (rows_LE == 0).sum(dim=1).to(torch.float32)
+        found = [entropy_L.mean(), imbalance_L.max(), idle_L.sum()]
+        if self._balance is not None:
+            found.append(self._balance.loss)
+        return torch.cat((torch.stack(found), entropy_L, imbalance_L, idle_L))
+
+    def named(self, figures: Sequence[float]) -> dict[str, float | list[float]]:
+        """Returns what `figures` returned by name; `layer_` is before the names of those of each layer."""
+        names = _BY_LAYER if self._balance is None else (*_BY_LAYER, _BALANCE)
+        by_layer, count = figures[len(names) :], len(self._layers)
+        return dict(zip(names, figures, strict=False)) | {
+            f"layer_{name}": list(by_layer[index * count : (index + 1) * count]) for index, name in enumerate(_BY_LAYER)
+        }
+
+    def take_rows(self) -> dict[str, list[int]]:
+        """Returns each layer's rows of each expert since the last call, by the layer's index; waits for the device."""
+        rows = dict(zip(map(str, self._layers), self._total_LE.tolist(), strict=True))
+        self._total_LE.zero_()
+        return rows
 
 
 def check_balance(config: RunConfig, decoder: DecoderConfig) -> None:

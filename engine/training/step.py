@@ -52,7 +52,8 @@ class TrainStep:
         router_load: RouterLoad | None = None,
     ) -> None:
         self._stages, self._reducer, self._optimizer, self._mesh = stages, reducer, optimizer, mesh
-        self._router_load = router_load
+        self.router_load = router_load
+        """The load of experts; None for a model without a mixture."""
         self._target_count = torch.ones((), dtype=torch.float32, device=stages.step.device)
         self._lr = torch.zeros_like(self._target_count)
         self.phases = PhaseClock(stages.step.device)
@@ -65,7 +66,7 @@ class TrainStep:
 
     def with_stages(self, stages: Stages) -> TrainStep:
         """The same step through other stages of the same model."""
-        return TrainStep(stages, self._reducer, self._optimizer, self._mesh, self._router_load)
+        return TrainStep(stages, self._reducer, self._optimizer, self._mesh, self.router_load)
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
         """Leaves the global batch's summed gradient, times the loss scale where there is one, in the flat buffer.
@@ -119,5 +120,5 @@ class TrainStep:
         norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)
         self.phases.passed("optimizer", last=True)
-        router = figures[:0] if self._router_load is None else self._router_load.figures()
+        router = figures[:0] if self.router_load is None else self.router_load.figures()
         return StepResult(figures[0], norm, figures[1:], scale, router)

@@ -176,6 +176,7 @@ class Trainer:
         run = self._run
         # a run that resumes from here reports the steps after this one; whatever log.every says, the last is reported
         run.reporter.catch_up(last=self.step == run.course.steps)
+        run.reporter.write_rows_of_experts(self.step)
         run.folder.require_own()
         run.clock.leave_out(
             run.saver.save(

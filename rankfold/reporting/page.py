@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from rankfold.reporting.curves import course, different_work, loss, over_steps, scaling
+from rankfold.reporting.experts import by_layer, spread
 from rankfold.reporting.layout import beside, section, stacked
-from rankfold.reporting.markup import element
+from rankfold.reporting.markup import element, together
 from rankfold.reporting.ranks import bandwidth, breakdown, memory, pipeline
 from rankfold.reporting.reading import Run
 from rankfold.reporting.settings import configuration, environment
@@ -32,6 +33,7 @@ def page(runs: Sequence[Run]) -> str:
         ("Pipeline", stacked(runs, pipeline)),
         ("Utilisation", over_steps(runs, "mfu", "share of the ceiling", show=lambda value: f"{value:.3g}")),
         ("Gradient norm and learning rate", course(runs)),
+        ("Experts", together(spread(runs), beside(runs, by_layer))),
         *([options] if len(runs) == 1 else []),
         ("Environment", environment(runs)),
     ]
@@ -49,7 +51,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def _missing(sections: Sequence[tuple[str, Markup]]) -> Markup | None:
     """Returns one line that names what was not recorded, among what every run can record."""
-    optional = ("Speed against devices", "Pipeline")
+    optional = ("Speed against devices", "Pipeline", "Experts")
     absent = [title for title, content in sections if not content and title not in optional]
     if not absent:
         return None

@@ -35,12 +35,14 @@ class Record:
         figures: name -> finite number.
         phases: part of a step -> seconds.
         communication: axis and operation -> its figures.
+        expert_rows: layer -> rows of each expert since the record before that has some.
     """
 
     step: int
     figures: Mapping[str, float]
     phases: Mapping[str, float]
     communication: Mapping[str, Mapping[str, float]]
+    expert_rows: Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,7 @@ class Run:
         ranks: rank -> its records.
         config: sections of options; empty where there is no such file.
         environment: the recorded machine and layout; empty likewise.
+        experts: layer -> rows that each of its experts was sent in the whole run.
         notes: sentences about what could not be read.
     """
 
@@ -65,6 +68,7 @@ class Run:
     ranks: Mapping[int, Sequence[Record]]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
+    experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
@@ -158,6 +162,7 @@ def _read(path: Path, name: str) -> Run:
         },
         config=config,
         environment=_tree(path / ENVIRONMENT, json.loads, notes) if (path / ENVIRONMENT).exists() else {},
+        experts=_together(_newest([record for record, _ in records if record.expert_rows])),
         notes=notes,
     )
 
@@ -231,7 +236,29 @@ def _record(raw: dict[str, Any]) -> Record | None:
         figures=_numbers(raw),
         phases=_numbers(raw.get("phases")),
         communication={name: _numbers(one) for name, one in transfers.items()} if isinstance(transfers, dict) else {},
+        expert_rows=_expert_rows(raw.get("expert_rows")),
     )
+
+
+def _expert_rows(raw: object) -> dict[int, Sequence[int]]:
+    """Returns the layers whose rows are whole numbers; a layer is named by its index."""
+    found: dict[int, Sequence[int]] = {}
+    for name, rows in raw.items() if isinstance(raw, dict) else ():
+        counts = [count(one) for one in rows] if isinstance(rows, list) else []
+        if counts and re.fullmatch("[0-9]{1,6}", name):
+            found[int(name)] = [one or 0 for one in counts]
+    return found
+
+
+def _together(records: Sequence[Record]) -> dict[int, Sequence[int]]:
+    """Returns the sums over the records; those with another number of experts than the last are left out."""
+    totals: dict[int, Sequence[int]] = {}
+    for record in reversed(records):
+        for layer, rows in record.expert_rows.items():
+            known = totals.setdefault(layer, [0] * len(rows))
+            if len(known) == len(rows):
+                totals[layer] = [first + second for first, second in zip(known, rows, strict=True)]
+    return totals
 
 
 def _numbers(raw: object) -> dict[str, float]:

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
+from engine.training.router_load import RouterLoad
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, assemble
 from tests.spawning import spawn
@@ -52,17 +54,23 @@ class Trained(NamedTuple):
 
     losses: list[float]
     balance: list[float]
+    load: list[float]
+    rows: dict[str, list[int]]
     masters: list[NamedShard]
 
 
 def _trained(layout: Layout, mesh: Mesh) -> Trained:
     run = Run(layout, mesh, "parameters" if layout.grid.dp > 1 and layout.grid.ep == 1 else "none")
-    losses, balance = [], []
+    losses, balance, figures = [], [], []
     assert run.balance is not None
+    load = RouterLoad(run.case.config, run.stages.models(), mesh, torch.device("cpu"), run.balance)
     for step in range(NUM_STEPS):
         losses += run.train(step, step)[0]
         balance.append(run.balance.loss.item())
-    return Trained(losses, balance, [NamedShard(*shard) for shard in run.flat.master_shards()])
+        figures += load.figures().tolist()
+    return Trained(
+        losses, balance, figures, load.take_rows(), [NamedShard(*shard) for shard in run.flat.master_shards()]
+    )
 
 
 def _computes(name: str, kind: str) -> bool:
@@ -105,6 +113,8 @@ def test_layouts_equal_one_process(name: str, kind: str) -> None:
         found = [rank[name, kind] for rank in _ranks((name, kind) in QUICK_CASES)]
     assert found[-1].losses == pytest.approx(expected.losses, rel=1e-5)
     assert all(rank.balance == pytest.approx(expected.balance, rel=1e-6) for rank in found)
+    assert all(rank.load == pytest.approx(expected.load, rel=1e-5) for rank in found)
+    assert all(rank.rows == expected.rows for rank in found), "rows are counted twice, or by some ranks alone"
     whole, reference = assemble([one.masters for one in found]), assemble([expected.masters])
     assert whole.keys() == reference.keys()
     errors = _errors(whole, reference)

@@ -38,6 +38,12 @@ def test_a_run_is_resumed_exported_and_asked_for_text(
     assert {record["idle_experts"] for record in steps} == {2.0}
     assert all(0.4 < record["expert_entropy"] < 0.87 for record in steps)
     assert all(1.25 <= record["expert_imbalance"] <= 2.5 for record in steps)
+    assert all(record["layer_idle_experts"] == [1.0, 1.0] for record in steps)
+    assert all(max(record["layer_expert_imbalance"]) == record["expert_imbalance"] for record in steps)
+    rows = [record["expert_rows"] for record in records if "expert_rows" in record]
+    assert all(one.keys() == {"0", "1"} and one["0"][4] == one["1"][4] == 0 for one in rows)
+    tokens = sum(record["tokens"] for record in steps)
+    assert {sum(sum(one[layer]) for one in rows) for layer in ("0", "1")} == {2 * tokens}
     again = routed.folder.with_name("again")
     routed(checkpoint__dir=again, train__steps=4)
     assert "resum" in routed(train__steps=8)

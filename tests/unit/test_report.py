@@ -98,6 +98,24 @@ def test_figures_of_one_run(tmp_path: Path) -> None:
     assert "Not recorded" not in seen.text and "Pipeline" not in seen.text  # no card without content
 
 
+def test_experts_of_two_layers(tmp_path: Path) -> None:
+    """Rows of two saves are added up; a run without experts has no such card."""
+    folder = _write(tmp_path / "run", ranks=1, steps=4)
+    assert "Experts" not in _Text(page(read_runs([folder]))).text
+    saves = [
+        {"step": 2, "expert_rows": {"1": [10, 0, 30, 0], "3": [1, 1, 1, 1]}},
+        {"step": 4, "expert_rows": {"1": [20, 0, 20, 0], "3": [0, 0, 0, 4], "x": [1], "7": ["a"]}},
+    ]
+    steps = [_record(step, expert_entropy=0.5, expert_imbalance=2.0) for step in range(1, 5)]
+    lines = "".join(json.dumps(line) + "\n" for line in [*steps, *saves])
+    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    seen = _Text(page(read_runs([folder]))).text
+    # 30 and 50 of 80 rows: (0.375 ln 0.375 + 0.625 ln 0.625) / ln 4, and 0.625 x 4
+    assert "layer 1 80 0.477 2.50 expert 2 0.00 2" in seen
+    assert "layer 3 8 0.774 2.50 expert 3 0.50 0" in seen
+    assert seen.count("entropy of shares") >= 2, "a chart and a column"
+
+
 def test_the_header_says_what_was_trained(tmp_path: Path) -> None:
     folder = _write(tmp_path / "run", ranks=4, steps=2, pipeline=2)
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))

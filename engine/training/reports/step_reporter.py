@@ -16,7 +16,7 @@ from engine.config.log import LogOptions
 from engine.objectives.objective import figures_to_show
 from engine.objectives.stuck import StuckLoss
 from engine.telemetry.listener import RunListener
-from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.metrics import MetricsWriter, Value
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
@@ -24,7 +24,6 @@ from engine.training.guards.run_guards import Guards, StepSeen
 from engine.training.host_copy import StepFigures
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
-from engine.training.router_load import NAMES
 from engine.training.step_source import StepSource
 
 SHOWN_OF_ROWS = "reward"
@@ -155,6 +154,11 @@ class StepReporter:
         """
         self._read(None, last=last)
 
+    def write_rows_of_experts(self, step: int) -> None:
+        """Writes how many rows each expert had since the last call; waits for the device."""
+        if (load := self._training.step.router_load) is not None:
+            self._metrics.write({"step": step, "expert_rows": load.take_rows()})
+
     def _read(self, newest: _Unread | None, *, last: bool) -> None:
         ready, self._unread = self._unread, newest
         if ready is None:
@@ -171,7 +175,10 @@ class StepReporter:
         rows, tokens, seconds = self._rows, self._step_tokens, ready.finished - self._since
         self._since, self._rows, self._step_tokens = ready.finished, 0, 0
         memory = peak_memory_bytes()
-        more = self._named_figures(metrics, loss_scale) | dict(zip(NAMES, router, strict=False))
+        named = self._named_figures(metrics, loss_scale)
+        more: dict[str, Value] = {**named}
+        if (load := self._training.step.router_load) is not None:
+            more |= load.named(router)
         more |= dict(ready.of_rows) | self._working(seconds)
         seen = self._observation.report(step=ready.step, rows=rows, tokens=tokens, seconds=seconds)
         stalled, self._stalled = self._source.stalled - self._stalled, self._source.stalled
@@ -196,7 +203,7 @@ class StepReporter:
             seconds=seconds,
             memory=memory,
             more={name: value for name, value in ready.of_rows.items() if name == SHOWN_OF_ROWS}
-            | figures_to_show(self._training.objective, more),
+            | figures_to_show(self._training.objective, named),
         )
         self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
         for warning in (self._stuck.seen(loss), self._forecast.seen(memory, last=last)):

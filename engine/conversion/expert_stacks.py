@@ -2,8 +2,9 @@
 
 PEFT's, for `target_parameters`, because transformers stacks the experts' weights. gate and up are one parameter, which
 has one adapter. With E experts of rank R, expert e's A is rows [e R, (e + 1) R) of `lora_A` [E R, in], and its B is
-columns e, e + E, e + 2 E ... of `lora_B` [out, R E]. Where down is adapted too, the inner of two nested wrappers, whose
-keys say `experts.base_layer`, is that of gate and up, and the outer one, `experts`, is down's; else `experts` is all.
+columns e, e + E, e + 2 E ... of `lora_B` [out, R E]. B's rows are those of the model's own parameter: gate's before
+up's, or both in turns. Where down is adapted too, the inner of two nested wrappers, whose keys say
+`experts.base_layer`, is that of gate and up, and the outer one, `experts`, is down's; else `experts` is all.
 
 SGLang's and vLLM's, for adapters that share their outer factors: w1, w2 and w3 are gate, down and up, with `lora_A`
 [E, R, in] and `lora_B` [E, out, R]. What all experts share is there once, [1, ...].
@@ -24,6 +25,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap
+from engine.models.stacked_experts import StackedPart
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 PEFT_LEAVES = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
@@ -64,8 +66,20 @@ def _sizes(decoder: DecoderConfig) -> tuple[int, int]:
     return decoder.routed.rule.num_experts, decoder.routed.intermediate
 
 
+def in_turns(names: NameMap) -> bool:
+    """Returns whether rows of gate and up take turns in the model's own parameter."""
+    place = names.layer_modules.get("mlp.experts.*.gate_proj")
+    return isinstance(place, StackedPart) and place.alternates
+
+
 def stack(
-    trained: TensorReader, decoder: DecoderConfig, layer: int, linears: tuple[str, ...], scale: Callable[[str], float]
+    trained: TensorReader,
+    decoder: DecoderConfig,
+    layer: int,
+    linears: tuple[str, ...],
+    scale: Callable[[str], float],
+    *,
+    turns: bool,
 ) -> Stack | None:
     """Returns the adapters of `linears` of a layer's experts as one; None where there are none.
 
@@ -73,6 +87,7 @@ def stack(
         trained: both factors of each expert's adapters.
         linears: `GATE_UP` or `DOWN`.
         scale: module -> factor on its B A; the same for all that are stacked.
+        turns: see `in_turns`.
     """
     count, inner = _sizes(decoder)
     height = inner if linears is GATE_UP else decoder.hidden
@@ -105,6 +120,8 @@ def stack(
             a[expert, first : first + own_a.shape[0]] = own_a
             b[expert, places[leaf], first : first + own_a.shape[0]] = own_b
         first += width
+    if turns and linears is GATE_UP:
+        b = b.unflatten(1, (2, height)).transpose(1, 2).flatten(1, 2)
     return Stack(a, b, scale(some))
 
 

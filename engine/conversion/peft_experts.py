@@ -29,7 +29,7 @@ from engine.models.names import fused_parts, is_shared_factor
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.router"
 _STACKED_ALONE = ("gpt_oss",)
-"""Families of which PEFT reads no adapters of single experts, and whose stacks are transposed, gate and up in turns."""
+"""Families of which PEFT and servers read no adapters of single experts."""
 _OTHER_ROUTERS = ("glm4_moe", "deepseek_v3", "gpt_oss")
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours."""
 STACKED_IN_VLLM: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ def obstacle(
         return f"{routers[0]} has an adapter, and vLLM and SGLang compute routers without"
     if not trained.experts:
         return None if form == "per_expert" else "no expert has an adapter"
-    if decoder.family in _STACKED_ALONE:
+    if decoder.family in _STACKED_ALONE and form != "stacked":
         first = min(trained.experts)
         return f"{first} has an adapter of its own, and PEFT has one for all experts of a {decoder.family} model"
     if form == "stacked":

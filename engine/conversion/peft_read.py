@@ -25,7 +25,15 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.choices import VISION
-from engine.conversion.expert_stacks import GATE_UP, StoredStack, expert_module, is_stack, router_key, stored_stacks
+from engine.conversion.expert_stacks import (
+    GATE_UP,
+    StoredStack,
+    expert_module,
+    in_turns,
+    is_stack,
+    router_key,
+    stored_stacks,
+)
 from engine.conversion.lora_scales import Scale, one_or_each
 from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.conversion.peft_config import read_settings
@@ -43,12 +51,17 @@ _KEY = re.compile(
 
 
 class _Place(NamedTuple):
-    """The place of a tensor inside a stored one: rows and columns, of one of the experts where all are in it."""
+    """The place of a tensor inside a stored one: rows and columns, of one of the experts where all are in it.
+
+    Args:
+        turns: rows of two halves take turns there, and are one half after the other here.
+    """
 
     key: str
     rows: slice = slice(None)
     columns: slice = slice(None)
     expert: int | None = None
+    turns: bool = False
 
 
 class AdapterSource(TensorReader):
@@ -202,6 +215,8 @@ class AdapterSource(TensorReader):
         tensor = self._file.view(place.key)
         if place.expert is not None:  # there is one alone of what all share
             tensor = tensor[place.expert if tensor.shape[0] > 1 else 0]
+        if place.turns:
+            tensor = torch.cat([tensor[::2], tensor[1::2]])
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
 
     def _split(self, module: str, fused: Collection[str] | None) -> None:
@@ -251,10 +266,11 @@ class AdapterSource(TensorReader):
         hf_name = f"{self._names.body}layers.{stack.layer}.mlp.experts.{stack.leaf}"
         rank, scale = self.settings.rank_of(hf_name), self.settings.scale_of(hf_name)
         keys, parts = stack.keys, [(stack.leaf, slice(None), 0, rank)]
+        turns = stack.linears == GATE_UP and in_turns(self._names)
         stored = self._file.shape(keys[LORA_A])[-2] // (count if stack.flat else 1)
         if stack.linears == GATE_UP and stored == rank:
             halves = [slice(0, height), slice(height, 2 * height)]
-            blocks = self._stack_has_blocks(keys[LORA_B], rank, halves)
+            blocks = self._stack_has_blocks(_Place(keys[LORA_B], turns=turns), rank, halves)
             whole = expert_module(stack.layer, 0, stack.leaf)
             if whole not in fused if fused is not None else blocks:
                 width = rank // 2 if blocks else rank
@@ -266,15 +282,15 @@ class AdapterSource(TensorReader):
                 start = expert * stored + first
                 a = _Place(keys[LORA_A], rows=slice(start, start + (width if len(parts) > 1 else stored)))
                 columns = slice(first * count + expert, (first + width) * count if len(parts) > 1 else None, count)
-                b = _Place(keys[LORA_B], rows=rows, columns=columns)
+                b = _Place(keys[LORA_B], rows=rows, columns=columns, turns=turns)
             else:
                 a, b = (_Place(keys[leaf], expert=expert) for leaf in (LORA_A, LORA_B))
             self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"] = (a,), (b,)
             self._ranks[module], self._scales[module] = width, scale
 
-    def _stack_has_blocks(self, key: str, rank: int, halves: Sequence[slice]) -> bool:
+    def _stack_has_blocks(self, place: _Place, rank: int, halves: Sequence[slice]) -> bool:
         """Returns whether gate and up of all experts have adapters of their own, B being zero outside of these."""
-        b = self._file.view(key)
+        b = self._view(place)
         if rank == self.settings.rank or rank % 2:
             return False
         width = b.shape[1] // 2  # columns of one rank of all experts lie together

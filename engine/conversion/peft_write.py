@@ -25,6 +25,7 @@ from engine.conversion.expert_factors import EachExpert
 from engine.conversion.expert_stacks import (
     PEFT_LEAVES,
     expert_module,
+    in_turns,
     live_name,
     outer_tensors,
     peft_tensors,
@@ -186,7 +187,7 @@ def _contents(
         config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
     if form == "stacked":
         scales = {module: scale for module, (_, scale) in found.adapters.items()}
-        stacks, more = _stacked(trained, model, scales, rslora=rslora)
+        stacks, more = _stacked(trained, model, scales, rslora=rslora, turns=in_turns(described.names))
         tensors, adapters, config["target_parameters"] = tensors | stacks, adapters | more, sorted(more)
     elif form == "shared_outer":
         leaves = {part.rpartition(".")[2] for module in found.experts for part in fused_parts(module)}
@@ -199,7 +200,7 @@ def _contents(
 
 
 def _stacked(
-    trained: TensorReader, model: ModelFolder, scales: Mapping[str, float], *, rslora: bool
+    trained: TensorReader, model: ModelFolder, scales: Mapping[str, float], *, rslora: bool, turns: bool
 ) -> tuple[dict[str, Tensor], Adapters]:
     """Returns PEFT's stacks of the experts' factors, and their ranks and alphas by the parameters that have them."""
     tensors: dict[str, Tensor] = {}
@@ -208,7 +209,7 @@ def _stacked(
         found = {
             leaf: one
             for linears, leaf in PEFT_LEAVES.items()
-            if (one := stack(trained, model.decoder, layer, linears, scales.__getitem__)) is not None
+            if (one := stack(trained, model.decoder, layer, linears, scales.__getitem__, turns=turns)) is not None
         }
         experts = f"{model.names.body}layers.{layer}.mlp.experts"
         tensors |= peft_tensors(found, KEY_PREFIX + experts)

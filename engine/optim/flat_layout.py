@@ -97,9 +97,15 @@ class OwnedRange:
         return slice(self.start, self.start + self.last - self.first)
 
 
+_DECAYED_VECTORS = (
+    ".lora_magnitude", ".sinks.weight", ".class_embedding", ".image_newline.weight", ".lambda_1", ".lambda_2",
+)  # fmt: skip
+"""Endings of the names of vectors that are neither a norm's weights nor a bias; the last two scale a tower's layers."""
+
+
 def decays(entry: ShardEntry) -> bool:
     """Whether weight decay applies, as in Hugging Face's Trainer: to all but the weights of norms and biases."""
-    return len(entry.spec.global_shape) > 1 or entry.name.endswith((".lora_magnitude", ".sinks.weight"))
+    return len(entry.spec.global_shape) > 1 or entry.name.endswith(_DECAYED_VECTORS)
 
 
 class _Kind(NamedTuple):

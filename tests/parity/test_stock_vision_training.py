@@ -1,7 +1,8 @@
-"""Twenty steps of adapters and projector against PEFT, on vision-language models that transformers has."""
+"""Twenty steps of adapters and of modules in full against PEFT and transformers, on their vision-language models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.layers.vision import VisionConfig
+from engine.training.build import Training
 from tests.peft_following import ALONE, LR, build, decayed_names
 from tests.stock_vision import MODELS, make_model, packed, stock_losses
 from tests.sweeps import sampled
@@ -34,16 +36,22 @@ def peft_start(name: str, folder: Path, targets: str) -> nn.Module:
     return model
 
 
-def their_losses(model: nn.Module, name: str, vision: VisionConfig) -> list[float]:
-    """The loss of each step, in fp64; `model` is trained."""
+def their_losses(
+    model: nn.Module, name: str, vision: VisionConfig, rate: Callable[[str], float] = lambda key: LR
+) -> list[float]:
+    """The loss of each step, in fp64; `model` is trained.
+
+    Args:
+        rate: name of a parameter -> its learning rate.
+    """
     model = model.double()
     decayed = decayed_names(model)
     trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
     groups = [
-        {"params": [value for key, value in trained.items() if (key in decayed) == decays], "weight_decay": amount}
-        for decays, amount in ((True, DECAY), (False, 0.0))
+        {"params": [value], "weight_decay": DECAY if key in decayed else 0.0, "lr": rate(key)}
+        for key, value in trained.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
     losses = []
     for step in range(STEPS):
         batch, documents = packed(name, vision, seed=step % 2)
@@ -74,12 +82,56 @@ def test_adapters_and_projector_follow_peft(name: str, targets: str, tmp_path: P
         },
         ALONE,
     )  # fmt: skip
+    _check(training, model, name)
+
+
+def _check(
+    training: Training, model: nn.Module, name: str, rate: Callable[[str], float] = lambda key: LR, least: float = 1e-2
+) -> None:
     vision = training.source.model.decoder.vision
     assert vision is not None
-    expected = their_losses(model, name, vision)
-    assert expected[-2] < expected[0] - 1e-2, "nothing is learnt, so that agreement says little"
+    expected = their_losses(model, name, vision, rate)
+    assert expected[-2] < expected[0] - least, "nothing is learnt, so that agreement says little"
     found = []
     for step in range(STEPS):
         batch, _ = packed(name, vision, seed=step % 2)
         found.append(training.step([batch], float(batch.loss_weights_BS.sum()), LR).loss.item())
     assert found == pytest.approx(expected, abs=LIMIT)
+
+
+ALONE_IN_FULL: dict[str, tuple[str, dict[str, float]]] = {
+    "head": ("lm_head", {}),
+    "tower": ("vision_tower", {}),
+    "tower and projector": (
+        "vision_tower,multi_modal_projector",
+        {"vision_tower": LR / 4, "multi_modal_projector": 3 * LR},
+    ),
+    "newline": ("image_newline", {"image_newline": 5 * LR}),
+}
+"""What trains, and learning rates by pattern."""
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    sampled(
+        [(name, what) for what in ALONE_IN_FULL for name in MODELS if what != "newline" or name.startswith("llava_")],
+        [("internvl", "tower"), ("llava", "tower and projector")],
+    ),
+)
+def test_modules_alone_follow_transformers(name: str, what: str, tmp_path: Path) -> None:
+    """Without any adapter; with learning rates of their own."""
+    trainable, rates = ALONE_IN_FULL[what]
+    model = make_model(name, tmp_path / "hf")
+    tied = trainable == "lm_head" and model.config.tie_word_embeddings
+    modules = ("embed_tokens" if tied else trainable).split(",")
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(any(module in key for module in modules))
+    given = {"lora.rank": 0, "trainable": trainable, "optim.weight_decay": DECAY, "optim.lr": LR}
+    if rates:
+        given["optim.lr_pattern"] = f"{{{', '.join(f'{key}: {rate}' for key, rate in rates.items())}}}"
+    training, _ = build(tmp_path, given, ALONE)
+
+    def rate(key: str) -> float:
+        return next((rate for pattern, rate in rates.items() if pattern in key), LR)
+
+    _check(training, model, name, rate, least=1e-4 if what == "newline" else 1e-3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from http import HTTPStatus
 from math import isfinite
 from typing import Any
 
@@ -70,12 +71,13 @@ class CompletionServer:
 
     # looking
 
-    def check(self, *, length: int, text: str, ids: Sequence[int]) -> list[str]:
+    def check(self, *, length: int, text: str, tokens: Sequence[int], prompt: Sequence[int]) -> list[str]:
         """Looks whether the server can take part in a run.
 
         Args:
             length: of prompt and completion together.
-            text, ids: a text, and its tokens, at least one.
+            text, tokens: a text, and what it is made of.
+            prompt: tokens of a prompt.
 
         Returns:
             Notes on what could not be looked at.
@@ -84,8 +86,8 @@ class CompletionServer:
             UserError: it cannot.
         """
         self._require_model(length)
-        notes = self._compare_tokens(text, ids)
-        self._require_scale(ids)
+        notes = self._compare_tokens(text, tokens)
+        self._require_scale(prompt)
         self._require_adapters()
         return notes
 
@@ -134,7 +136,7 @@ class CompletionServer:
             )
         self._model = name
 
-    def _compare_tokens(self, text: str, ids: Sequence[int]) -> list[str]:
+    def _compare_tokens(self, text: str, own: Sequence[int]) -> list[str]:
         """Refuses a server whose tokenizer gives a text other tokens."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
@@ -142,18 +144,19 @@ class CompletionServer:
         except CallRefused as refusal:
             return [f"the server's tokenizer could not be compared: {refusal}"]
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if tokens != list(ids):
+        if tokens != list(own):
             raise UserError(
-                f"{self._http.url} has another tokenizer, which makes {_few(tokens)} of a prompt that is {_few(ids)}: "
+                f"{self._http.url} has another tokenizer, which makes {_few(tokens)} of prompts that are {_few(own)}: "
                 "serve the model of model.path, with its tokenizer."
             )
         return []
 
-    def _require_scale(self, ids: Sequence[int]) -> None:
+    def _require_scale(self, prompt: Sequence[int]) -> None:
         """Refuses log-probabilities of another distribution than that whose ratios training takes."""
         options, dialect, url = self._options, self._dialect, self._http.url
         cold, hot = (
-            dialect.likeliest(self._answer(dialect.look(self.model, ids, temperature))) for temperature in (1.0, _HOT)
+            dialect.likeliest(self._answer(dialect.look(self.model, prompt, temperature)))
+            for temperature in (1.0, _HOT)
         )
         if max(cold, hot) > 0:
             raise UserError(f"{url} gives {max(cold, hot):.3g} for a log-probability: {dialect.how_to_scale}.")
@@ -252,9 +255,10 @@ class CompletionServer:
             found = self._dialect.completion(self._post(call))
             self._check(found, settings)
         except CallRefused as refusal:
-            raise UserError(
-                f"{refusal}: where the server was started again, start the run again, which loads its adapter."
-            ) from None
+            advice = "see its log"
+            if refusal.status == HTTPStatus.NOT_FOUND:
+                advice = "where the server was started again, start the run again, which loads its adapter"
+            raise UserError(f"{refusal}: {advice}.") from None
         except UserError as error:
             raise UserError(f"{self._http.url} cannot be sampled from: {str(error).rstrip('.')}.") from None
         return found

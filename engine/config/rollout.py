@@ -33,7 +33,7 @@ class RolloutOptions:
         top_p: Sample from the most likely tokens whose probabilities together reach this alone; 1 for all.
         steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
         slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
-            kept in memory.
+            kept in memory. With rollout.server, those that it is asked for at a time.
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion has whole; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave prompts out of a step all of whose completions have the same reward, so that nothing

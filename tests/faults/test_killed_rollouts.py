@@ -60,7 +60,7 @@ def _settings(folder: Path) -> dict[str, object]:
     return settings | {"rollout.rewards": f"{folder}/rewards.py:ones"}
 
 
-def _killing(act: Callable[..., Any], number: int) -> Callable[..., Any]:
+def killing(act: Callable[..., Any], number: int) -> Callable[..., Any]:
     """`act`, which kills the process when it is called for the `number`-th time."""
     left = [number]
 
@@ -79,7 +79,7 @@ def _killed(settings: dict[str, object], what: str, number: int) -> None:
         run_here(settings)
         return
     owner, name = places[what]
-    with mock.patch.object(owner, name, _killing(getattr(owner, name), number)):
+    with mock.patch.object(owner, name, killing(getattr(owner, name), number)):
         run_here(settings)
 
 

@@ -67,7 +67,7 @@ def sampled(stand_in: StandIn, place: Path, count: int = 4, **options: Any) -> l
 def checked(stand_in: StandIn, **options: Any) -> list[str]:
     server = opened(stand_in, **options)
     try:
-        return server.check(length=32, text=TEXT, ids=PROMPT)
+        return server.check(length=32, text=TEXT, tokens=PROMPT, prompt=PROMPT)
     finally:
         server.close()
 
@@ -92,7 +92,7 @@ def test_completions_by_the_adapter(stand_in: StandIn, place: Path) -> None:
             known = (logits / SETTINGS.temperature).log_softmax(-1)
             worst = max(worst, *(abs(float(known[n, t]) - p) for n, (t, p) in enumerate(zip(*one, strict=True))))
         apart.append(worst)
-    assert apart[1] < 2e-6 < 0.05 < apart[0]
+    assert apart[1] < 5e-6 < 0.05 < apart[0]
 
 
 def test_an_adapter_is_given_up_and_loaded_again(stand_in: StandIn, place: Path) -> None:
@@ -120,7 +120,7 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"tokens": [1, 2]},
         {},
-        r"has another tokenizer, which makes \[1, 2\] of a prompt that is \[1, 11, 1, 12\]: serve",
+        r"has another tokenizer, which makes \[1, 2\] of prompts that are \[1, 11, 1, 12\]: serve",
     ),
     ({"takes_adapters": False}, {}, "takes no adapters while it runs .*: start it with --enable-lora"),
     ({"listed": {"max_model_len": 16}}, {}, "serves base with a context of 16 tokens, and data.seq_length is 32"),

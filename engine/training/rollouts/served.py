@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -28,7 +28,8 @@ from engine.distributed.collectives import broadcast_object
 from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.files.durable import write_durably
-from engine.files.refusals import writing
+from engine.files.refusals import reading, writing
+from engine.files.staging import partial_folder
 from engine.runtime.launch import Launch
 from engine.training.build import Training
 from engine.training.rollouts.sampler import Sampled
@@ -36,6 +37,10 @@ from engine.training.rollouts.scorer import beat_seconds
 from engine.training.rollouts.served_adapter import FILES, gather_trained, write_adapter
 
 _FOLDER = "served_adapters"
+_COMPARED = 16
+"""Prompts whose text both tokenizers are given."""
+_LAST_SECONDS = 10.0
+"""That the server may take for each of the last calls."""
 _Result = TypeVar("_Result", covariant=True)
 
 
@@ -105,9 +110,9 @@ def check_server(
     if launch.rank == 0:
         server = CompletionServer(config.rollout, vocabulary=vocabulary)
         try:
-            text = tokenizer.decode(prompts.prompts[0].ids)
-            ids = tokenizer.encode(text) or list(prompts.prompts[0].ids)
-            for note in server.check(length=config.data.seq_length, text=text, ids=ids):
+            text = " ".join(tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED])
+            length, prompt = config.data.seq_length, prompts.prompts[0].ids
+            for note in server.check(length=length, text=text, tokens=tokenizer.encode(text), prompt=prompt):
                 say(f"note: {note}")
         except UserError as error:
             problem = str(error)
@@ -221,21 +226,27 @@ class ServedSampler:
         """Returns what a checkpoint keeps of the adapter that samples; on other ranks than rank 0 nothing."""
         if self._server is None or self._loaded is None:
             return {}
-        return {kept: (self._loaded[1] / name).read_bytes() for name, kept in FILES.items()}
+        with reading(self._loaded[1], "start the run again, and leave the adapters of a running run where they are"):
+            return {kept: (self._loaded[1] / name).read_bytes() for name, kept in FILES.items()}
 
     def close(self, *, failed: bool) -> None:
-        """Ends what is under way, and takes the adapter away from the server.
+        """Ends what is under way, and takes the run's adapters away from the server.
 
         Args:
             failed: the run did, so that the server may be gone.
         """
         if self._server is None:
             return
-        if self._loaded is not None and not failed and self._begun is None:
-            with suppress(UserError):
-                self._server.unload(self._name(self._loaded[0]))
-            shutil.rmtree(self._loaded[1], ignore_errors=True)
         self._server.close()
+        if failed:
+            return
+        rollout = self._config.rollout
+        quick = replace(rollout, server_timeout=min(_LAST_SECONDS, rollout.server_timeout))
+        server = CompletionServer(quick, vocabulary=self._training.source.model.decoder.vocab_size)
+        with suppress(UserError):
+            server.unload_all(self._prefix)
+        server.close()
+        self._clear()
 
     def _name(self, step: int) -> str:
         return f"{self._start}step{step}"
@@ -266,9 +277,10 @@ class ServedSampler:
         self._loaded = step, folder
 
     def _clear(self) -> None:
-        """Deletes the adapters that an earlier start of the run has left."""
-        for folder in self._parent.glob(f"{self._prefix}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Deletes the adapters, also those that an earlier start of the run has left."""
+        for pattern in (f"{self._prefix}*", partial_folder(Path(f"{self._prefix}*")).name):
+            for folder in self._parent.glob(pattern):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _ask(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
         asked = None

@@ -3,7 +3,7 @@
 rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
 rankfold train --config run.yaml --profile 5,6    # a trace of steps 5 and 6, as --log.profile_steps
-rankfold train --config run.yaml --reward a.py:f --reward exact_match=0.5    # both, as --rollout.rewards
+rankfold train --config run.yaml --reward a.py:f --reward exact_match    # both, as --rollout.rewards
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def rollout_settings(folder: Path, **changes: object) -> dict[str, object]:
         "data.seq_length": 32, "data.packing": "true", "objective.name": "grpo", "rollout.num_generations": 4,
         "rollout.max_completion_length": 6, "rollout.slots": 8, "lora.rank": 4, "optim.lr": 0.03,
         "optim.schedule": "constant", "train.steps": 4, "train.micro_batch_size": 2, "train.global_batch_size": 32,
-        "rollout.rewards": f"{folder}/rewards.py:ones,{folder}/rewards.py:long=0.5", "log.peak_tflops": 0,
+        "rollout.rewards": f"{folder}/rewards.py:ones,{folder}/rewards.py:long", "rollout.reward_weights": "1,0.5",
+        "log.peak_tflops": 0,
         "checkpoint.dir": folder / "run",
     }  # fmt: skip
     return settings | {name.replace("__", "."): value for name, value in changes.items()}

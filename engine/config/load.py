@@ -182,9 +182,11 @@ def _sentence(message: str) -> str:
     return _wrong_type(key, f"is {given[-1].strip()!r}", given[-1].strip())
 
 
-_ITEMS = {"data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts"}
+_ITEMS = {"data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts", "rollout.rewards": "functions"}
 """What the items of a list are called where they are not names of modules."""
-_EXAMPLES = {"data.mix": "b.jsonl=0.5", "train.sample_prompts": "Once upon a time"}
+_EXAMPLES = {
+    "data.mix": "b.jsonl=0.5", "train.sample_prompts": "Once upon a time", "rollout.rewards": "rewards.py:accuracy",
+}  # fmt: skip
 
 
 def _wrong_type(option: str, what: str, value: str | None = None) -> str:
@@ -212,7 +214,8 @@ def _type_name(option: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        many = "a list of whole numbers" if get_args(kind)[0] is int else f"a list of {_ITEMS.get(option, 'names')}"
+        items = {int: "whole numbers", float: "numbers"}.get(get_args(kind)[0], _ITEMS.get(option, "names"))
+        many = f"a list of {items}"
         return many if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
     if get_origin(kind) is dict:
         return f"a mapping of names to {'whole ' if get_args(kind)[1] is int else ''}numbers"
@@ -224,7 +227,7 @@ def _example(option: str, kind: Any) -> str:
     """A value that would do: the default where there is one."""
     default: Any = option_fields()[option].default
     if get_origin(kind) is tuple:
-        other = (0,) if get_args(kind)[0] is int else (_EXAMPLES.get(option, "lm_head"),)
+        other = ({int: 0, float: 0.5}.get(get_args(kind)[0], _EXAMPLES.get(option, "lm_head")),)
         return f"[{', '.join(str(item) for item in default or other)}]"
     if get_origin(kind) is dict:
         return "{down_proj: 32}"

@@ -26,8 +26,9 @@ SAID: dict[str, tuple[str, ...]] = {
         "num_iterations", "top_entropy_quantile", "importance_correction", "importance_max", "importance_min",
     ),
     "rollout": (
-        "rewards", "num_generations", "max_completion_length", "temperature", "top_k", "top_p", "steps_per_generation",
-        "overlong_buffer", "drop_uniform_groups", "server", "overlap", "mismatch", "mismatch_bound",
+        "rewards", "reward_weights", "num_generations", "max_completion_length", "temperature", "top_k", "top_p",
+        "steps_per_generation", "overlong_buffer", "drop_uniform_groups", "server", "overlap", "mismatch",
+        "mismatch_bound",
     ),
     "data": (
         "mix", "validation", "validation_split", "format", "seq_length", "packing", "overlong", "mask_prompt",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -14,7 +15,8 @@ from engine.errors import UserError
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
 """Rewards that need no file; see `engine.rewards.built_in`."""
-_WEIGHT = re.compile(r"(.+)=([-+]?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
+_WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
+"""An entry with a weight behind it, which has an option of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +24,11 @@ class RolloutOptions:
     """Rollout: how completions are generated and scored, where objective.name is grpo.
 
     Args:
-        rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer or regex:PATTERN;
-            followed by =WEIGHT where its weight is not 1. A completion's reward is the weighted sum. exact_match and
-            numeric_answer compare with the column answer of the records, or with exact_match:COLUMN.
+        rewards: Functions that score completions, as FILE.py:NAME, or exact_match, numeric_answer or regex:PATTERN.
+            exact_match and numeric_answer compare with the column answer of the records, or with
+            exact_match:COLUMN.
+        reward_weights: Weights of rollout.rewards, in their order; [] weighs each with 1. A completion's reward is the
+            weighted sum.
         num_generations: Completions of each prompt, which are compared with each other.
         max_completion_length: Tokens of a completion at most; it divides the loss of objective.loss_type dr_grpo.
             data.seq_length is that of prompt and completion.
@@ -39,7 +43,8 @@ class RolloutOptions:
         drop_uniform_groups: Leave prompts out of a step all of whose completions have the same reward, so that nothing
             is learned from them.
         reward_workers: Processes that call the reward functions.
-        reward_timeout: Seconds that a call of a reward function may take.
+        reward_timeout: Seconds that a call of a reward function may take, which has all completions of its share of the
+            prompts, 1 / rollout.reward_workers of a generation batch.
         show: Completions to log of each generation batch, with their rewards.
         server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000;
             null for none. Before each rollout it loads the adapters as they are then.
@@ -57,6 +62,7 @@ class RolloutOptions:
     """
 
     rewards: tuple[str, ...] = ()
+    reward_weights: tuple[float, ...] = ()
     num_generations: int = 8
     max_completion_length: int = 512
     temperature: float = 1.0
@@ -101,13 +107,25 @@ class RolloutOptions:
         require_positive("rollout.reward_timeout", self.reward_timeout, "use for example 60")
         require_at_least("rollout.show", self.show, 0, "use for example 1, or 0 for none")
         self._check_server()
-        names = [source.name for source in self.reward_sources]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        self._check_rewards()
+
+    def _check_rewards(self) -> None:
+        twice = next((text for text, count in Counter(self.rewards).items() if count > 1), None)
+        require(twice is None, f"rollout.rewards has {twice} twice: remove one of them, and raise the other's weight.")
+        weights = self.reward_weights
         require(
-            twice is None,
-            f"rollout.rewards has {twice} twice, and figures are told apart by these names: remove one of them, or "
-            "rename its function.",
+            len(weights) in (0, len(self.rewards)),
+            f"rollout.reward_weights has {len(weights)} numbers and rollout.rewards {len(self.rewards)} functions: "
+            "give one for each, or [] for 1 each.",
         )
+        wrong = next((weight for weight in weights if not math.isfinite(weight)), None)
+        require(wrong is None, f"rollout.reward_weights has {wrong}, but finite numbers are expected: correct it.")
+        require(
+            not weights or any(weights),
+            f"rollout.reward_weights is {list(weights)}, so that no completion is better than another: give one above "
+            "0, or [] for 1 each.",
+        )
+        _ = self.reward_sources
 
     def _check_server(self) -> None:
         """Refuses what is no server."""
@@ -129,8 +147,19 @@ class RolloutOptions:
 
     @property
     def reward_sources(self) -> tuple[RewardSource, ...]:
-        """`rewards`, parsed."""
-        return tuple(RewardSource.parse(text) for text in self.rewards)
+        """`rewards`, parsed, with their weights and names.
+
+        Raises:
+            UserError: an entry is none.
+        """
+        sources = [RewardSource.parse(text) for text in self.rewards]
+        counts, seen = Counter(source.name for source in sources), Counter[str]()
+        found = []
+        for source, weight in zip(sources, self.reward_weights or [1.0] * len(sources), strict=True):
+            seen[source.name] += 1
+            name = source.name if counts[source.name] == 1 else f"{source.name}/{seen[source.name]}"
+            found.append(replace(source, weight=weight, name=name))
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,17 +171,15 @@ class RewardSource:
         function: its name.
         argument: what follows the name of one that is built in: a column or a pattern; "" for none.
         weight: of its rewards in the sum.
+        name: by which its figures are reported: that of the function, with the column of one that is built in behind
+            it, and a number where several have the same, as in exact_match/gold and f/2. No function is called so.
     """
 
     file: str | None
     function: str
     argument: str = ""
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """By which its figures are reported."""
-        return self.function
+    name: str
 
     @classmethod
     def parse(cls, text: str) -> RewardSource:
@@ -161,14 +188,13 @@ class RewardSource:
         Raises:
             UserError: it is none.
         """
-        found = _WEIGHT.fullmatch(text)
-        source, weight = (text, 1.0) if found is None else (found[1], _number(found[2]))
+        name, _, argument = text.partition(":")
+        alone, _, weight = text.rpartition("=")
         require(
-            weight is not None and math.isfinite(weight),
-            f"rollout.rewards has {text!r}, whose weight is no number: write for example exact_match=0.5.",
+            name == "regex" or _WEIGHT.fullmatch(text) is None,
+            f"rollout.rewards has {text!r}, but weights stand in an option of their own: write {alone}, and its weight "
+            f"{weight} in rollout.reward_weights, which has one for each function.",
         )
-        assert weight is not None
-        name, _, argument = source.partition(":")
         if name in BUILT_IN_REWARDS:
             require(
                 name != "regex" or bool(argument),
@@ -176,14 +202,15 @@ class RewardSource:
             )
             if name == "regex":
                 _require_pattern(text, argument)
-            return cls(file=None, function=name, argument=argument, weight=weight)
-        file, colon, function = source.rpartition(":")
+            column = "" if name == "regex" or not argument else f"/{argument}"
+            return cls(file=None, function=name, argument=argument, name=f"{name}{column}")
+        file, colon, function = text.rpartition(":")
         require(
             bool(colon) and bool(file) and function.isidentifier(),
             f"rollout.rewards has {text!r}, but FILE.py:NAME, or one of {', '.join(BUILT_IN_REWARDS)}, is expected: "
             "write for example rewards.py:accuracy.",
         )
-        return cls(file=file, function=function, weight=weight)
+        return cls(file=file, function=function, name=function)
 
 
 def is_web_address(text: str) -> bool:
@@ -193,13 +220,6 @@ def is_web_address(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _require_pattern(text: str, pattern: str) -> None:

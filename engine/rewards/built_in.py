@@ -16,11 +16,18 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from engine.config.rollout import RewardSource
+
 Reward = Callable[..., Any]
 
 ANSWER = "answer"
 """The column that is compared with where none is named."""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
+
+
+def compared_column(source: RewardSource) -> str | None:
+    """Returns the column that completions are compared with; None of a function that reads others, or none."""
+    return None if source.file is not None or source.function == "regex" else source.argument or ANSWER
 
 
 def built_in(name: str, argument: str) -> Reward:

@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from engine.config.rollout import RewardSource
 from engine.rewards.worker import Gone, receive, send
+from engine.telemetry.torchrun import without_rank
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
@@ -37,6 +39,10 @@ _START_SECONDS = 120.0
 """What a process gets to import the files of the functions."""
 _HANGS = 3
 """Completions of one failed call that may hang one after the other before the rest of it is not tried."""
+_TRIES = 4
+"""Times rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
+_KINDS = 5
+"""Failures of one function in one generation batch that are told apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +71,7 @@ class Scores:
     Args:
         rewards: fp64 [N, functions]; NaN where a function gave none.
         num_failed: completions that no function scored, and one of them failed on.
-        problems: a sentence for each kind of failure.
+        problems: sentences on what failed, a few for each function.
     """
 
     rewards: NDArray[np.float64]
@@ -95,6 +101,8 @@ class _Worker:
 
     def __init__(self, wanted: list[tuple[str | None, str, str, list[str]]], timeout: float) -> None:
         self._wanted, self._timeout = wanted, timeout
+        self.call_seconds = 0.0
+        """Of all calls, without what processes take to start."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._lock, self._has_ended = threading.Lock(), False
@@ -122,6 +130,7 @@ class _Worker:
                     pass_fds=(other.fileno(),),
                     close_fds=True,
                     start_new_session=True,
+                    env=without_rank(os.environ),
                 )
         problems: list[str] = self._exchange(self._wanted, _START_SECONDS)
         return problems
@@ -136,7 +145,11 @@ class _Worker:
         if problems:
             self.close()
             raise _CallFailed(problems[0])
-        reply = self._exchange(request, self._timeout)
+        begin = time.monotonic()
+        try:
+            reply = self._exchange(request, self._timeout)
+        finally:
+            self.call_seconds += time.monotonic() - begin
         if "problem" in reply:
             raise _CallFailed(reply["problem"])
         rewards: list[float | str | None] = reply["rewards"]
@@ -189,6 +202,40 @@ class _Worker:
         self.close()
 
 
+class _Failures:
+    """What went wrong with one function in one generation batch.
+
+    Args:
+        name: of the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.of_completions: list[tuple[int, str]] = []
+        """Place of a completion without a reward, and why."""
+        self.of_calls: list[tuple[int, str]] = []
+        """Completions of a call that hung, each of which it could score by itself, and why."""
+
+    def sentences(self, samples: Sequence[Sample]) -> Iterator[str]:
+        """Yields a sentence for each kind of failure, the most frequent first, and one for those that are left."""
+        kinds: dict[str, list[int]] = {}
+        for place, why in sorted(self.of_completions):
+            kinds.setdefault(why, []).append(place)
+        frequent = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        for why, places in frequent[:_KINDS]:
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            yield f"{self._name} gave no reward for a completion of {samples[places[0]].place}{more}: {why}"
+        if left := [len(places) for _, places in frequent[_KINDS:]]:
+            yield f"{self._name} gave no reward for {sum(left)} other completions, for {len(left)} other reasons"
+        if self.of_calls:
+            count, why = self.of_calls[0]
+            times = f" ({len(self.of_calls)} times)" if len(self.of_calls) > 1 else ""
+            yield (
+                f"{self._name} was given {count} completions at once, and {why}{times}, but it scored each by itself: "
+                "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out"
+            )
+
+
 class Scoring:
     """Scores that are being computed.
 
@@ -231,7 +278,7 @@ class RewardPool:
         columns: Sequence[str],
         group: int = 1,
     ) -> None:
-        self._sources, self._num_workers, self._group = sources, workers, group
+        self._sources, self._num_workers, self._group, self._timeout = sources, workers, group, timeout
         wanted = [(one.file, one.function, one.argument, list(columns)) for one in sources]
         self._workers = [_Worker(wanted, timeout) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
@@ -252,16 +299,16 @@ class RewardPool:
     def begin(self, samples: Sequence[Sample]) -> Scoring:
         """Starts to score completions."""
         rewards = np.full((len(samples), len(self._sources)), np.nan)
-        failures: list[tuple[int, int, str]] = []
+        failures = [_Failures(source.name) for source in self._sources]
         size = -(-len(samples) // (self._num_workers * self._group)) * self._group
         chunks = [range(first, min(first + size, len(samples))) for first in range(0, len(samples), max(size, 1))]
 
         def score(function: int, chunk: range) -> None:
             worker = self._idle.get()
             try:
-                for place, found in self._try(worker, function, samples, chunk):
+                for place, found in self._try(worker, function, samples, chunk, failures[function]):
                     if isinstance(found, str):
-                        failures.append((function, place, found))
+                        failures[function].of_completions.append((place, found))
                     elif found is not None:
                         rewards[place, function] = found
             finally:
@@ -270,10 +317,10 @@ class RewardPool:
         calls = [
             self._threads.submit(score, function, chunk) for function in range(len(self._sources)) for chunk in chunks
         ]
-        return Scoring(calls, lambda: self._scores(samples, rewards, failures))
+        return Scoring(calls, lambda: _scores(samples, rewards, failures))
 
     def _try(
-        self, worker: _Worker, function: int, samples: Sequence[Sample], chunk: range
+        self, worker: _Worker, function: int, samples: Sequence[Sample], chunk: range, failures: _Failures
     ) -> list[tuple[int, float | str | None]]:
         """Returns the reward of each completion, or why there is none."""
         try:
@@ -282,38 +329,25 @@ class RewardPool:
         except _CallFailed as failure:
             if len(chunk) == 1:
                 return [(chunk[0], str(failure))]
+            why = failure
         alone: list[tuple[int, float | str | None]] = []
-        hung = 0
+        hung, failed, ends = 0, 0, worker.call_seconds + _TRIES * self._timeout
         for place in chunk:
             if hung == _HANGS:
                 alone.append((place, f"it was not called, as {_HANGS} others hung"))
+                continue
+            if worker.call_seconds > ends:
+                alone.append((place, f"it was not called, as others took more than {_TRIES * self._timeout:g} s"))
                 continue
             try:
                 alone.append((place, worker.call(_request(function, [samples[place]]))[0]))
                 hung = 0
             except _CallFailed as failure:
                 alone.append((place, str(failure)))
-                hung = hung + 1 if failure.hung else 0
+                hung, failed = hung + 1 if failure.hung else 0, failed + 1
+        if why.hung and not failed:
+            failures.of_calls.append((len(chunk), str(why)))
         return alone
-
-    def _scores(
-        self, samples: Sequence[Sample], rewards: NDArray[np.float64], failures: list[tuple[int, int, str]]
-    ) -> Scores:
-        kinds: dict[tuple[int, str], list[int]] = {}
-        for function, place, why in sorted(failures):
-            kinds.setdefault((function, why), []).append(place)
-        problems = []
-        for (function, why), places in kinds.items():
-            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            problems.append(
-                f"{self._sources[function].name} gave no reward for a completion of {samples[places[0]].place}{more}: "
-                f"{why}"
-            )
-        failed = {place for _, place, _ in failures}
-        unscored = np.isnan(rewards).all(axis=1)
-        return Scores(
-            rewards=rewards, num_failed=sum(bool(unscored[place]) for place in failed), problems=tuple(problems)
-        )
 
     def close(self) -> None:
         """Ends the processes; nothing is scored any more."""
@@ -326,6 +360,16 @@ class RewardPool:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _scores(samples: Sequence[Sample], rewards: NDArray[np.float64], failures: Sequence[_Failures]) -> Scores:
+    failed = {place for one in failures for place, _ in one.of_completions}
+    unscored = np.isnan(rewards).all(axis=1)
+    return Scores(
+        rewards=rewards,
+        num_failed=sum(bool(unscored[place]) for place in failed),
+        problems=tuple(sentence for one in failures for sentence in one.sentences(samples)),
+    )
 
 
 def _request(function: int, samples: Sequence[Sample]) -> dict[str, Any]:

@@ -90,7 +90,9 @@ def serve(descriptor: int, parent: int) -> None:
 
 def _ignore_signals() -> None:
     """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the one that asks finishes
-    the step it is in first, and ends this process. What functions start keeps the system's own way with them."""
+    the step it is in first, and ends this process. What functions start keeps the system's own way with them, and none
+    is blocked, whatever the one that asks has blocked in its threads."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def handle(as_what: Any) -> None:

@@ -1,5 +1,5 @@
-"""What the ranks of one torchrun share on a machine: which of them prints, and the file that tells torchrun why one
-failed.
+"""What the ranks of one torchrun share on a machine: which of them prints, the file that tells torchrun why one failed,
+and variables that are theirs alone.
 
 torchrun gives each rank the path of that file, ATTEMPT/RANK/error.json, in a folder that it creates for this start of
 its ranks. It prints the message of the rank that failed first at the very end of its own output.
@@ -18,6 +18,18 @@ from pathlib import Path
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _START = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables that distinguish one start of the ranks from another, should their folders not."""
+_RANKS = frozenset((
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+))  # fmt: skip
+"""Variables that make a process a rank, beside those of _AGENT."""
+_AGENT = "TORCHELASTIC_"
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment for a process that is no rank: a library in it that looks for ranks finds none, joins
+    nobody, and writes nothing to this rank's error file."""
+    return {key: value for key, value in environment.items() if key not in _RANKS and not key.startswith(_AGENT)}
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:

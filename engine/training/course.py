@@ -48,12 +48,12 @@ def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed:
     return Course(steps=steps, optim=config.optim)
 
 
-def rate_change(saved: str, course: Course, order: DataOrder, *, step: int) -> str | None:
+def rate_change(saved: str, config: RunConfig, course: Course, order: DataOrder, *, step: int) -> str | None:
     """Says where the learning rate after `step` steps is not what it would have been; None where it is.
 
     Args:
         saved: configuration of the checkpoint, as YAML.
-        course: of the run now.
+        config, course: of the run now.
         order: of the data now.
         step: at least 1.
     """
@@ -61,8 +61,7 @@ def rate_change(saved: str, course: Course, order: DataOrder, *, step: int) -> s
         before = from_yaml(saved)
     except UserError:  # another version's, with options that this one does not have
         return None
-    train = before.train
-    old = plan_course(before, replace(order, batch=train.global_batch_size, last_batch=train.last_batch))
+    old = plan_course(before, _order_of(before, config, order))
     expected, now = old.rate(step), course.rate(step)
     if abs(now - expected) <= 1e-9 * max(now, expected):
         return None
@@ -70,3 +69,17 @@ def rate_change(saved: str, course: Course, order: DataOrder, *, step: int) -> s
         f"the learning rate of step {step + 1} is {now:.3g}, where the checkpoint's own schedule has {expected:.3g} "
         f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {course.steps} now)"
     )
+
+
+def _order_of(before: RunConfig, now: RunConfig, order: DataOrder) -> DataOrder:
+    """Returns the order that the data of now has under an earlier configuration."""
+    batch = before.train.global_batch_size
+    if not now.objective.samples_completions:
+        return replace(order, batch=batch, last_batch=before.train.last_batch)
+    # of completions, as many to each prompt as the options say; their batches are always full
+    return replace(order, batch=batch, count=order.count // _trainings(now) * _trainings(before))
+
+
+def _trainings(config: RunConfig) -> int:
+    """Returns how many completions of one prompt an epoch trains on, each as often as it is trained on."""
+    return config.rollout.num_generations * config.objective.num_iterations

@@ -63,7 +63,7 @@ class StartingPoint:
             config, course, order, data: of the run now.
         """
         found = [f"changed since {self.path.name}: {change}" for change in changes(self.run_config, to_yaml(config))]
-        rate = rate_change(self.run_config, course, order, step=self.step) if self.step else None
+        rate = rate_change(self.run_config, config, course, order, step=self.step) if self.step else None
         if rate is not None:
             found.append(rate)
         if data != self.data:

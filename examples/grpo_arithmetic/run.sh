@@ -21,5 +21,5 @@ if [ "$ranks" -gt 1 ]; then
     train=(-m torch.distributed.run --standalone --nproc-per-node "$ranks" "${train[@]}" --parallel.tensor "$ranks")
 fi
 "$python" "${train[@]}" --config "$here/small.yaml" --model.path "$out/started" --data.train "$out/prompts.jsonl" \
-    --rollout.rewards "[exact_match,'$here/rewards.py:short=0.1']" --checkpoint.dir "$out/run" "$@"
+    --reward exact_match --reward "$here/rewards.py:short" --rollout.reward_weights 1,0.1 --checkpoint.dir "$out/run" "$@"
 "$python" "$here/summary.py" "$out/run/metrics.jsonl"

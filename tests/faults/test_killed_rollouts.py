@@ -57,7 +57,7 @@ def _settings(folder: Path) -> dict[str, object]:
         lora__dropout=0.1,
     )  # fmt: skip
     (folder / "rewards.py").write_text(REWARD.format(count=str(folder / "count")), encoding="utf-8")
-    return settings | {"rollout.rewards": f"{folder}/rewards.py:ones"}
+    return settings | {"rollout.rewards": f"{folder}/rewards.py:ones", "rollout.reward_weights": "[]"}
 
 
 def killing(act: Callable[..., Any], number: int) -> Callable[..., Any]:

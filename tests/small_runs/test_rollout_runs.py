@@ -84,8 +84,8 @@ def test_a_buffer_is_not_resumed_with_other_prompts_or_options(tmp_path: Path) -
     settings["train.steps"] = 2
     folder = tmp_path / "run" / "checkpoints" / "step_00000001"
     changed: list[tuple[dict[str, object], str]] = [
-        ({"rollout.rewards": f"{tmp_path}/rewards.py:ones"}, "rollout.rewards"),
-        ({"rollout.rewards": f"{tmp_path}/rewards.py:ones,{tmp_path}/rewards.py:long"}, "rollout.rewards"),
+        ({"rollout.rewards": f"{tmp_path}/rewards.py:ones", "rollout.reward_weights": "[]"}, "rollout.rewards"),
+        ({"rollout.reward_weights": "[]"}, "rollout.rewards"),
         ({"rollout.overlong_buffer": 2}, "rollout.overlong_buffer null, and rollout.overlong_buffer is 2 now"),
         ({"rollout.num_generations": 8}, "rollout.num_generations 4, and rollout.num_generations is 8 now"),
         ({"rollout.temperature": 0.5}, "rollout.temperature 1.0"),
@@ -116,7 +116,7 @@ def test_a_state_of_no_buffer(change: dict[str, object]) -> None:
 def test_groups_without_variance_are_left_out_and_counted(tmp_path: Path) -> None:
     """Every completion gets 1: all groups but the one that stays in a step, so that it has rows, are dropped."""
     settings = rollout_settings(
-        tmp_path, train__steps=2, rollout__rewards="'regex:'", rollout__drop_uniform_groups="true"
+        tmp_path, train__steps=2, rollout__reward_weights="[]", rollout__drop_uniform_groups="true"
     )
     settings["rollout.rewards"] = "['regex:.*']"
     run_here(settings)
@@ -129,7 +129,7 @@ def test_a_reward_that_fails_everywhere_stops_the_run(tmp_path: Path) -> None:
     settings = rollout_settings(tmp_path)
     (tmp_path / "rewards.py").write_text("def f(**given):\n    raise OSError('gone')\n", encoding="utf-8")
     with pytest.raises(UserError, match="could be scored: f gave no reward for .* 31 more: it raised OSError: gone"):
-        run_here({**settings, "rollout.rewards": f"{tmp_path}/rewards.py:f"})
+        run_here({**settings, "rollout.rewards": f"{tmp_path}/rewards.py:f", "rollout.reward_weights": "[]"})
 
 
 def test_a_completion_without_reward_has_no_advantage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_completion_without_reward_has_no_advantage(tmp_path: Path, capfd: pyt
         "    return [float('nan') if text[:1] in '12345' else float(len(text)) for text in completions]\n",
         encoding="utf-8",
     )
-    run_here({**settings, "rollout.rewards": f"{tmp_path}/rewards.py:f"})
+    run_here({**settings, "rollout.rewards": f"{tmp_path}/rewards.py:f", "rollout.reward_weights": "[]"})
     found = records(tmp_path / "run")
     assert all(0 < record["unscored"] < 1 and math.isfinite(record["loss"]) for record in found)
     assert "warning: step 1: reward f gave no reward for a completion of" in capfd.readouterr().err

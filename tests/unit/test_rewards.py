@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from engine.config.rollout import RewardSource, RolloutOptions
 from engine.errors import UserError
 from engine.rewards.pool import RewardPool, Sample, Scores, _CallFailed
+from engine.training.rollouts.figures import OVERLONG
 from engine.training.rollouts.totals import overlong_penalties, total_rewards
 
 FUNCTIONS = """
@@ -63,6 +66,16 @@ def terminates_another(completions):
     child.terminate()
     return [float(child.wait(5))] * len(completions)
 
+def knows(completions):
+    return [float(name in os.environ) for name in completions]
+
+def raises_about(completions):
+    raise ValueError(completions[0])
+
+def slow(completions):
+    time.sleep(sum(map(float, completions)))
+    return [1.0] * len(completions)
+
 def wants(completions, difficulty):
     return [0.0 for _ in completions]
 """
@@ -101,7 +114,7 @@ def test_functions_get_what_trl_gives_them(file: Path, tmp_path: Path) -> None:
     """Keywords, lists of one length, columns by name; those that a function does not name are kept from it."""
     log = tmp_path / "log"
     given = samples(["a", "b", "c"], answer=["a", "x", "c"], log=[str(log)] * 3)
-    found = score([f"{file}:told", f"{file}:named=2", f"{file}:waits"], given)
+    found = score([f"{file}:told", f"{file}:named", f"{file}:waits"], given)
     assert found.rewards.tolist() == [[1.0, 1.0, 0.5], [2.0, 0.0, 0.5], [3.0, 1.0, 0.5]] and not found.problems
     calls = log.read_text(encoding="utf-8").splitlines()
     assert calls == [repr((["Q0", "Q1", "Q2"], ["a", "b", "c"], [[0], [0, 1], [0, 1, 2]], ["answer", "log"]))]
@@ -235,6 +248,57 @@ def test_built_in_rewards() -> None:
     assert score(["exact_match:other"], given).rewards[:, 0].tolist() == [0, 0, 1, 0, 0, 0]
 
 
+def test_a_process_is_no_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables of torchrun, accelerate in a reward would join the run's ranks. Devices are those of the run."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    given = samples(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"])
+    assert score([f"{file}:knows"], given).rewards[:, 0].tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_signals_that_a_thread_blocks_are_not_blocked_in_a_process(file: Path) -> None:
+    """A blocked signal is inherited: what a function starts and terminates would run on for five minutes."""
+    found: list[Scores] = []
+
+    def scoring() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        found.append(score([f"{file}:terminates_another"], samples(["a"])))
+
+    thread = threading.Thread(target=scoring)
+    thread.start()
+    thread.join()
+    assert found[0].rewards.tolist() == [[-signal.SIGTERM]]
+
+
+def test_kinds_of_failures_are_counted_and_few(file: Path) -> None:
+    """Eight reasons were eight sentences."""
+    given = samples(["odd0"] + [f"odd{number}" for number in range(8)])
+    found = score([f"{file}:raises_about"], given)
+    assert found.num_failed == 9 and len(found.problems) == 6
+    assert found.problems[0] == (
+        "raises_about gave no reward for a completion of data line 1 and 1 more: it raised ValueError: odd0"
+    )
+    assert found.problems[-1] == "raises_about gave no reward for 3 other completions, for 3 other reasons"
+
+
+def test_a_call_that_is_too_large_is_said(file: Path) -> None:
+    """A second for four completions, of which each takes a third: all are scored, late, and the log says why."""
+    found = score([f"{file}:slow"], samples(["0.4"] * 4), timeout=1.0)
+    assert found.rewards.tolist() == [[1.0]] * 4 and found.num_failed == 0
+    assert found.problems == (
+        "slow was given 4 completions at once, and it did not come to an end within 1 s, but it scored each by itself: "
+        "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out",
+    )
+
+
+def test_tries_one_by_one_come_to_an_end(file: Path) -> None:
+    """Every second completion hangs, so that no three do in a row: all six would be waited for, and not four or five."""
+    found = score([f"{file}:misbehaves"], samples(["hangs", "fine"] * 6), timeout=0.3)
+    assert 5 + 2 <= np.isnan(found.rewards).sum() < 12
+    assert any("it was not called, as others took more than 1.2 s" in problem for problem in found.problems)
+
+
 def test_a_missing_column_is_said() -> None:
     found = score(["numeric_answer:result"], samples(["1"], answer=["1"]))
     assert "it raised KeyError: 'the records have no column result'" in found.problems[0]
@@ -243,11 +307,14 @@ def test_a_missing_column_is_said() -> None:
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [
-        ("a/b.py:f", RewardSource(file="a/b.py", function="f")),
-        ("b.py:f=0.5", RewardSource(file="b.py", function="f", weight=0.5)),
-        ("exact_match=-1e-1", RewardSource(file=None, function="exact_match", weight=-0.1)),
-        ("numeric_answer:gold=2", RewardSource(file=None, function="numeric_answer", argument="gold", weight=2.0)),
-        ("regex:a=b", RewardSource(file=None, function="regex", argument="a=b")),
+        ("a/b.py:f", RewardSource(file="a/b.py", function="f", name="f")),
+        ("exact_match", RewardSource(file=None, function="exact_match", name="exact_match")),
+        (
+            "numeric_answer:gold",
+            RewardSource(file=None, function="numeric_answer", argument="gold", name="numeric_answer/gold"),
+        ),
+        ("regex:a=b", RewardSource(file=None, function="regex", argument="a=b", name="regex")),
+        ("regex:x=5", RewardSource(file=None, function="regex", argument="x=5", name="regex")),
     ],
 )
 def test_entries(text: str, parsed: RewardSource) -> None:
@@ -261,14 +328,39 @@ def test_entries(text: str, parsed: RewardSource) -> None:
         (("b.py:not a name",), "but FILE.py:NAME"),
         (("regex",), "which lacks its pattern"),
         (("regex:(",), "whose pattern is none"),
-        (("exact_match=1.2.3",), "whose weight is no number"),
-        (("a.py:f", "b.py:f"), "has f twice"),
+        (("exact_match=0.5",), "write exact_match, and its weight 0.5 in rollout.reward_weights"),
+        (("b.py:f=-1e-1",), "write b.py:f, and its weight -1e-1 in rollout.reward_weights"),
+        (("a.py:f", "a.py:f"), "has a.py:f twice"),
     ],
 )
 def test_wrong_entries(entries: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError) as error:
         RolloutOptions(rewards=entries)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ((1.0,), "rollout.reward_weights has 1 numbers and rollout.rewards 2 functions"),
+        ((1.0, math.inf), "rollout.reward_weights has inf, but finite numbers are expected"),
+        ((0.0, 0.0), "so that no completion is better than another"),
+    ],
+)
+def test_wrong_weights(weights: tuple[float, ...], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        RolloutOptions(rewards=("a.py:f", "exact_match"), reward_weights=weights)
+    assert words in str(error.value)
+
+
+def test_names_of_figures_are_different() -> None:
+    """Of functions alone they would be f, f, exact_match twice, regex twice, and overlong as the penalty's was."""
+    entries = ("a.py:f", "b.py:f", "a.py:overlong", "exact_match", "exact_match:b", "regex:x", "regex:y", "a.py:g")
+    sources = RolloutOptions(rewards=entries, reward_weights=(1, 2, 3, 4, 5, 6, 7, 8)).reward_sources
+    names = [source.name for source in sources]
+    assert names == ["f/1", "f/2", "overlong", "exact_match", "exact_match/b", "regex/1", "regex/2", "g"]
+    assert [source.weight for source in sources] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert OVERLONG not in names and not OVERLONG.isidentifier()
 
 
 def test_overlong_penalty_is_trls() -> None:

@@ -21,6 +21,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.rewards": "[]"}, "rollout.rewards is [], so that no completion is better than another"),
     ({"rollout.rewards": "rewards"}, "rollout.rewards has 'rewards', but FILE.py:NAME"),
     ({"rollout.rewards": "nowhere.py:f"}, "nowhere.py is not a file: give the path of a Python file"),
+    ({"rollout.rewards": "exact_match=0.5"}, "weights stand in an option of their own: write exact_match, and its"),
+    ({"rollout.rewards": "exact_match,numeric_answer", "rollout.reward_weights": "1"}, "has 1 numbers and"),
+    ({"rollout.reward_weights": "a"}, "rollout.reward_weights is 'a', but a list of numbers is expected: use for"),
     ({"rollout.num_generations": 3}, "is 4, which counts completions, and rollout.num_generations 3"),
     ({"rollout.num_generations": 1}, "rollout.num_generations is 1, but it must be 2 or more"),
     ({"rollout.max_completion_length": 512}, "which leaves no room for a prompt: raise data.seq_length"),
@@ -78,3 +81,10 @@ def test_a_function_that_does_not_load(place: Workplace, refused: Refused, tmp_p
     (tmp_path / "rewards.py").write_text("import nothing_like_this\n", encoding="utf-8")
     place.options |= {"rollout.rewards": f"{tmp_path}/rewards.py:f"}
     refused("cannot be loaded (ModuleNotFoundError: No module named 'nothing_like_this')", at_once=False)
+
+
+def test_a_column_that_no_record_has(place: Workplace, refused: Refused) -> None:
+    """It was a warning in each step, and a run that stopped at the first."""
+    _prepare(place)
+    place.options |= {"rollout.rewards": "exact_match:gold"}
+    refused("has exact_match:gold, but no record of", at_once=False)

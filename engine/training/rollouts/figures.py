@@ -10,8 +10,8 @@ from engine.rewards.pool import Sample
 from engine.training.rollouts.buffer import Buffer
 from engine.training.samples import quoted
 
-OVERLONG = "overlong"
-"""The name of the penalty for completions that are almost, or altogether, too long."""
+OVERLONG = "overlong/penalty"
+"""The name of the penalty for completions that are almost, or altogether, too long; that of no function."""
 
 
 def step_figures(

@@ -6,6 +6,7 @@ The other ranks wait in broadcasts of a few seconds each, so that functions may 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -14,11 +15,14 @@ from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.operations import LOG
 from engine.errors import UserError
+from engine.rewards.built_in import compared_column
 from engine.rewards.pool import RewardPool, Sample, Scores
 from engine.runtime.launch import Launch
 
 _BEAT_SECONDS = 5.0
 """Seconds of a broadcast, at most a quarter of train.collective_timeout."""
+_SAID = 100
+"""Sentences on failures in a whole run."""
 
 
 def beat_seconds(config: RunConfig) -> float:
@@ -46,8 +50,14 @@ def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> 
     """Loads the reward functions once, on rank 0. Collective.
 
     Raises:
-        UserError: one cannot be loaded; on all ranks.
+        UserError: one cannot be loaded, or compares with a column that no record has; on all ranks.
     """
+    for entry, source in zip(config.rollout.rewards, config.rollout.reward_sources, strict=True):
+        if (column := compared_column(source)) is not None and column not in columns:
+            raise UserError(
+                f"rollout.rewards has {entry}, but no record of {config.data.train} has a field {column} (there is "
+                f"{', '.join(columns) or 'none beside the prompt'}): write {source.function}:FIELD."
+            )
     found = None
     if launch.rank == 0:
         with reward_pool(config, columns) as pool:
@@ -67,6 +77,7 @@ class Scorer:
     def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
         self._pool = reward_pool(config, columns) if launch.rank == 0 else None
         self._beat = beat_seconds(config)
+        self._said = 0
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Returns the scores of completions, the same on all ranks.
@@ -88,7 +99,16 @@ class Scorer:
                 "start the run again to resume from its last checkpoint."
             )
         assert found.rewards.dtype == np.float64
-        return found
+        return replace(found, problems=self._worth_saying(found.problems))
+
+    def _worth_saying(self, problems: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns what is said of a generation batch's failures, in view of what was said before."""
+        left = _SAID - self._said
+        self._said += len(problems)
+        if len(problems) <= left or left < 0:
+            return problems[: max(left, 0)]
+        end = "failures are no longer said: the share of completions without any reward is in the metrics as unscored"
+        return (*problems[:left], end)
 
     def close(self) -> None:
         """Ends the processes that call the functions."""

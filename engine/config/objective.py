@@ -85,6 +85,11 @@ class ObjectiveOptions:
         require_choice("objective.reference", self.reference, get_args(Reference))
         if self.samples_completions:
             require_not_negative("objective.beta", self.divergence_weight, "use for example 0.04, or 0 for none")
+            require(
+                self.kl_bias_correction or self.divergence_weight > 0,
+                "objective.kl_bias_correction is false and objective.beta is 0, so that there is no divergence to "
+                "correct: set objective.beta to for example 0.04, or remove objective.kl_bias_correction.",
+            )
         else:
             require_positive("objective.beta", self.preference_strength, "use for example 0.1")
         require(
@@ -176,6 +181,12 @@ class ObjectiveOptions:
             f"objective.importance_correction is {self.importance_correction} without a limit to truncate at: set "
             "objective.importance_max to for example 3.0.",
         )
+        for option, limit, default in (("importance_min", low, None), ("importance_max", high, 3.0)):
+            require(
+                self.importance_correction != "none" or limit == default,
+                f"objective.{option} is {limit} and objective.importance_correction is none, which has no limits: set "
+                f"objective.importance_correction to for example sequence_mask, or remove objective.{option}.",
+            )
 
     @property
     def preference_strength(self) -> float:
@@ -186,6 +197,12 @@ class ObjectiveOptions:
     def divergence_weight(self) -> float:
         """objective.beta of grpo."""
         return 0.0 if self.beta is None else self.beta
+
+    @property
+    def limits_ratios(self) -> bool:
+        """Whether a limit of the importance ratio was chosen, which matters where old completions are trained on."""
+        chosen = self.epsilon != 0.2 or self.epsilon_high is not None or self.delta is not None
+        return self.samples_completions and self.loss_type != "cispo" and chosen
 
     @property
     def samples_completions(self) -> bool:

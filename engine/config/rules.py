@@ -376,6 +376,20 @@ def check_rollouts(config: RunConfig) -> None:
             f"{given} and objective.name is {name}, whose data are the prompts of data.train, without answers and each "
             "whole: remove it.",
         )
+    train = config.train
+    for given, wanted, why in (
+        ("data.learn_after_end is false", data.learn_after_end, "whose completions end where sampling ends"),
+        (f"data.show is {data.show}", data.show == 0, "whose rows are not there before the first step: rollout.show "
+         "logs completions"),
+        (f"data.num_workers is {data.num_workers}", data.num_workers <= 1, "whose rows are made when their completions "
+         "are there"),
+        (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no pictures"),
+        ("train.last_batch is full", train.last_batch == "short", "whose batches are all full, since prompts continue "
+         "over the ends of epochs"),
+        (f"train.eval_samples is {train.eval_samples}", train.eval_samples is None, "which evaluates nothing"),
+        ("train.eval_mean is rows", train.eval_mean == "tokens", "which evaluates nothing"),
+    ):  # fmt: skip
+        require(wanted, f"{given} and objective.name is {name}, {why}: remove it.")
 
 
 def check_sequence_split(config: RunConfig) -> None:
@@ -469,9 +483,9 @@ def check_completions(config: RunConfig) -> None:
         "data.packing to true or false.",
     )
     require(
-        not objective.has_reference or objective.reference == "base",
+        objective.reference == "base",
         f"objective.name is {objective.name} and objective.reference is {objective.reference}, but completions are "
-        "compared with the model without its adapters: set objective.reference to base, or objective.beta to 0.",
+        "compared with the model without its adapters, if at all: remove it.",
     )
     require(
         not objective.has_reference or not config.trainable,

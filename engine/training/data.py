@@ -148,6 +148,11 @@ def _prompt_loader(
             "data.tokenizer to the tokenizer this model was trained with."
         )
     log.info(f"training data: {prompts.summary(room)}")
+    if config.objective.limits_ratios and rollout.steps_per_generation * config.objective.num_iterations == 1:
+        log.info(
+            "objective.epsilon, objective.epsilon_high and objective.delta have nothing to limit: with "
+            "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
+        )
     check_rewards(config, launch, prompts.columns)
     if rollout.server is not None:
         check_server(config, launch, tokenizer, prompts, vocabulary=decoder.vocab_size, say=log.info)

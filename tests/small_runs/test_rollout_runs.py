@@ -64,6 +64,15 @@ def test_a_run_resumes_inside_a_buffer_and_between_two(kept: int, tmp_path: Path
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
 
 
+def test_limits_without_effect_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = "have nothing to limit: with rollout.steps_per_generation 1 and objective.num_iterations 1"
+    settings = rollout_settings(tmp_path, train__steps=1, objective__epsilon_high=0.28)
+    run_here(settings)
+    assert words in capfd.readouterr().err
+    run_here(settings | {"objective.num_iterations": 2, "checkpoint.dir": tmp_path / "twice"})
+    assert words not in capfd.readouterr().err
+
+
 def test_a_damaged_buffer_is_refused(tmp_path: Path) -> None:
     settings = rollout_settings(tmp_path, train__steps=3, rollout__steps_per_generation=2, checkpoint__every=1)
     run_here(settings)

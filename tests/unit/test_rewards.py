@@ -249,7 +249,7 @@ def test_built_in_rewards() -> None:
 
 
 def test_a_process_is_no_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variables of torchrun, accelerate in a reward would join the run's ranks. Devices are those of the run."""
+    """With the variables of torchrun, accelerate in a reward would join the ranks. Devices are those of the run."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -293,7 +293,7 @@ def test_a_call_that_is_too_large_is_said(file: Path) -> None:
 
 
 def test_tries_one_by_one_come_to_an_end(file: Path) -> None:
-    """Every second completion hangs, so that no three do in a row: all six would be waited for, and not four or five."""
+    """Every second completion hangs, so that no three do in a row: all six would be waited for."""
     found = score([f"{file}:misbehaves"], samples(["hangs", "fine"] * 6), timeout=0.3)
     assert 5 + 2 <= np.isnan(found.rewards).sum() < 12
     assert any("it was not called, as others took more than 1.2 s" in problem for problem in found.problems)

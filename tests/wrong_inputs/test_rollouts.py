@@ -44,6 +44,17 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"data.validation": "{train}", "train.eval_every": 1}, "whose data are the prompts of data.train"),
     ({"data.format": "text"}, "data.format is text and objective.name is grpo"),
     ({"data.overlong": "cut"}, "data.overlong is cut and objective.name is grpo"),
+    ({"data.learn_after_end": "false"}, "whose completions end where sampling ends: remove it"),
+    ({"data.show": 2}, "whose rows are not there before the first step: rollout.show logs completions: remove it"),
+    ({"data.num_workers": 2}, "whose rows are made when their completions are there: remove it"),
+    ({"data.image_folder": "."}, "whose prompts have no pictures: remove it"),
+    ({"train.last_batch": "full"}, "whose batches are all full, since prompts continue over the ends of epochs"),
+    ({"train.eval_samples": 2}, "train.eval_samples is 2 and objective.name is grpo, which evaluates nothing"),
+    ({"train.eval_mean": "rows"}, "train.eval_mean is rows and objective.name is grpo, which evaluates nothing"),
+    ({"objective.reference": "initial"}, "compared with the model without its adapters, if at all: remove it"),
+    ({"objective.importance_max": 2}, "objective.importance_max is 2.0 and objective.importance_correction is none"),
+    ({"objective.importance_min": 0.5}, "objective.importance_min is 0.5 and objective.importance_correction is none"),
+    ({"objective.kl_bias_correction": "false"}, "so that there is no divergence to correct: set objective.beta"),
     ({"data.seq_length": 65}, "the model's context is 64: set data.seq_length to 64 or less"),
 ]
 

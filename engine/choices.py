@@ -35,11 +35,16 @@ ADAPTER_READERS: tuple[AdapterReader, ...] = get_args(AdapterReader)
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 """What is spread over data-parallel ranks; each spreads more than the one before it."""
 
-PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo"]
 """How the losses of a completion's tokens become one number."""
+RatioLevel = Literal["token", "sequence"]
+"""What has an importance ratio: each token, or a completion as a whole."""
 
 RewardScale = Literal["group", "batch", "none"]
 """Whose standard deviation rewards are divided by."""
+
+RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+"""Whether rewards of several functions are added up, or the advantages of each."""
 
 ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """What is done where the sampler's probabilities are not the trainer's."""

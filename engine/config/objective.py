@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.choices import ImportanceCorrection, PolicyLoss, RewardScale
+from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
 
 Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "grpo"]
 Reference = Literal["base", "initial"]
+SEQUENCE_RATIOS = ("gspo", "luspo")
+"""Losses that are defined with one importance ratio for each completion."""
 REFERENCE_FREE = ("orpo", "simpo")
 POLICY_GRADIENT = ("grpo",)
 
@@ -40,7 +42,14 @@ class ObjectiveOptions:
             "grpo" by those of the completion, and then by the completions; "bnpo" by the target tokens of the
             micro-batch, so that train.micro_batch_size counts; "dr_grpo" (2503.20783) by rollout.max_completion_length
             and the completions. "cispo" (2506.13585) divides as dapo does, and clips the importance ratio alone. "gspo"
-            (2507.18071) divides as grpo does, with one importance ratio for each completion.
+            (2507.18071) divides as grpo does, with one importance ratio for each completion; "luspo" (2602.05261) has
+            that ratio too, and divides by the completions alone. "sapo" (2511.20347) divides as grpo does, with a
+            smooth gate instead of clipping.
+        ratio_level: What has an importance ratio, for grpo: each "token", or a completion as a whole ("sequence"),
+            with the mean of its tokens' logarithms. null is sequence for objective.loss_type gspo and luspo, which
+            are that, and token for the others.
+        sapo_temperature_pos: How steep the gate of sapo is in completions that were better than their group.
+        sapo_temperature_neg: The same in the others.
         epsilon: By how much the importance ratio may fall below 1 before it is clipped, for grpo.
         epsilon_high: By how much it may rise above 1; null is objective.epsilon. For cispo, which needs it, the largest
             ratio itself.
@@ -50,9 +59,19 @@ class ObjectiveOptions:
             (2512.02556), for grpo.
         scale_rewards: What the difference between a reward and its group's mean is divided by, for grpo. The standard
             deviation of the "group", that of the generation "batch", or "none".
+        reward_aggregation: How several rewards become one, for grpo. "sum_then_normalize" compares their weighted sums
+            within a group. "normalize_then_sum" (2601.05242) compares each reward within the group first, and adds up
+            the weighted results, which it scales by their mean and standard deviation in the generation batch.
+        mask_truncated: Keep completions that no token ended out of the loss, for grpo (2503.14476). Their rewards still
+            count in their group, and they in the number of completions.
         num_iterations: How often a generation batch is trained on, for grpo.
         top_entropy_quantile: Share of the tokens of a micro-batch, over all data-parallel ranks, whose losses count,
             for grpo. They are those where the model is least sure (2506.01939).
+        report_entropy: Report the mean entropy of the model at the tokens of completions, for grpo; false saves a pass
+            over the logits.
+        off_policy_threshold: Completions that were worse than their group do not count, for grpo, where the model has
+            moved away from them by more than this: the mean over their tokens of how much less likely they are now
+            than when they were sampled, as a difference of logarithms (2512.02556). null lets all count.
         importance_correction: What grpo does where the model that is trained and the sampler give a token other
             probabilities. It weighs the loss with their ratio, of each "token" or of a completion as a whole
             ("sequence"), which it cuts off at its limits ("truncate") or makes 0 outside of them ("mask").
@@ -73,9 +92,16 @@ class ObjectiveOptions:
     epsilon_high: float | None = None
     delta: float | None = None
     kl_bias_correction: bool = True
+    ratio_level: RatioLevel | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
     scale_rewards: RewardScale = "group"
+    reward_aggregation: RewardAggregation = "sum_then_normalize"
+    mask_truncated: bool = False
     num_iterations: int = 1
     top_entropy_quantile: float = 1.0
+    report_entropy: bool = True
+    off_policy_threshold: float | None = None
     importance_correction: ImportanceCorrection = "none"
     importance_max: float | None = 3.0
     importance_min: float | None = None
@@ -110,7 +136,14 @@ class ObjectiveOptions:
             ("epsilon_high", self.epsilon_high, None, POLICY_GRADIENT),
             ("delta", self.delta, None, POLICY_GRADIENT),
             ("kl_bias_correction", self.kl_bias_correction, True, POLICY_GRADIENT),
+            ("ratio_level", self.ratio_level, None, POLICY_GRADIENT),
+            ("sapo_temperature_pos", self.sapo_temperature_pos, 1.0, POLICY_GRADIENT),
+            ("sapo_temperature_neg", self.sapo_temperature_neg, 1.05, POLICY_GRADIENT),
             ("scale_rewards", self.scale_rewards, "group", POLICY_GRADIENT),
+            ("reward_aggregation", self.reward_aggregation, "sum_then_normalize", POLICY_GRADIENT),
+            ("mask_truncated", self.mask_truncated, False, POLICY_GRADIENT),
+            ("report_entropy", self.report_entropy, True, POLICY_GRADIENT),
+            ("off_policy_threshold", self.off_policy_threshold, None, POLICY_GRADIENT),
             ("num_iterations", self.num_iterations, 1, POLICY_GRADIENT),
             ("top_entropy_quantile", self.top_entropy_quantile, 1.0, POLICY_GRADIENT),
             ("importance_correction", self.importance_correction, "none", POLICY_GRADIENT),
@@ -124,6 +157,7 @@ class ObjectiveOptions:
             )
         self._check_clipping()
         self._check_importance()
+        self._check_rewards()
         require_choice("objective.scale_rewards", self.scale_rewards, get_args(RewardScale))
         require_at_least("objective.num_iterations", self.num_iterations, 1, "use for example 1")
         require(
@@ -140,6 +174,7 @@ class ObjectiveOptions:
         )
         if self.epsilon_high is not None:
             require_positive("objective.epsilon_high", self.epsilon_high, "use for example 0.28")
+        self._check_sapo()
         clips_alone = self.loss_type == "cispo"
         require(
             not clips_alone or self.epsilon_high is not None,
@@ -165,7 +200,40 @@ class ObjectiveOptions:
             f"lie: set objective.delta to for example {2 * largest:g}.",
         )
 
+    def _check_sapo(self) -> None:
+        is_sapo, temperatures = self.loss_type == "sapo", (self.sapo_temperature_pos, self.sapo_temperature_neg)
+        for name, temperature in zip(("pos", "neg"), temperatures, strict=True):
+            require_positive(f"objective.sapo_temperature_{name}", temperature, "use for example 1.0")
+        require(
+            is_sapo or temperatures == (1.0, 1.05),
+            f"objective.loss_type is {self.loss_type} and objective.sapo_temperature_pos and sapo_temperature_neg are "
+            f"{temperatures[0]:g} and {temperatures[1]:g}, but they belong to sapo: remove them.",
+        )
+        require(
+            not is_sapo or (self.epsilon, self.epsilon_high, self.delta) == (0.2, None, None),
+            "objective.loss_type is sapo, which has a gate and no limits: remove objective.epsilon, "
+            "objective.epsilon_high and objective.delta.",
+        )
+
+    def _check_rewards(self) -> None:
+        require_choice("objective.reward_aggregation", self.reward_aggregation, get_args(RewardAggregation))
+        require(
+            self.reward_aggregation == "sum_then_normalize" or self.scale_rewards == "group",
+            f"objective.scale_rewards is {self.scale_rewards} and objective.reward_aggregation is "
+            f"{self.reward_aggregation}, which scales each reward by its group's standard deviation: remove one of "
+            "them.",
+        )
+        if self.off_policy_threshold is not None:
+            require_positive("objective.off_policy_threshold", self.off_policy_threshold, "use for example 0.5")
+
     def _check_importance(self) -> None:
+        if self.ratio_level is not None:
+            require_choice("objective.ratio_level", self.ratio_level, get_args(RatioLevel))
+        require(
+            self.ratio_level != "token" or self.loss_type not in SEQUENCE_RATIOS,
+            f"objective.ratio_level is token and objective.loss_type is {self.loss_type}, whose ratios are of whole "
+            "completions: remove it, or set objective.loss_type to grpo.",
+        )
         require_choice("objective.importance_correction", self.importance_correction, get_args(ImportanceCorrection))
         low, high = self.importance_min, self.importance_max
         for option, limit in (("importance_min", low), ("importance_max", high)):
@@ -197,6 +265,11 @@ class ObjectiveOptions:
     def divergence_weight(self) -> float:
         """objective.beta of grpo."""
         return 0.0 if self.beta is None else self.beta
+
+    @property
+    def importance_level(self) -> RatioLevel:
+        """objective.ratio_level, or that of the loss."""
+        return self.ratio_level or ("sequence" if self.loss_type in SEQUENCE_RATIOS else "token")
 
     @property
     def limits_ratios(self) -> bool:

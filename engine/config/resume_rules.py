@@ -24,6 +24,8 @@ SAID: dict[str, tuple[str, ...]] = {
         "name", "beta", "label_smoothing", "length_normalised", "margin", "desirable_weight", "undesirable_weight",
         "reference", "loss_type", "epsilon", "epsilon_high", "delta", "kl_bias_correction", "scale_rewards",
         "num_iterations", "top_entropy_quantile", "importance_correction", "importance_max", "importance_min",
+        "ratio_level", "sapo_temperature_pos", "sapo_temperature_neg", "reward_aggregation", "mask_truncated",
+        "off_policy_threshold",
     ),
     "rollout": (
         "rewards", "reward_weights", "num_generations", "max_completion_length", "temperature", "top_k", "top_p",
@@ -52,6 +54,8 @@ SILENT: dict[str, tuple[str, ...]] = {
     "model": ("path", "init", "kernels", "attention"),
     # factors come from the checkpoint
     "lora": ("init", "init_from"),
+    # a figure
+    "objective": ("report_entropy",),
     # the content of the training data is compared by fingerprint, whatever its path, and the names and sizes of its
     # pictures with it; printed samples
     "data": ("train", "image_folder", "tokenizer", "num_workers", "show"),

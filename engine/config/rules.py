@@ -381,8 +381,6 @@ def check_rollouts(config: RunConfig) -> None:
         ("data.learn_after_end is false", data.learn_after_end, "whose completions end where sampling ends"),
         (f"data.show is {data.show}", data.show == 0, "whose rows are not there before the first step: rollout.show "
          "logs completions"),
-        (f"data.num_workers is {data.num_workers}", data.num_workers <= 1, "whose rows are made when their completions "
-         "are there"),
         (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no pictures"),
         ("train.last_batch is full", train.last_batch == "short", "whose batches are all full, since prompts continue "
          "over the ends of epochs"),

@@ -4,7 +4,9 @@
 
 s is the standard deviation of the group's rewards (arXiv 2402.03300), or of those of the whole generation batch
 (2508.08221), with one degree of freedom less than there are rewards. Where rewards are not scaled (2503.20783), nothing
-is divided. A completion that no reward function could judge has the advantage 0, and does not count in its group.
+is divided. Where each reward is compared by itself (2601.05242), r is the weighted sum of the functions' own A, and the
+advantage is (r - mean) / (s + 1e-4) with mean and s of the generation batch. A completion that no reward function could
+judge has the advantage 0, and does not count in its group.
 
 In float64 on the host, of the rewards alone: every layout gets the same.
 """
@@ -42,19 +44,52 @@ def advantages(rewards: ArrayLike, *, group: int, scale: RewardScale) -> Advanta
         group: completions of a prompt.
         scale: what differences are divided by.
     """
-    grouped = np.asarray(rewards, dtype=np.float64).reshape(-1, group)
+    whole = np.asarray(rewards, dtype=np.float64)
+    scaled, differences = _compared(whole, group)
+    found = scaled if scale == "group" else differences
+    if scale == "batch":
+        found = differences / (_deviation(whole[~np.isnan(whole)]) + _SMALLEST)
+    return Advantages(found.ravel().astype(np.float32), _varies(whole.reshape(-1, group)))
+
+
+def advantages_of_each(rewards_NF: ArrayLike, weights_F: ArrayLike, *, judged: ArrayLike, group: int) -> Advantages:
+    """Returns the advantages of a generation batch each of whose rewards is compared by itself.
+
+    Args:
+        rewards_NF: group after group; NaN where a function gave none.
+        weights_F: of the functions.
+        judged: bool [N], whether a completion could be judged.
+        group: completions of a prompt.
+    """
+    columns = np.asarray(rewards_NF, dtype=np.float64).T
+    known = [~np.isnan(column) for column in columns]
+    own = [_compared(column, group)[0].ravel() for column in columns]
+    parts = np.where(known, own, 0.0) * np.asarray(weights_F, dtype=np.float64)[:, None]
+    totals = np.where(judged, parts.sum(axis=0), np.nan)
+    told = totals[~np.isnan(totals)]
+    found = (totals - told.mean()) / (_deviation(told) + _SMALLEST) if len(told) else totals
+    return Advantages(np.nan_to_num(found, nan=0.0).astype(np.float32), _varies(totals.reshape(-1, group)))
+
+
+def _compared(rewards: NDArray[np.float64], group: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns [groups, group]: by how much a reward is above its group's mean, in its standard deviations and as it is;
+    0 where there is none."""
+    grouped = rewards.reshape(-1, group)
     judged = ~np.isnan(grouped)
     counts = judged.sum(axis=1, keepdims=True)
     known = np.where(judged, grouped, 0.0)
     differences = np.where(judged, known - known.sum(axis=1, keepdims=True) / np.maximum(counts, 1), 0.0)
     deviations = np.sqrt(np.square(differences).sum(axis=1, keepdims=True) / np.maximum(counts - 1, 1))
-    found = differences
-    if scale == "group":
-        found = differences / (deviations + _SMALLEST)
-    elif scale == "batch":
-        found = differences / (_deviation(grouped[judged]) + _SMALLEST)
-    extremes = np.where(judged, grouped, -np.inf).max(axis=1) - np.where(judged, grouped, np.inf).min(axis=1)
-    return Advantages(found.ravel().astype(np.float32), extremes > 0)
+    return differences / (deviations + _SMALLEST), differences
+
+
+def _varies(grouped: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Returns bool [groups], whether a group has numbers that differ; NaN is none."""
+    judged = ~np.isnan(grouped)
+    varies: NDArray[np.bool_] = np.where(judged, grouped, -np.inf).max(axis=1) > np.where(judged, grouped, np.inf).min(
+        axis=1
+    )
+    return varies & judged.any(axis=1)
 
 
 def _deviation(rewards: NDArray[np.float64]) -> float:

@@ -18,10 +18,14 @@ p_old it is p itself, without gradient. With n the target tokens of a completion
 | dr_grpo | sum l / (completions * maximum length)                              | arXiv 2503.20783 |
 | cispo   | as dapo, with l = -min(r, e_high) A p + b k, no gradient through r  | arXiv 2506.13585 |
 | gspo    | as grpo, with r = exp(mean of p - p_old over the completion)        | arXiv 2507.18071 |
+| luspo   | sum l / completions, with the ratio of gspo                         | arXiv 2602.05261 |
+| sapo    | as grpo, with l = -4 s(t (r - 1)) A / t + b k, s the sigmoid        | arXiv 2511.20347 |
 
-The first term of l may count only where the entropy of the distribution is among the highest (2506.01939), and be
-weighed with w = exp(p_old - p_sampled), which corrects for a sampler that is not the trainer: of each token or of the
-whole completion, cut off at limits, or 0 outside of them (fengyao.notion.site/off-policy-rl).
+t is the setting's temperature for A > 0, or the other. Any loss may have the ratio of gspo. The first term of l may
+count only where the entropy of the distribution is among the highest (2506.01939), and in completions with A >= 0 or
+from which the model is not far (the mean of p_old - p is at most the threshold, 2512.02556). It may be weighed with
+w = exp(p_old - p_sampled), which corrects for a sampler that is not the trainer: of each token or of the whole
+completion, cut off at limits, or 0 outside of them (fengyao.notion.site/off-policy-rl).
 
 Legend: T tokens held here, N completions of the micro-batch.
 """
@@ -36,7 +40,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Completions
-from engine.choices import ImportanceCorrection, PolicyLoss
+from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel
 from engine.data.completions import RowWeight
 from engine.distributed.collectives import all_reduce
 from engine.distributed.differentiable import reduce_from_all
@@ -58,25 +62,34 @@ class PolicySettings:
 
     Args:
         loss: see the table.
+        level: what has a ratio.
         epsilon, epsilon_high, delta: limits of the ratio; delta None for none.
+        temperature_pos, temperature_neg: of sapo.
         beta: weight of the divergence; 0 does not compute it.
         kl_bias_correction: whether the divergence is multiplied by the ratio.
         temperature: logits are divided by it.
         max_completion_length: what dr_grpo divides by.
         top_entropy_quantile: share of the tokens whose first term counts.
+        reports_entropy: whether the mean entropy is a figure.
+        off_policy_threshold: see the module; None for none.
         correction: how w is made.
         importance_min, importance_max: the limits of w; None for none.
     """
 
     loss: PolicyLoss = "dapo"
+    level: RatioLevel = "token"
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
+    temperature_pos: float = 1.0
+    temperature_neg: float = 1.05
     beta: float = 0.0
     kl_bias_correction: bool = True
     temperature: float = 1.0
     max_completion_length: int = 512
     top_entropy_quantile: float = 1.0
+    reports_entropy: bool = True
+    off_policy_threshold: float | None = None
     correction: ImportanceCorrection = "none"
     importance_min: float | None = None
     importance_max: float | None = 3.0
@@ -156,15 +169,16 @@ class PolicyGradient:
         "sampler_difference",
         "importance_weight",
     )
-    """Sums over target tokens, but for the number of completions, and for gspo's clipped ratios, which are one a
-    completion; see `named`."""
+    """Sums over target tokens, but for the number of completions, and for clipped ratios of whole completions, which
+    are one a completion; see `named`."""
     maxima: tuple[str, ...] = ("sampler_ratio_max", "sampler_difference_max")
     shown: tuple[str, ...] = ("kl", "entropy", "length")
     loss_at_chance: float | None = None
     baseline = None
 
     def __init__(self, settings: PolicySettings, *, cp: Axis, dp: Axis) -> None:
-        self.settings, self.temperature, self.needs_entropies = settings, settings.temperature, True
+        self.settings, self.temperature = settings, settings.temperature
+        self.needs_entropies = settings.reports_entropy or settings.top_entropy_quantile < 1.0
         self._cp, self._dp = cp, dp
 
     @property
@@ -186,18 +200,22 @@ class PolicyGradient:
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         settings, completions = self.settings, batch.completions
-        assert completions is not None and entropies_T is not None, "completions and entropies are needed"
+        assert completions is not None and (entropies_T is not None) == self.needs_entropies, "see needs_entropies"
         tokens, logps_T = _Tokens.of(batch, completions, self._cp), -token_losses_T
         old_T = logps_T.detach() if completions.old_logps_BS is None else completions.old_logps_BS.flatten()
         log_ratio_T = (logps_T - old_T) * tokens.weights_T
-        ratio_T = (tokens.mean_of_each(log_ratio_T) if settings.loss == "gspo" else log_ratio_T).exp()
+        ratio_T = (tokens.mean_of_each(log_ratio_T) if settings.level == "sequence" else log_ratio_T).exp()
         advantages_T = tokens.each(completions.advantages)
 
         losses_T = self._surrogate(ratio_T, logps_T, advantages_T)
-        if settings.top_entropy_quantile < 1.0:
+        if entropies_T is not None and settings.top_entropy_quantile < 1.0:
             losses_T = losses_T * self._least_sure(entropies_T, tokens.weights_T > 0)
         # a sampler may not have said how likely a token was
         difference_T = (old_T - completions.sampled_logps_BS.flatten()).nan_to_num(nan=0.0) * tokens.weights_T
+        if settings.off_policy_threshold is not None:
+            # from the sampler, where it is another one: log(p_sampled / p) is log(p_old / p) less the difference
+            away_T = -log_ratio_T.detach() - (0.0 if settings.correction == "none" else difference_T)
+            losses_T = losses_T * self._on_policy(away_T, advantages_T, tokens)
         weight_T = self._importance_weight(difference_T, tokens)
         if weight_T is not None:
             losses_T = losses_T * weight_T
@@ -224,6 +242,9 @@ class PolicyGradient:
         settings = self.settings
         if settings.loss == "cispo":
             return -ratio_T.detach().clamp(max=settings.epsilon_high) * advantages_T * logps_T
+        if settings.loss == "sapo":
+            temperatures_T = torch.where(advantages_T > 0, settings.temperature_pos, settings.temperature_neg)
+            return -(temperatures_T * (ratio_T - 1)).sigmoid() * 4 / temperatures_T * advantages_T
         clipped_T = ratio_T.clamp(1 - settings.epsilon, 1 + settings.epsilon_high)
         if settings.delta is not None:
             ratio_T = ratio_T.clamp(max=settings.delta)
@@ -236,6 +257,17 @@ class PolicyGradient:
             return all_reduce(all_reduce(tensor.contiguous(), self._cp), self._dp)
 
         return entropies_T >= quantile(entropies_T, held_T, 1 - self.settings.top_entropy_quantile, add)
+
+    def _on_policy(self, away_T: Tensor, advantages_T: Tensor, tokens: _Tokens) -> Tensor:
+        """Returns which tokens are of a completion that is not worse than its group, or near the model.
+
+        Args:
+            away_T: log-probability when it was sampled, less that of now.
+        """
+        sums = all_reduce(tokens.held_sums(away_T * tokens.weights_T, len(tokens.lengths)), self._cp)
+        assert self.settings.off_policy_threshold is not None
+        near = sums / tokens.lengths <= self.settings.off_policy_threshold
+        return (advantages_T >= 0) | (tokens.each(near.float()) > 0)
 
     def _importance_weight(self, difference_T: Tensor, tokens: _Tokens) -> Tensor | None:
         """Returns w for `difference_T`, p_old - p_sampled; None where nothing is corrected."""
@@ -262,7 +294,7 @@ class PolicyGradient:
     def _shares(self, tokens: _Tokens, completions: Completions) -> Tensor:
         """Returns what each token's loss is multiplied by before the sum is divided as `row_weight` says."""
         weights_T, settings = tokens.weights_T, self.settings
-        if settings.loss in ("grpo", "gspo"):
+        if settings.loss in ("grpo", "gspo", "sapo"):
             # padding has any number; its weight is 0
             return weights_T / tokens.each(tokens.lengths).clamp(min=1.0)
         if settings.loss == "bnpo":
@@ -275,7 +307,7 @@ class PolicyGradient:
         tokens: _Tokens,
         ratio_T: Tensor,
         advantages_T: Tensor,
-        entropies_T: Tensor,
+        entropies_T: Tensor | None,
         divergence_T: Tensor | None,
         difference_T: Tensor,
         weight_T: Tensor | None,
@@ -285,14 +317,14 @@ class PolicyGradient:
         low_T = (ratio_T < 1 - settings.epsilon) & (advantages_T < 0)
         high_T = (ratio_T > (0 if settings.loss == "cispo" else 1) + settings.epsilon_high) & (advantages_T > 0)
         ratios_T = weights_T
-        if settings.loss == "gspo":
+        if settings.level == "sequence":
             ratios_T = weights_T / tokens.each(tokens.lengths).clamp(min=1.0)
         nothing_T = torch.zeros_like(weights_T)
         columns = (
             weights_T,
             low_T * ratios_T,
             high_T * ratios_T,
-            entropies_T * weights_T,
+            nothing_T if entropies_T is None else entropies_T * weights_T,
             nothing_T if divergence_T is None else divergence_T * weights_T,
             difference_T.exp() * weights_T,
             difference_T.abs(),
@@ -313,11 +345,15 @@ class PolicyGradient:
         if not tokens:
             return {}
         figures = dict(zip(self.metrics[2:], (one / tokens for one in sums), strict=True))
-        if self.settings.loss == "gspo":
+        if self.settings.level == "sequence":
             figures |= {name: figures[name] * tokens / completions for name in ("clip_low", "clip_high")}
         figures["clip_region"] = figures["clip_low"] + figures["clip_high"]
-        if self.settings.loss == "cispo":
+        if self.settings.loss in ("cispo", "sapo"):
             del figures["clip_low"], figures["clip_region"]
+        if self.settings.loss == "sapo":
+            del figures["clip_high"]
+        if not self.settings.reports_entropy:
+            del figures["entropy"]
         if not self.settings.beta:
             del figures["kl"]
         if self.settings.correction == "none":

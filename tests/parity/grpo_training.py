@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.config.load import parse_config
+from engine.config.run import RunConfig
 from engine.data.completions import Completion
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
-from engine.objectives.advantages import advantages
+from engine.objectives.advantages import Advantages, advantages, advantages_of_each
 from engine.objectives.policy import row_weight
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -189,6 +190,10 @@ def trl_steps(folder: Path, job: Job, steps: int, out: Path) -> Found:
         assert completion_ids == [one.tokens for one in batch]
         return [None if np.isnan(one.reward) else one.reward for one in batch]
 
+    def lengths(completion_ids: list[list[int]], **rest: Any) -> list[float]:
+        return [len(ids) / LONGEST for ids in completion_ids]
+
+    functions = [rewards, lengths] if "multi_objective_aggregation" in job.settings else rewards
     arguments = GRPOConfig(
         output_dir=str(out), per_device_train_batch_size=COUNT // job.parts, gradient_accumulation_steps=job.parts,
         num_generations=MEMBERS, max_completion_length=LONGEST, max_steps=steps, num_iterations=job.iterations,
@@ -201,7 +206,7 @@ def trl_steps(folder: Path, job: Job, steps: int, out: Path) -> Found:
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # which of them share a micro-batch is the data's order
     try:
         trainer = Given(
-            model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), reward_funcs=rewards,
+            model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), reward_funcs=functions,
             args=arguments, train_dataset=rows, processing_class=tokenizer(),
             peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM"),
         )  # fmt: skip
@@ -239,12 +244,23 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "vllm_importance_sampling_mode": "objective.importance_correction",
         "vllm_importance_sampling_clip_max": "objective.importance_max",
         "vllm_importance_sampling_clip_min": "objective.importance_min",
+        "sapo_temperature_pos": "objective.sapo_temperature_pos",
+        "sapo_temperature_neg": "objective.sapo_temperature_neg",
+        "mask_truncated_completions": "objective.mask_truncated",
+        "off_policy_mask_threshold": "objective.off_policy_threshold",
+        "multi_objective_aggregation": "objective.reward_aggregation",
     }  # fmt: skip
     given = dict(job.settings)
+    given.pop("reward_weights", None)
+    levels = {}
     if given.pop("importance_sampling_level", "token") == "sequence":
-        assert given["loss_type"] == "grpo"
-        given["loss_type"] = "gspo"
-    return {
+        if given["loss_type"] == "grpo":
+            given["loss_type"] = "gspo"
+        elif given["loss_type"] != "luspo":
+            levels = {"objective.ratio_level": "sequence"}
+    if not job.corrects:
+        assert not any(name.startswith("vllm") for name in given)
+    return levels | {
         "model.path": str(folder / "model"), "model.dtype": "float32", "lora.init_from": str(folder / "adapter"),
         "lora.rank": 4, "lora.alpha": 8, "lora.targets": json.dumps(TARGETS),
         "data.train": "none", "data.seq_length": 16,
@@ -279,14 +295,15 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
     objective, given = config.objective, batches(Path(folder))
     for number in range(steps // objective.num_iterations):
         drawn = given[number]
-        judged = advantages(
-            [one.reward for one in drawn], group=config.rollout.num_generations, scale=objective.scale_rewards
-        )
         completions = [
             Completion(
-                prompt=one.prompt, tokens=one.tokens, sampled_logps=one.sampled_logps, advantage=float(advantage)
+                prompt=one.prompt,
+                tokens=one.tokens,
+                sampled_logps=one.sampled_logps,
+                advantage=float(advantage),
+                trained=one.tokens[-1] == 2 or not objective.mask_truncated,
             )
-            for one, advantage in zip(drawn, judged.of_completions, strict=True)
+            for one, advantage in zip(drawn, _advantages(drawn, config).of_completions, strict=True)
         ]
         dataset = TokenDataset.from_completions(
             completions,
@@ -313,6 +330,14 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
             losses.append(result.loss.item())
             figures.append(training.objective.named(result.metrics.tolist()))
     return losses, figures, gradients, _copied(training.optimizer.flat.master_shards())
+
+
+def _advantages(drawn: list[Drawn], config: RunConfig) -> Advantages:
+    rewards, group = [one.reward for one in drawn], config.rollout.num_generations
+    if config.objective.reward_aggregation == "sum_then_normalize":
+        return advantages(rewards, group=group, scale=config.objective.scale_rewards)
+    both = np.array([rewards, [len(one.tokens) / LONGEST for one in drawn]]).T
+    return advantages_of_each(both, [1.0, -0.4], judged=[True] * len(drawn), group=group)
 
 
 def _copied(shards: list[NamedShard]) -> list[NamedShard]:

@@ -39,6 +39,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", **CLIPS},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.06, "epsilon_high": 0.1},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.06, "epsilon_high": 0.1},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.3, "sapo_temperature_neg": 2.0},
 }
 SAMPLER = {"vllm_importance_sampling_clip_max": 1.5}
 JOBS: dict[str, Job] = {
@@ -49,6 +51,26 @@ JOBS: dict[str, Job] = {
     "plain divergence": Job(settings={**LOSSES["dapo"], "beta": 0.3, "use_bias_correction_kl": False}, iterations=2),
     "delta": Job(settings={**LOSSES["grpo"], "delta": 1.2}, iterations=2),
     "batch, warm": Job(settings={**LOSSES["dapo"], "scale_rewards": "batch", "temperature": 0.7}, iterations=2),
+    "whole ratios": Job(
+        settings={**LOSSES["dapo"], "importance_sampling_level": "sequence", "epsilon": 0.06, "epsilon_high": 0.1},
+        iterations=2,
+    ),
+    **{
+        f"masked {name}": Job(
+            settings={**LOSSES[name], "mask_truncated_completions": True, "beta": 0.3}, iterations=2, parts=parts
+        )
+        for name, parts in (("dapo", 1), ("grpo", 2), ("bnpo", 2), ("dr_grpo", 1), ("gspo", 1))
+    },
+    "far": Job(settings={**LOSSES["dapo"], "off_policy_mask_threshold": 0.02}, iterations=2),
+    "far from a sampler": Job(
+        settings={**LOSSES["grpo"], "off_policy_mask_threshold": 0.1, "vllm_importance_sampling_mode": "token_mask"},
+        iterations=2,
+        corrects=True,
+    ),
+    "each reward": Job(
+        settings={**LOSSES["dapo"], "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, -0.4]},
+        iterations=2,
+    ),
     "least sure": Job(settings={**LOSSES["dapo"], "top_entropy_quantile": 0.3, "beta": 0.3}, iterations=2),
     **{
         f"{mode}{' gspo' if loss == 'gspo' else ''}": Job(
@@ -69,7 +91,7 @@ JOBS: dict[str, Job] = {
         )
     },
 }
-QUICK = ("gspo twice", "dapo twice", "cispo parts", "least sure", "sequence_mask")
+QUICK = ("gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward", "far from a sampler")
 FEW = 6
 CANCELS = 5e-6
 """Of a loss: it is what remains of terms of order 1 with either sign, each right to some roundings."""
@@ -119,7 +141,7 @@ def test_losses_figures_and_gradients_are_trls(name: str, workspace: Path) -> No
             assert (figure in ours) == (trls in theirs_), (figure, sorted(ours), sorted(theirs_))
             if figure in ours:
                 assert ours[figure] == pytest.approx(theirs_[trls], rel=1e-4, abs=1e-5), figure
-    if job.iterations > 1 and job.settings["loss_type"] != "cispo":
+    if job.iterations > 1 and job.settings["loss_type"] not in ("cispo", "sapo"):
         assert max(one["clip_region"] for one in figures) > 0, "a ratio that is never clipped says little"
     if job.settings.get("beta"):
         assert figures[-1]["kl"] > 1e-3, "a divergence of 0 would say nothing"

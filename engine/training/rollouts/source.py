@@ -26,7 +26,7 @@ from engine.data.loader import DataLoader
 from engine.data.prompts import Prompt, PromptLoader
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.objectives.advantages import advantages
+from engine.objectives.advantages import Advantages, advantages, advantages_of_each
 from engine.objectives.policy import row_weight
 from engine.rewards.pool import Sample
 from engine.runtime.launch import Launch
@@ -238,8 +238,8 @@ class RolloutSource:
         scores = self._scorer.score(samples)
         for problem in scores.problems:
             self._say(f"warning: step {step + 1}: reward {problem}")
-        rewards_NF, totals = self._with_penalties(scores.rewards, completions)
-        found = advantages(totals, group=config.rollout.num_generations, scale=config.objective.scale_rewards)
+        rewards_NF = self._with_penalties(scores.rewards, completions)
+        found = self._advantages(rewards_NF)
         buffer = Buffer(
             generation=self._generation,
             prompts=numbers,
@@ -311,20 +311,28 @@ class RolloutSource:
             )
         return found
 
-    def _with_penalties(
-        self, rewards_NF: NDArray[np.float64], completions: Sequence[Sampled]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the rewards with a column for the penalty, where there is one, and the rewards in all."""
+    def _advantages(self, rewards_NF: NDArray[np.float64]) -> Advantages:
+        """Returns the advantages of a generation batch's rewards and penalties."""
+        options, group = self._config.objective, self._config.rollout.num_generations
+        weights = [source.weight for source in self._config.rollout.reward_sources]
+        judged = ~np.isnan(rewards_NF[:, : len(weights)]).all(axis=1)
+        factors = [*weights, *[1.0] * (rewards_NF.shape[1] - len(weights))]
+        if options.reward_aggregation == "normalize_then_sum":
+            return advantages_of_each(rewards_NF, factors, judged=judged, group=group)
+        totals = np.where(judged, total_rewards(rewards_NF, factors), np.nan)
+        return advantages(totals, group=group, scale=options.scale_rewards)
+
+    def _with_penalties(self, rewards_NF: NDArray[np.float64], completions: Sequence[Sampled]) -> NDArray[np.float64]:
+        """Returns the rewards with a column for the penalty, where there is one."""
         rollout = self._config.rollout
-        totals = total_rewards(rewards_NF, [source.weight for source in rollout.reward_sources])
         if rollout.overlong_buffer is None:
-            return rewards_NF, totals
+            return rewards_NF
         penalties = overlong_penalties(
             np.array([len(one.tokens) for one in completions]),
             longest=rollout.max_completion_length,
             buffer=rollout.overlong_buffer,
         )
-        return np.column_stack((rewards_NF, penalties)), totals + penalties
+        return np.column_stack((rewards_NF, penalties))
 
     def _old_logps(self) -> tuple[NDArray[np.float32], ...]:
         """Returns what the trainer says of the completions before the first step on them. Collective."""
@@ -369,12 +377,12 @@ class RolloutSource:
             figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
         return StepRows(
             batches=loader.batches(0),
-            targets=loader.target_count(0),
+            targets=max(1, loader.target_count(0)),  # where all of them are masked, the loss is 0
             samples=train.global_batch_size,
             rows=len(dataset),
             tokens=int(dataset.row_lengths.sum()),
             figures=figures,
-            teaches=not buffer.uniform[prompts.start : prompts.stop].all(),
+            teaches=any(self._teaches(prompt) for prompt in prompts),
             is_followed_by_work=taken + 1 == buffer.total_steps,
         )
 
@@ -385,6 +393,16 @@ class RolloutSource:
         if not self._config.rollout.drop_uniform_groups:
             return [*prompts]
         return [prompt for prompt in prompts if not buffer.uniform[prompt]] or [prompts.start]
+
+    def _teaches(self, prompt: int) -> bool:
+        """Returns whether any completion of a prompt of the buffer has a gradient."""
+        buffer = self._buffer
+        assert buffer is not None
+        members = buffer.completions[prompt * buffer.group : (prompt + 1) * buffer.group]
+        return not buffer.uniform[prompt] and any(self._is_trained(one) for one in members)
+
+    def _is_trained(self, completion: Sampled) -> bool:
+        return not (completion.truncated and self._config.objective.mask_truncated)
 
     def _dataset(self, prompts: Sequence[int]) -> TokenDataset:
         """Returns the completions of some prompts of the buffer as rows."""
@@ -401,6 +419,7 @@ class RolloutSource:
                         tokens=one.tokens.tolist(),
                         sampled_logps=one.logps.tolist(),
                         advantage=float(buffer.advantages[place]),
+                        trained=self._is_trained(one),
                     )
                 )
                 if buffer.old_logps is not None:

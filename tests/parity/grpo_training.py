@@ -110,10 +110,12 @@ def _draw(number: int) -> list[Drawn]:
     """A generation batch: groups of members, one of which nobody could judge now and then."""
     random = np.random.default_rng(number)
     found = []
-    for _ in range(GROUPS):
+    for group in range(GROUPS):
         prompt = random.integers(3, VOCABULARY, random.integers(2, 6)).tolist()
-        for _ in range(MEMBERS):
+        for member in range(MEMBERS):
             length = int(random.integers(1, LONGEST + 1))
+            if group == 0 and member == number % MEMBERS:
+                length = LONGEST  # one is truncated in every batch
             tokens = random.integers(3, VOCABULARY, length).tolist()
             if length < LONGEST:
                 tokens[-1] = 2  # the others are truncated

@@ -28,6 +28,7 @@ from engine.errors import UserError
 
 LEAST: dict[str, str] = {
     "TRL": "trl sft --model_name_or_path m --dataset_name d.jsonl --use_peft",
+    "TRL's GRPO": "trl grpo --model_name_or_path m --dataset_name d.jsonl --use_peft --reward_funcs r.f",
     "LLaMA-Factory": "llamafactory-cli train --model_name_or_path m --stage sft --finetuning_type lora",
     "Axolotl": "axolotl train --base_model m --adapter lora --lora_r 8 --lora_alpha 16 --learning_rate 1e-4",
     "Megatron": "pretrain_gpt.py --lr 1e-4 --train-iters 10 --micro-batch-size 2 --seq-length 64 --data-path a",
@@ -99,7 +100,7 @@ def test_what_nobody_gave_is_the_trainers_default(trainer: Trainer) -> None:
 
 PACKAGES = {
     "TrainingArguments": "transformers", "SFTConfig": "trl", "DPOConfig": "trl", "KTOConfig": "trl",
-    "ModelConfig": "trl", "LoraConfig": "peft",
+    "ModelConfig": "trl", "LoraConfig": "peft", "GRPOConfig": "trl",
 }  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def _own_default(package: str, kind: str, name: str) -> Any:
     return found.default if found.default is not dataclasses.MISSING else found.default_factory()  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["TRL", "Hugging Face's Trainer"])
+@pytest.mark.parametrize("name", ["TRL", "TRL's GRPO", "Hugging Face's Trainer"])
 def test_defaults_are_those_of_the_installed_packages(name: str) -> None:
     """Each default whose place is Class.field, by the class itself."""
     trainer = next(one for one in TRAINERS if one.name == name)
@@ -131,6 +132,10 @@ FIELDS = {
     "TRL": (
         "trl SFTConfig", "trl DPOConfig", "trl KTOConfig", "trl RewardConfig", "trl ScriptArguments", "trl ModelConfig",
         "trl.experimental.orpo ORPOConfig", "trl.experimental.cpo CPOConfig", "trl.scripts.utils DatasetMixtureConfig",
+    ),
+    "TRL's GRPO": (
+        "trl GRPOConfig", "trl ModelConfig", "trl ScriptArguments", "trl.scripts.grpo GRPOScriptArguments",
+        "trl.scripts.utils DatasetMixtureConfig",
     ),
 }  # fmt: skip
 
@@ -156,6 +161,78 @@ def test_trls_commands_have_rates_of_their_own() -> None:
         assert config.model.dtype == "bfloat16" and config.memory.recompute == "full"
         if command != "sft":
             assert (config.objective.name, config.objective.beta) == (command, _own_default("trl", kind, "beta"))
+
+
+_GRPO = "TRL's GRPO"
+GRPO = """
+from trl import GRPOConfig, GRPOTrainer
+
+def short(completions, **columns):
+    return [-len(one) for one in completions]
+
+peft_config = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.1, target_modules="all-linear")
+arguments = GRPOConfig(
+    output_dir="out", learning_rate=2e-5, per_device_train_batch_size=4, gradient_accumulation_steps=4,
+    steps_per_generation=8, num_generations=8, max_prompt_length=256, max_completion_length=768, num_iterations=2,
+    beta=0.04, use_bias_correction_kl=False, epsilon=0.1, epsilon_high=0.28, delta=4.0, loss_type="dr_grpo",
+    importance_sampling_level="sequence", scale_rewards=False, reward_weights=[1.0, 0.5], top_k=0, top_p=0.9,
+    temperature=0.8, mask_truncated_completions=True, disable_dropout=True, use_vllm=True, vllm_mode="colocate",
+    vllm_importance_sampling_correction=True, log_completions=True, eval_strategy="steps", eval_steps=10,
+    sync_ref_model=True, min_p=0.1, bf16=True,
+)
+trainer = GRPOTrainer(
+    model="m", reward_funcs=[short, right], args=arguments, train_dataset=data, peft_config=peft_config
+)
+"""
+
+
+def test_trls_grpo(tmp_path: Path) -> None:
+    script = tmp_path / "any_name.py"
+    script.write_text(GRPO, encoding="utf-8")
+    conversion, _ = convert(read_file(script), values=[], ranks=2)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    check_config(config)
+    assert not [row.given.key for row in conversion.rows if row.kind == "unknown"]
+    objective, rollout = config.objective, config.rollout
+    assert (objective.name, objective.loss_type, objective.ratio_level) == ("grpo", "dr_grpo", "sequence")
+    assert (objective.beta, objective.kl_bias_correction, objective.scale_rewards) == (0.04, False, "none")
+    assert (objective.epsilon, objective.epsilon_high, objective.delta) == (0.1, 0.28, 4.0)
+    assert (objective.num_iterations, objective.mask_truncated) == (2, True)
+    assert (rollout.rewards, rollout.reward_weights) == (("rewards.py:short", "rewards.py:right"), (1.0, 0.5))
+    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.8, 0.9, None)
+    assert (rollout.num_generations, rollout.max_completion_length, config.data.seq_length) == (8, 768, 1024)
+    # eight passes of four completions on two processes, of which four are an optimizer step
+    assert (rollout.steps_per_generation, config.train.global_batch_size) == (2, 32)
+    assert (config.lora.rank, config.lora.dropout, config.optim.lr) == (32, 0.0, 2e-5)
+    assert config.train.eval_every == 0 and config.data.validation is None
+    lacking = [note.partition(" ")[0] for note in conversion.notes if "has no counterpart" in note]
+    assert lacking == ["eval_strategy", "sync_ref_model", "min_p"]
+    assert any(line.startswith("rollout.rewards: put short, right into rewards.py") for line in conversion.to_fill)
+
+
+def test_cispos_limit_is_trls(tmp_path: Path) -> None:
+    """Where none is given it is epsilon; there is no lower one."""
+    _, config = _converted(f"{LEAST[_GRPO]} --loss_type cispo --epsilon 0.3")
+    assert (config.objective.epsilon, config.objective.epsilon_high) == (0.2, 0.3)
+
+
+def test_groups_that_a_batch_does_not_hold_are_said() -> None:
+    conversion, _ = convert(read_flags(f"{LEAST[_GRPO]} --num_generations 16", "flags", Path()), values=[], ranks=1)
+    assert any("8 completions are no whole groups of rollout.num_generations 16" in line for line in conversion.to_fill)
+
+
+def test_axolotls_grpo(tmp_path: Path) -> None:
+    path = tmp_path / "run.yml"
+    block = {"beta": 0.001, "num_generations": 4, "max_completion_length": 256, "reward_funcs": ["rewards.f"],
+             "reward_weights": [2.0], "use_vllm": True, "log_completions": True, "scale_rewards": False}  # fmt: skip
+    path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "grpo", "trl": block, "sample_packing": False}), encoding="utf-8")
+    conversion, _ = convert(read_file(path), values=[], ranks=2)
+    config = from_yaml(to_text(conversion.options, title="test"))
+    assert not [row.given.key for row in conversion.rows if row.kind == "unknown"]
+    assert (config.objective.name, config.objective.beta, config.objective.scale_rewards) == ("grpo", 0.001, "none")
+    assert (config.rollout.rewards, config.rollout.reward_weights) == (("rewards.py:f",), (2.0,))
+    assert (config.rollout.num_generations, config.rollout.max_completion_length) == (4, 256)
+    assert config.data.seq_length == 4096
 
 
 FULL = {

@@ -178,6 +178,12 @@ def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bo
             f"{rows} row{'' if rows == 1 else 's'} for each"
         )
     conversion.imply("derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note)
+    members = options.get("rollout.num_generations", engine_default("rollout.num_generations"))
+    rows = options["train.global_batch_size"]
+    if options.get("objective.name") == "grpo" and rows % members:
+        conversion.to_fill.append(
+            f"train.global_batch_size: {rows} completions are no whole groups of rollout.num_generations {members}"
+        )
 
 
 _MICRO = (

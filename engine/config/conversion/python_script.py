@@ -12,9 +12,12 @@ from engine.errors import UserError
 _ARGUMENTS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "SFTConfig": "trl sft", "DPOConfig": "trl dpo",
     "KTOConfig": "trl kto", "ORPOConfig": "trl orpo", "CPOConfig": "trl cpo", "RewardConfig": "trl reward",
+    "GRPOConfig": "trl grpo",
 }  # fmt: skip
 """Class of a trainer's arguments -> the command with the same arguments."""
-_TRAINERS = ("Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "Seq2SeqTrainer")
+_TRAINERS = (
+    "Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "Seq2SeqTrainer",
+)  # fmt: skip
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
 _MODEL = ("torch_dtype", "dtype", "load_in_8bit", "load_in_4bit", "attn_implementation", "trust_remote_code")
@@ -38,7 +41,7 @@ def read_python(text: str, source: str) -> list[Given]:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         kind, owner = _name(call.func)
         for key, node in _keys(call, kind, owner):
-            value = _value(node, names)
+            value = _function_names(node, names) if key == "reward_funcs" else _value(node, names)
             if value != "":  # a parameter that has to be given
                 given.append(Given(source=source, key=key, value=value))
         if _ARGUMENTS.get(kind):
@@ -90,6 +93,16 @@ def _names(tree: ast.Module) -> dict[str, ast.expr]:
             for argument, default in zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True):
                 found.setdefault(argument.arg, []).append(default)
     return {name: values[0] for name, values in found.items() if len(values) == 1}
+
+
+def _function_names(node: ast.expr, names: dict[str, ast.expr]) -> Any:
+    """Returns the names of functions in a list, or of the only one."""
+    if isinstance(node, ast.Name) and isinstance(names.get(node.id), ast.List | ast.Name):
+        return _function_names(names[node.id], names)
+    found = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    if all(isinstance(one, ast.Name) for one in found):
+        return [one.id for one in found if isinstance(one, ast.Name)]
+    return _value(node, names)
 
 
 def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:

@@ -18,18 +18,21 @@ from engine.config.conversion.trainers.minicpm import MINICPM, MLPERF
 from engine.config.conversion.trainers.minimind import MINIMIND
 from engine.config.conversion.trainers.sat import SAT
 from engine.config.conversion.trainers.trl import TRL
+from engine.config.conversion.trainers.trl_grpo import TRL_GRPO
 
 TRAINERS: tuple[Trainer, ...] = (
-    TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, LLAVA, HUGGING_FACE, LAUNCHERS,
+    TRL, LLAMA_FACTORY, AXOLOTL, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, LLAVA, TRL_GRPO, HUGGING_FACE, LAUNCHERS,
 )  # fmt: skip
 """The trainers, in the order in which a key is looked up for a hint."""
 
 _PROGRAMS = (
-    ("trl ", TRL), ("llamafactory-cli", LLAMA_FACTORY), ("lmf ", LLAMA_FACTORY), ("llamafactory", LLAMA_FACTORY),
-    ("axolotl", AXOLOTL), ("train_dpo.py", MINIMIND), ("train_full_sft.py", MINIMIND), ("train_lora.py", MINIMIND),
-    ("train_pretrain.py", MINIMIND), ("pretrain_", MEGATRON), ("trl.scripts", TRL), ("sft.py", TRL), ("dpo.py", TRL),
-    ("kto.py", TRL), ("orpo.py", TRL), ("cpo.py", TRL), ("run_sft.py", TRL), ("run_dpo.py", TRL),
-    ("run_orpo.py", TRL), ("run_simpo.py", TRL),
+    ("trl grpo", TRL_GRPO), ("trl.scripts.grpo", TRL_GRPO), ("grpo.py", TRL_GRPO), ("train_grpo.py", TRL_GRPO),
+    ("run_grpo.py", TRL_GRPO), ("grpo_", TRL_GRPO), ("trl ", TRL), ("llamafactory-cli", LLAMA_FACTORY),
+    ("lmf ", LLAMA_FACTORY), ("llamafactory", LLAMA_FACTORY), ("axolotl", AXOLOTL), ("train_dpo.py", MINIMIND),
+    ("train_full_sft.py", MINIMIND), ("train_lora.py", MINIMIND), ("train_pretrain.py", MINIMIND),
+    ("pretrain_", MEGATRON), ("trl.scripts", TRL), ("sft.py", TRL), ("dpo.py", TRL), ("kto.py", TRL),
+    ("orpo.py", TRL), ("cpo.py", TRL), ("run_sft.py", TRL), ("run_dpo.py", TRL), ("run_orpo.py", TRL),
+    ("run_simpo.py", TRL),
 )  # fmt: skip
 """Prefix of a program's name -> its trainer; keys that only another trainer has count more."""
 _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
@@ -42,6 +45,8 @@ _KEYS: tuple[tuple[Trainer, frozenset[str]], ...] = (
     (MEGATRON, frozenset({"train_iters", "train_samples", "tensor_model_parallel_size", "num_attention_heads",
                           "lr_decay_style", "use_mcore_models", "lr_warmup_iters"})),
     (MINIMIND, frozenset({"accumulation_steps", "from_weight", "save_weight", "lora_name"})),
+    (TRL_GRPO, frozenset({"reward_funcs", "reward_weights", "num_generations", "num_iterations", "scale_rewards",
+                          "mask_truncated_completions", "importance_sampling_level"})),
     (TRL, frozenset({"use_peft", "dataset_train_split", "dataset_mixture", "dataset_mixer", "max_prompt_length",
                      "lora_task_type", "assistant_only_loss", "dataset_kwargs", "simpo_gamma", "gamma_beta_ratio",
                      "loss_type", "chat_template", "eos_token", "dataset_num_proc",

@@ -21,12 +21,12 @@ from engine.config.conversion.conversion import (
 from engine.config.conversion.given import Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import hugging_face as hf
-from engine.config.conversion.trainers import pictures, shared
+from engine.config.conversion.trainers import pictures, shared, trl_grpo
 from engine.config.conversion.trainers.trl import reference
 from engine.errors import UserError
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
-_RL = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
+_RL = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo", "gspo": "grpo"}
 
 
 @sets("model.dtype")
@@ -114,6 +114,8 @@ def rl(conversion: Conversion, given: Given) -> None:
     name = str(given.value).lower()
     if name in _RL:
         conversion.take(given, "objective.name", _RL[name])
+        if name == "gspo":
+            conversion.imply("Axolotl", "rl: gspo", "objective.ratio_level", "sequence")
     elif not given.value:
         conversion.drop(given, "none")
     else:
@@ -413,6 +415,8 @@ def _adapters(conversion: Conversion) -> bool:
 def _finish(conversion: Conversion) -> None:
     """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
+    if conversion.options.get("objective.name") == "grpo":
+        trl_grpo.complete(conversion)
     for key, became in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "train.eval_every")):
         if facts.get(key):
             conversion.to_fill.append(f"{became}: the steps of an epoch over {key} {facts[key]:g}")
@@ -433,5 +437,8 @@ def _finish(conversion: Conversion) -> None:
     if "eval_steps" in facts:
         facts.setdefault("eval_strategy", "steps")
 
+
+RULES |= {f"trl.{key}": rule for key, rule in trl_grpo.OWN.items()}
+DEFAULTS |= {name: one for name, one in trl_grpo.OWN_DEFAULTS.items() if name not in DEFAULTS}
 
 AXOLOTL = Trainer(name="Axolotl", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)

@@ -12,6 +12,7 @@ from rankfold.reporting.layout import beside, section, stacked
 from rankfold.reporting.markup import element, together
 from rankfold.reporting.ranks import bandwidth, breakdown, memory, pipeline
 from rankfold.reporting.reading import Run
+from rankfold.reporting.rollouts import completions, policy, rewards, samples
 from rankfold.reporting.settings import configuration, environment
 from rankfold.reporting.style import STYLE
 from rankfold.reporting.summary import header, summary
@@ -22,9 +23,20 @@ _HINTS = {"Bandwidth": "log.communication true measures it"}
 def page(runs: Sequence[Run]) -> str:
     """Returns the report of one run or several."""
     options = ("Configuration", configuration(runs))
+    rolls_out = any(run.series("reward") for run in runs)
     sections = [
         *([options] if len(runs) > 1 else []),
+        *([("Reward", rewards(runs))] if rolls_out else []),
         ("Loss", loss(runs)),
+        *(
+            [
+                ("Completions", completions(runs)),
+                ("Policy", policy(runs)),
+                ("Samples with their rewards", stacked(runs, samples)),
+            ]
+            if rolls_out
+            else []
+        ),
         ("Throughput", over_steps(runs, "tokens_per_second", "tokens/s")),
         ("Speed against devices", scaling(runs)),
         ("Step time", beside(runs, breakdown)),

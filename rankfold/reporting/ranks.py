@@ -15,6 +15,9 @@ from rankfold.reporting.summary import peaks
 from rankfold.reporting.timeline import simulated, timeline_svg
 
 _PHASES = (
+    ("rollout", "sampling completions", 4),
+    ("reward", "rewards", 3),
+    ("sync", "weights to another sampler", 1),
     ("forward_backward", "forward and backward", 0),
     ("reduce", "waiting for reductions", 1),
     ("optimizer", "optimizer", 2),
@@ -32,6 +35,9 @@ def breakdown(run: Run, runs: Sequence[Run]) -> Markup:
             totals[phase] = totals.get(phase, 0.0) + seconds
     steps = run.steps[-1].step - run.steps[0].step + 1 if run.steps else 0
     wall = sum(value for _, value in run.series("seconds"))
+    for phase in ("rollout", "reward", "sync"):
+        if (spent := sum(value for _, value in run.series(f"{phase}_seconds"))) > 0:
+            totals[phase] = spent
     if not totals or wall <= 0:
         return EMPTY
     totals["data"] = sum(value for _, value in run.series("data_stall"))

@@ -24,6 +24,8 @@ _LARGEST = 1e100
 """Largest magnitude of a figure: sums and differences of such numbers are finite."""
 _LARGEST_COUNT = 2**53
 _METRICS = "metrics.jsonl"
+_COMPLETION = "completion/"
+_LONGEST_TEXT = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class Record:
         step: after which it was written.
         figures: name -> finite number.
         phases: part of a step -> seconds.
+        text: the completion that it logs, if it logs one.
         communication: axis and operation -> its figures.
         expert_rows: layer -> rows of each expert since the record before that has some.
     """
@@ -43,6 +46,7 @@ class Record:
     phases: Mapping[str, float]
     communication: Mapping[str, Mapping[str, float]]
     expert_rows: Mapping[int, Sequence[int]]
+    text: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,7 @@ class Run:
         config: sections of options; empty where there is no such file.
         environment: the recorded machine and layout; empty likewise.
         experts: layer -> rows that each of its experts was sent in the whole run.
+        texts: step and text of each completion that was logged, by their order.
         notes: sentences about what could not be read.
     """
 
@@ -69,6 +74,7 @@ class Run:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    texts: Sequence[tuple[int, str]] = ()
     notes: list[str] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
@@ -157,6 +163,7 @@ def _read(path: Path, name: str) -> Run:
         name=name,
         steps=_newest([record for record, given in records if "loss" in given]),
         evaluations=[record for record, given in records if "eval_loss" in given],
+        texts=[(record.step, record.text) for record, _ in records if record.text is not None],
         ranks={
             int(match[1]): _newest([record for record, _ in _records(file, notes)]) for match, file in found if match
         },
@@ -237,6 +244,7 @@ def _record(raw: dict[str, Any]) -> Record | None:
         phases=_numbers(raw.get("phases")),
         communication={name: _numbers(one) for name, one in transfers.items()} if isinstance(transfers, dict) else {},
         expert_rows=_expert_rows(raw.get("expert_rows")),
+        text=_completion(raw),
     )
 
 
@@ -259,6 +267,11 @@ def _together(records: Sequence[Record]) -> dict[int, Sequence[int]]:
             if len(known) == len(rows):
                 totals[layer] = [first + second for first, second in zip(known, rows, strict=True)]
     return totals
+
+
+def _completion(raw: Mapping[str, Any]) -> str | None:
+    found = (value for name, value in raw.items() if name.startswith(_COMPLETION) and isinstance(value, str))
+    return next((value[:_LONGEST_TEXT] for value in found), None)
 
 
 def _numbers(raw: object) -> dict[str, float]:

@@ -34,6 +34,7 @@ def summary(runs: Sequence[Run]) -> Markup:
     """Returns the most important figures."""
     rows: list[tuple[str, list[Markup | str]]] = [
         ("state", [run.status for run in runs]),
+        ("reward", [_headline(run.series("reward")) for run in runs]),
         ("training loss", [_headline(run.series("loss")) for run in runs]),
         ("evaluation loss", [_ends(points(run.evaluations, "eval_loss")) for run in runs]),
         ("speed", [f"{format_count(run.speed)} tokens/s" if run.speed else "–" for run in runs]),
@@ -117,7 +118,7 @@ def _word(value: object) -> str:
 
 
 def _headline(values: Sequence[Point]) -> str:
-    """Returns first and last loss; of a long run means of some steps, because one batch is noisy."""
+    """Returns the first and the last value; of a long run means of some steps, because one batch is noisy."""
     window = min(_HEADLINE_STEPS, len(values) // 2)
     if window < 2:
         return _ends(values)

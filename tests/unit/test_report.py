@@ -362,3 +362,28 @@ def test_the_tool_writes_the_page(tmp_path: Path) -> None:
     assert f"wrote {folder / 'report.html'}" in result.stdout
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "is not a folder" in run_tool("report", tmp_path / "none", status=2).stderr
+
+
+def test_a_run_that_samples_its_completions(tmp_path: Path) -> None:
+    """Of 0.5 s a step, 0.1 are sampling, 0.05 rewards and 0.3 forward and backward; texts of the beginning and end."""
+    folder = _write(tmp_path / "run", ranks=1, steps=12)
+    lines: list[dict[str, object]] = []
+    for step in range(1, 13):
+        lines.append(
+            _record(
+                step, reward=0.1 * step, rollout_seconds=0.1, reward_seconds=0.05, completion_length=7.0,
+                truncated=0.25, uniform_groups=0.5, groups_dropped=0.0, unscored=0.0, entropy=1.5,
+                **{"reward/f": 0.1 * step, "reward/g": 0.0},
+            )
+        )  # fmt: skip
+        lines.append({"step": step, "completion/1": f"f 1: <b>prompt</b> {step} -> answer"})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    text = _Text(page(read_runs([folder]))).text
+    for title in ("Reward", "Completions", "Policy", "Samples with their rewards"):
+        assert title in text, title
+    assert "sampling completions 100 ms 20.0%" in text and "rewards 50 ms 10.0%" in text
+    assert "forward and backward 300 ms 60.0%" in text
+    assert [f"<b>prompt</b> {step} ->" in text for step in range(1, 13)] == [True, True, *[False] * 2, *[True] * 8]
+    assert "groups of prompts" not in text and "prompts left out" not in text, "nothing was left out"
+    plain = _Text(page(read_runs([_write(tmp_path / "other", ranks=1, steps=2)]))).text
+    assert "Samples" not in plain and "Reward" not in plain

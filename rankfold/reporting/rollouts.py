@@ -1,0 +1,79 @@
+"""Sections on runs that sample what they train on: rewards, completions, and the model that gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+from rankfold.reporting.chart import Series, line_chart
+from rankfold.reporting.curves import over_steps
+from rankfold.reporting.layout import COLOURS, legend, table
+from rankfold.reporting.markup import EMPTY, element, together
+from rankfold.reporting.reading import Run
+
+_PART = "reward/"
+_MOST_PARTS = COLOURS - 1
+_FIRST, _LAST = 2, 8
+"""Completions that are shown from the beginning and from the end of a run."""
+
+
+def rewards(runs: Sequence[Run]) -> Markup:
+    """Returns a chart of the mean reward and, of a single run, of what each function gave."""
+    if len(runs) > 1:
+        return over_steps(runs, "reward", "mean reward", zero=False, show=_short)
+    run = runs[0]
+    names = sorted({name for record in run.steps for name in record.figures if name.startswith(_PART)})
+    series = [Series(name="reward", points=run.series("reward"), colour=0)]
+    if len(names) > 1 or "reward" not in {name.removeprefix(_PART) for name in names}:
+        series += [
+            Series(name=name.removeprefix(_PART), points=run.series(name), colour=place)
+            for place, name in enumerate(names[:_MOST_PARTS], 1)
+        ]
+    drawn = line_chart(series, title="Reward by step", unit="mean reward", show=_short)
+    left_out = len(names) - _MOST_PARTS
+    more = element("p", f"{left_out} more functions are in the metrics.", class_="missing") if left_out > 0 else EMPTY
+    return together(legend([(one.name, one.colour) for one in series]), drawn, more) if drawn else EMPTY
+
+
+def completions(runs: Sequence[Run]) -> Markup:
+    """Returns charts of the completions' length, of the share that no token ended, and of groups without a signal."""
+    return _cells(
+        over_steps(runs, "completion_length", "tokens of a completion", show=_short),
+        over_steps(runs, "truncated", "share truncated", show=_short),
+        over_steps(runs, "uniform_groups", "share of prompts all of whose completions are equally good", show=_short),
+        _if_any(runs, "groups_dropped", "prompts left out of the step", _short),
+        _if_any(runs, "unscored", "share of completions without a reward", _short),
+    )
+
+
+def policy(runs: Sequence[Run]) -> Markup:
+    """Returns charts of the model's entropy, its divergence, and the share of clipped ratios."""
+    return _cells(
+        over_steps(runs, "entropy", "entropy, nats a token", show=_short),
+        over_steps(runs, "kl", "divergence from the reference, nats a token", show=_short),
+        _if_any(runs, "clip_region", "share of ratios clipped", _short),
+        _if_any(runs, "clip_high", "share of ratios clipped above", _short),
+    )
+
+
+def samples(run: Run) -> Markup:
+    """Returns a table of completions that the run logged with their rewards, of its beginning and of its end."""
+    shown = run.texts[:_FIRST] + run.texts[max(_FIRST, len(run.texts) - _LAST) :]
+    return table([(f"step {step}", [text]) for step, text in shown]) if shown else EMPTY
+
+
+def _if_any(runs: Sequence[Run], key: str, unit: str, show: Callable[[float], str]) -> Markup:
+    """Returns a chart of a figure that is 0 in most runs; empty where it is 0 throughout."""
+    if not any(value for run in runs for _, value in run.series(key)):
+        return EMPTY
+    return over_steps(runs, key, unit, show=show)
+
+
+def _cells(*drawn: Markup) -> Markup:
+    cells = [element("div", one, class_="cell") for one in drawn if one]
+    return element("div", cells, class_="beside") if cells else EMPTY
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"

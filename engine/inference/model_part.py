@@ -95,6 +95,8 @@ class InferenceStage:
             dtype=first.dtype,
         )
         self.slots = slots
+        self.adapters = True
+        """Whether passes compute the adapters; the same for all of an answer."""
         self.waits = Waits()
         self._synchronise = synchronise and device.type == "cuda"
         self._step = torch.zeros((), dtype=torch.int64, device=device)
@@ -216,12 +218,13 @@ class InferenceStage:
         message: Tensor | None = None
         for number, model in self._parts.items():
             if model.embedding is not None:
-                x, encoded_KC = model.embed(batch), None
+                x, encoded_KC = model.embed(batch, adapters=self.adapters), None
             else:
                 if message is None:
                     message = self._receive(model, batch, self._stage_rank[number - 1])
                 x, encoded_KC = model.unpack(message, batch)
-            context = replace(model.context(batch, self._step, training=False, encoded_KC=encoded_KC), cache=cache)
+            context = model.context(batch, self._step, training=False, adapters=self.adapters, encoded_KC=encoded_KC)
+            context = replace(context, cache=cache)
             x = model.run_layers(x, context)
             if model.head is not None:
                 return model.logits(x if lasts is None else self._rows(x, lasts), context)[

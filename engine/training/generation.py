@@ -54,6 +54,7 @@ class OpenedModel:
         mesh: of the ranks.
         folder: of the model, where its tokenizer and generation_config.json are.
         tokenizer: what of the adapter's tokenizer is not the model's own.
+        full: modules that were trained in full beside the adapter.
     """
 
     decoder: Decoder
@@ -61,6 +62,7 @@ class OpenedModel:
     mesh: Mesh
     folder: Path
     tokenizer: TrainedTokenizer
+    full: tuple[str, ...] = ()
 
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
         """The tokens that end an answer."""
@@ -95,7 +97,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, pictur
             picture for a model of text alone.
     """
     tensor = choice.tensor_size(launch.world_size)
-    source, live, tokenizer = _sources(choice, log)
+    source, live, tokenizer, full = _sources(choice, log)
     if picture is not None and live.config.vision is None:
         raise UserError(
             f"{picture} names a picture, but the model reads text alone: give a vision-language model, or leave "
@@ -125,15 +127,17 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, pictur
         with Progress(log, "reading weights", sum(shard.tensor.nbytes for shard in shards), "bytes") as progress:
             load_parameters(shards, live.tensors, progress=progress.advance)
         fill_base(options, source.model, live.tensors, (decoder,), WeightPlacement(Axis("dp_cp")), log)
-    return OpenedModel(decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer)
+    return OpenedModel(
+        decoder=decoder, config=live.config, mesh=mesh, folder=source.model.path, tokenizer=tokenizer, full=full
+    )
 
 
-def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer]:
-    """The base, the live model of it and the adapter, and the adapter's tokenizer."""
+def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer, tuple[str, ...]]:
+    """The base, the live model of it and the adapter, the adapter's tokenizer, and the modules trained in full."""
     if choice.adapter is None:
         assert choice.path is not None
         source = open_source(choice.path)
-        return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN
+        return source, Live(source.model.decoder, source, TrainingPlan()), BASES_OWN, ()
     source, trained, scale, encoded, tokenizer = _adapter(choice, log)
     if encoded is not None and encoded != choice.base_dtype:
         log.warning(
@@ -145,7 +149,7 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Trained
     full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
     if full and choice.base_dtype is not None:  # what training changed in full was not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
-    return source, live, tokenizer
+    return source, live, tokenizer, tuple(sorted(full))
 
 
 class _Adapter(NamedTuple):

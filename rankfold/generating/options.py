@@ -76,6 +76,11 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         "records of training",
     )
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
+    prompts.add_argument(
+        "--compare-base",
+        action="store_true",
+        help="answer each prompt without the adapter too, with the same model in memory",
+    )
     prompts.add_argument("--ids", action="store_true", help="write the token ids of the answers too")
     prompts.add_argument(
         "--chat", action="store_true", help="send each text as a user's message through the chat template"
@@ -188,6 +193,10 @@ def check_prompts(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--image and --prompts were both given: name pictures in the records of the file, or leave --image out."
         )
+    if arguments.compare_base and arguments.adapter is None:
+        raise UserError("--compare-base compares an adapter with its base: give the adapter with --adapter.")
+    if arguments.compare_base and not (arguments.prompt or arguments.prompts):
+        raise UserError("--compare-base is for prompts that are known: give them with --prompt or --prompts.")
     if arguments.out is not None and arguments.prompts is None:
         raise UserError("--out is for the answers to a file of prompts: give the file with --prompts.")
     if arguments.system is not None and not (arguments.chat or arguments.prompts):

@@ -173,13 +173,21 @@ class RecordsOut:
         records: as they were read.
         path: of the JSONL file; None for stdout.
         with_ids: the answers' token ids too.
+        base: the answers without the adapter, by the numbers of the prompts; None for none.
 
     Raises:
         UserError: the file cannot be written.
     """
 
-    def __init__(self, records: Sequence[PromptRecord], path: Path | None, *, with_ids: bool) -> None:
-        self._records, self._with_ids = records, with_ids
+    def __init__(
+        self,
+        records: Sequence[PromptRecord],
+        path: Path | None,
+        *,
+        with_ids: bool,
+        base: Mapping[int, Answer] | None = None,
+    ) -> None:
+        self._records, self._with_ids, self._base = records, with_ids, base or {}
         self._ready: dict[int, Answer] = {}
         self._next = 0
         self._path = path
@@ -214,7 +222,15 @@ class RecordsOut:
             "prompt_tokens": len(answer.request.ids),
             "completion_tokens": len(answer.ids),
         }
-        return fields | ({"completion_ids": list(answer.ids)} if self._with_ids else {})
+        fields |= {"completion_ids": list(answer.ids)} if self._with_ids else {}
+        if (base := self._base.get(answer.request.row)) is not None:
+            fields |= {
+                "base_completion": base.text,
+                "base_ending": base.ending,
+                "base_completion_tokens": len(base.ids),
+            }
+            fields |= {"base_completion_ids": list(base.ids)} if self._with_ids else {}
+        return fields
 
 
 def requests_of(prompts: Sequence[Prompt]) -> list[Request]:

@@ -43,6 +43,12 @@ class Session:
         picture = self._named_picture(records)
         choice = model_choice(arguments)
         self._model: OpenedModel = open_for_generation(choice, launch, self._log, picture=picture)
+        if arguments.compare_base and self._model.full:
+            raise UserError(
+                f"--adapter {arguments.adapter} has modules that were trained in full ({', '.join(self._model.full)}), "
+                "so that the model without its adapters is not the base: leave --compare-base out, and generate with "
+                "--model alone."
+            )
         tokenizer = self._open_tokenizer()
         for warning in tokenizer.chat_warnings():
             self._log.warning(warning)
@@ -113,26 +119,41 @@ class Session:
     def _answer_file(self, records: list[PromptRecord]) -> None:
         requests = requests_of([self._writer.record(record, number) for number, record in enumerate(records, 1)])
         generator = self._make_generator(requests, self._limits)
+        base = self._base_answers(generator, requests)
         out = None
         if self._log.enabled:
-            out = RecordsOut(records, self._arguments.out, with_ids=self._arguments.ids)
+            out = RecordsOut(records, self._arguments.out, with_ids=self._arguments.ids, base=base)
         generator.run(requests, on_answer=None if out is None else out.add)
         if out is not None:
             out.close()
 
+    def _base_answers(self, generator: Generator, requests: list[Request]) -> dict[int, Answer] | None:
+        """Returns the answers of the model without its adapter, by the numbers of the prompts; None where nobody asked.
+        Collective."""
+        if not self._arguments.compare_base:
+            return None
+        generator.stage.adapters = False
+        answers = {answer.request.row: answer for answer in generator.run(requests)}
+        generator.stage.adapters = True
+        return answers
+
     def _answer_prompts(self, texts: list[str]) -> None:
         requests = requests_of([self._writer.text(text, number) for number, text in enumerate(texts, 1)])
         generator = self._make_generator(requests, self._limits)
-        if len(requests) == 1:
+        base = self._base_answers(generator, requests)
+        if base is None and len(requests) == 1:
             generator.run(requests, on_text=self._show())
             self._say("\n")
             return
 
-        def show(answer: Answer) -> None:
-            self._say(f"[{answer.request.row + 1}]{'' if answer.text[:1].isspace() else ' '}{answer.text}\n")
+        def show(answer: Answer, whose: str = "") -> None:
+            text = f"{'' if answer.text[:1].isspace() else ' '}{answer.text}"
+            self._say(f"[{answer.request.row + 1}{whose}]{text}\n")
 
         for answer in generator.run(requests):
-            show(answer)
+            if base is not None:
+                show(base[answer.request.row], " base")
+            show(answer, "" if base is None else " adapter")
 
     def _talk(self) -> None:
         """Answers lines at the terminal of rank 0, until its end."""

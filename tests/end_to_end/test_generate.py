@@ -58,6 +58,45 @@ def test_one_prompt_is_shown_as_text(stories_dir: Path, dtype: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def adapter(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT adapter with drawn factors."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(stories_dir)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    folder = tmp_path_factory.mktemp("adapter")
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def test_an_adapter_beside_its_base(stories_dir: Path, adapter: Path, tmp_path: Path) -> None:
+    """Both as two runs with one model each have them; with the adapter left on, both answers would be its own."""
+    base = _stock_texts(stories_dir, PROMPTS, 12)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    given = ("generate", "--model", stories_dir, "--adapter", adapter, "--max-new-tokens", 12)
+    out = ("--prompts", tmp_path / "in.jsonl", "--ids", "--out")
+    run_tool(*given, *out, tmp_path / "alone.jsonl")
+    run_tool(*given, *out, tmp_path / "both.jsonl", "--compare-base")
+    alone, both = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("alone.jsonl", "both.jsonl")
+    )
+    assert [one["base_completion_ids"] for one in both] == base
+    tuned = [one["completion_ids"] for one in alone]
+    assert [one["completion_ids"] for one in both] == tuned and all(map(list.__ne__, tuned, base))
+    shown = run_tool(*given, "--compare-base", "--prompt", PROMPTS[0]).stdout
+    assert shown == f"[1 base]{_spaced(both[0]['base_completion'])}\n[1 adapter]{_spaced(both[0]['completion'])}\n"
+
+
+def _spaced(text: str) -> str:
+    return text if text[:1].isspace() else f" {text}"
+
+
+@pytest.fixture(scope="module")
 def chat_model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a real tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("chat")
@@ -157,6 +196,8 @@ def test_a_conversation_at_the_terminal(chat_model: Path) -> None:
         (["--model", "{stories}", "--prompt", "a", "--batch", "0"], "--batch is 0, but at least 1"),
         (["--model", "{stories}", "--prompt", "a", "--out", "x"], "--out is for the answers to a file"),
         (["--model", "{stories}", "--prompt", "a", "--stop", ""], "--stop is an empty text"),
+        (["--model", "{stories}", "--prompt", "a", "--compare-base"], "give the adapter with --adapter"),
+        (["--model", "{stories}", "--adapter", "{tmp}", "--compare-base"], "give them with --prompt or --prompts"),
     ],
 )
 def test_refusals(options: list[str], words: str, stories_dir: Path, tmp_path: Path) -> None:

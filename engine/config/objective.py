@@ -249,12 +249,6 @@ class ObjectiveOptions:
             f"objective.importance_correction is {self.importance_correction} without a limit to truncate at: set "
             "objective.importance_max to for example 3.0.",
         )
-        for option, limit, default in (("importance_min", low, None), ("importance_max", high, 3.0)):
-            require(
-                self.importance_correction != "none" or limit == default,
-                f"objective.{option} is {limit} and objective.importance_correction is none, which has no limits: set "
-                f"objective.importance_correction to for example sequence_mask, or remove objective.{option}.",
-            )
 
     @property
     def preference_strength(self) -> float:

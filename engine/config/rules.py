@@ -351,6 +351,15 @@ def check_rollouts(config: RunConfig) -> None:
         f"objective.name is {name} and rollout.rewards is [], so that no completion is better than another: name a "
         "function, such as rewards.py:accuracy, or exact_match.",
     )
+    objective = config.objective
+    for option, limit, default in (
+        ("importance_min", objective.importance_min, None), ("importance_max", objective.importance_max, 3.0),
+    ):  # fmt: skip
+        require(
+            objective.importance_correction != "none" or rollout.corrects_sampler or limit == default,
+            f"objective.{option} is {limit} and objective.importance_correction is none, which has no limits: set "
+            f"objective.importance_correction to for example sequence_mask, or remove objective.{option}.",
+        )
     batch, members = config.train.global_batch_size, rollout.num_generations
     require(
         batch % members == 0,

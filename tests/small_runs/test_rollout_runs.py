@@ -64,6 +64,29 @@ def test_a_run_resumes_inside_a_buffer_and_between_two(kept: int, tmp_path: Path
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
 
 
+def test_completions_that_are_all_truncated_move_nothing(tmp_path: Path) -> None:
+    """No target is left to divide by. Without the mask, or divided by 0, the norm is above 0, or none."""
+    settings = rollout_settings(
+        tmp_path, train__steps=2, objective__mask_truncated="true", rollout__max_completion_length=1,
+    )  # fmt: skip
+    run_here(settings)
+    for record in records(tmp_path / "run"):
+        if record["truncated"] == 1:
+            assert record["loss"] == 0 and record["grad_norm"] == 0 and "entropy" not in record
+    assert any(record["truncated"] == 1 for record in records(tmp_path / "run"))
+
+
+def test_entropies_are_computed_where_somebody_wants_them(tmp_path: Path) -> None:
+    """The trained weights are the same without them."""
+    settings = rollout_settings(tmp_path, train__steps=2, guards__liveness_steps=0)
+    run_here(settings)
+    run_here(settings | {"objective.report_entropy": "false", "checkpoint.dir": tmp_path / "without"})
+    assert all("entropy" in record for record in records(tmp_path / "run"))
+    assert not any("entropy" in record for record in records(tmp_path / "without"))
+    found, expected = (final_state(tmp_path / name, 2) for name in ("without", "run"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_limits_without_effect_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = "have nothing to limit: with rollout.steps_per_generation 1 and objective.num_iterations 1"
     settings = rollout_settings(tmp_path, train__steps=1, objective__epsilon_high=0.28)

@@ -173,7 +173,7 @@ def test_figures_are_means_over_what_they_are_of() -> None:
     for count in (24.0, 4.0):
         found = token_level.named([*(one / count for one in sums), 9.0, 2.0])
         assert found == pytest.approx(expected)
-    sequences = PolicyGradient(PolicySettings(loss="gspo"), cp=ALONE, dp=ALONE)
+    sequences = PolicyGradient(PolicySettings(loss="gspo", level="sequence"), cp=ALONE, dp=ALONE)
     found = sequences.named([one / 4 for one in [24.0, 4.0, 1.0, 2.0, *sums[4:]]])
     assert (found["clip_low"], found["clip_high"], found["entropy"]) == (0.25, 0.5, 2.0)
     assert "kl" not in found and "importance_weight" not in found
@@ -190,7 +190,7 @@ def test_options_reach_the_objective() -> None:
     )
     assert isinstance(built, PolicyGradient) and built.compares_with_base and built.temperature == 0.7
     assert built.settings == PolicySettings(
-        loss="gspo", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7, max_completion_length=9,
+        loss="gspo", level="sequence", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7, max_completion_length=9,
         correction="token_mask",
     )  # fmt: skip
     plain = build_objective(ObjectiveOptions(name="grpo"), cp=ALONE, dp=ALONE)

@@ -12,16 +12,20 @@ Legend: N rows, E experts, K and M features.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.ops.gradients import GradientSink
+from engine.ops.gradients import GradientSink, add_together
 from engine.ops.kernels import Product
 
 GROUPED_MULTIPLE = 8
 """On a GPU, rows of all operands are multiples of 16 bytes: of 8 numbers of bfloat16."""
+
+
+_TOGETHER = 2**24
+"""The most numbers, 64 MiB, that are copied to be added in one launch. With more, each keeps the device busy enough."""
 
 
 class RowGroups(NamedTuple):
@@ -162,10 +166,7 @@ def add_grouped_gradients(
             block.sink.added()
         return
     if groups.on_host is None:
-        whole = torch.nn.functional.grouped_mm(left_NM.t(), right_NK, offs=groups.ends)
-        for gradient, own in zip(whole, blocks, strict=True):
-            for block in own:
-                block.sink.add(gradient[block.rows, block.columns])
+        _add_each(torch.nn.functional.grouped_mm(left_NM.t(), right_NK, offs=groups.ends), blocks)
         return
     filled = dict(groups.slices())
     for expert, own in enumerate(blocks):
@@ -177,6 +178,27 @@ def add_grouped_gradients(
                 block.sink.add_product(left_NM[last, block.rows].t(), right_NK[last, block.columns])
             else:
                 block.sink.added()
+
+
+def _add_each(whole_EMK: Tensor, blocks: Sequence[Sequence[GradientBlock]]) -> None:
+    """Adds each expert's gradients to its sinks.
+
+    Those of adapters are small and many: a launch for each would take the host longer than the device. They are made
+    dense in fp32 together, which torch adds in one launch to many buffers.
+    """
+    alike: dict[tuple[Any, ...], list[tuple[int, GradientBlock]]] = {}
+    for expert, own in enumerate(blocks):
+        for block in own:
+            places = block.rows.start, block.rows.stop, block.columns.start, block.columns.stop
+            alike.setdefault(places, []).append((expert, block))
+    for found in alike.values():
+        part = whole_EMK[:, found[0][1].rows, found[0][1].columns]
+        if part.numel() > _TOGETHER:
+            for expert, block in found:
+                block.sink.add(part[expert])
+            continue
+        wide = part.to(torch.float32, memory_format=torch.contiguous_format)
+        add_together([(block.sink, wide[expert]) for expert, block in found])
 
 
 def add_common_gradients(left_NM: Tensor, right_NK: Tensor, blocks: Sequence[Sequence[GradientBlock]]) -> None:

@@ -135,7 +135,7 @@ class EncodedStorage(nn.Module):
         self.entry = ShardEntry(
             name=f"{sections[0][0]}.encoded",
             parameter=nn.Parameter(memory, requires_grad=False),
-            spec=ShardSpec(global_shape=(num_bytes,), local_shape=(num_bytes,)),
+            spec=ShardSpec(global_shape=(num_bytes,), local_shape=(num_bytes,), data=sections[0][1].data),
             sink=None,
         )
         """The memory as a parameter like any other, for who moves memory around."""

@@ -161,12 +161,13 @@ class GroupedLinear(ShardedModule):
         return tuple(entry.parameter for entry in self.trained)
 
     def _encode(self) -> EncodedStorage | None:
-        """Returns where the weights are stored encoded; None where one of them trains."""
-        modules = [f"{self._prefix}.{expert}.{leaf}" for expert in self._experts for leaf in self._names]
-        layout = self._build.layout
-        if layout.base is None or any(map(self._build.plan.trains, modules)):
+        """Returns where the weights are stored encoded; None where one of the layer's trains, on whichever rank it is:
+        what is encoded does not depend on the layout."""
+        layout, leaves = self._build.layout, self._names
+        everywhere = [f"{self._prefix}.{expert}.{leaf}" for expert in range(self._num_experts) for leaf in leaves]
+        if layout.base is None or any(map(self._build.plan.trains, everywhere)):
             return None
-        sections = [(module, self._spec) for module in modules]
+        sections = [(f"{self._prefix}.{expert}.{leaf}", self._spec) for expert in self._experts for leaf in leaves]
         return EncodedStorage(sections, layout.base, tp=layout.expert_axes.tp, device=self._build.device)
 
     def _decoded_operand(self, b_EOR: Tensor | None) -> EncodedExperts | None:
@@ -350,7 +351,7 @@ class RoutedMLP(nn.Module):
         shared_site: the same of the shared expert; the one after these two is the router's.
 
     Raises:
-        UserError: experts do not divide, or are to be stored encoded on several ranks; else see `GroupedLinear`.
+        UserError: see `GroupedLinear`.
     """
 
     def __init__(
@@ -370,12 +371,6 @@ class RoutedMLP(nn.Module):
         self._cut = not layout.routes_apart
         here = rule.num_experts // self._ep.size
         experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
-        if layout.base is not None and (self._ep.size > 1 or layout.routes_apart):
-            raise UserError(
-                f"model.base_dtype encodes the base, but parallel.expert is {self._ep.size} and an expert is on "
-                f"{layout.expert_axes.tp.size} of {layout.tp.size} tensor ranks, where encoded experts are on all: set "
-                "model.base_dtype to null, or leave parallel.expert and parallel.expert_tensor out."
-            )
         self._layout = layout
         self.rows_E = torch.zeros(rule.num_experts, dtype=torch.int64, device=build.device)
         """Rows that this rank's tokens have sent to each expert in training, since somebody set it to zero."""

@@ -101,14 +101,14 @@ BIASED = small_config(
     ),
 )  # fmt: skip
 """As gpt-oss has experts and attention."""
-ROUTED_BLOCKS = small_config(
-    num_layers=2, hidden=128, intermediate=256, head_dim=16, routed=replace(ROUTED.routed, intermediate=128, shared=128)
-)
-"""Two ranks cut it at multiples of 64."""
 EVEN = replace(
     ROUTED, routed=replace(ROUTED.routed, rule=RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True))
 )
 """Experts that divide over two and four ranks."""
+ROUTED_BLOCKS = small_config(
+    num_layers=2, hidden=128, intermediate=256, head_dim=16, routed=replace(EVEN.routed, intermediate=128, shared=128)
+)
+"""Two ranks cut it at multiples of 64."""
 _PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
 LLAVA = LlavaVisionConfig(
     tower=ClipConfig(
@@ -224,6 +224,9 @@ CASES = {
     "biased, adapters": Case(config=BIASED, adapters=rf"{EVERY_EXPERT}|.*router", trained=".*sinks"),
     "biased, in full": Case(config=BIASED, trained=".*"),
     "routed blocks, adapters": Case(config=ROUTED_BLOCKS, adapters=EVERY_EXPERT, trained=".*router"),
+    "routed blocks, part": Case(
+        config=ROUTED_BLOCKS, adapters=EVERY_EXPERT, trained=r"layers\.0\.mlp\.experts\.3\.up_proj"
+    ),
     "four experts, adapters": Case(config=EVEN, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
     "four experts, shared outer": Case(config=EVEN, adapters=EXPERTS_AND_ROUTER, experts="shared_outer"),
     "four experts, shared": Case(config=EVEN, adapters=FUSED_EXPERTS, fused=FUSED_EXPERTS, experts="shared"),

@@ -82,10 +82,14 @@ def test_a_run_goes_on_with_another_number_of_expert_ranks(
 
 
 @pytest.mark.slow
-def test_expert_parallel_layouts_are_certified(place: Workplace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_expert_parallel_layouts_are_certified(base: str | None, place: Workplace, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     sections: dict[str, dict[str, object]] = {}
-    for name, value in (place.options | {"parallel.expert": 1, "checkpoint.dir": tmp_path / "run"}).items():
+    changes: dict[str, object] = {"parallel.expert": 1, "checkpoint.dir": tmp_path / "run"}
+    if base is not None:
+        changes["model.base_dtype"] = base
+    for name, value in (place.options | changes).items():
         section, _, option = name.partition(".")
         sections.setdefault(section, {})[option] = str(value) if isinstance(value, Path) else value
     import yaml

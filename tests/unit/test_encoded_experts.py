@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.checkpoint.safetensors_file import num_bytes
 from engine.distributed.mesh import Axis, ExpertAxes
-from engine.errors import UserError
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import shard_entries
@@ -77,10 +76,15 @@ def test_the_bits_are_those_of_decoded_weights(base: str, loops: bool, adapters:
         assert held == RULE.num_experts * sum(num_bytes(dtype, shape) for parts in dense for shape, dtype in parts)
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
-def test_encoded_experts_are_not_divided(ep: int, tp: int) -> None:
-    axes = ExpertAxes(ep=Axis("ep", ep), tp=Axis("tp"), data="dp_cp")
-    layout = TensorLayout(tp=Axis("tp", tp), experts=axes, base=BaseEncoding(encoding=encoding("nf4")))
-    build = LayerContext(layout=layout, plan=TrainingPlan(), device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(UserError, match=f"parallel.expert is {ep} and .* set model.base_dtype to null, or"):
-        RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("trained", [0, 3])
+def test_what_is_encoded_does_not_depend_on_where_experts_are(rank: int, trained: int) -> None:
+    """One process stores all gates and ups of a layer in one tensor, which has to be plain for one that trains."""
+    axes = ExpertAxes(ep=Axis("ep", 2, rank), tp=Axis("tp"), data="edp")
+    layout = TensorLayout(experts=axes, base=BaseEncoding(encoding=encoding("nf4")))
+    plan = TrainingPlan(trains=lambda module: module.endswith(f"experts.{trained}.up_proj"))
+    build = LayerContext(layout=layout, plan=plan, device=torch.device("cpu"), dtype=torch.float32)
+    mlp = RoutedMLP("layers.0.mlp", SIZES, hidden=HIDDEN, first_site=2, shared_site=9, build=build)
+    assert [entry.name for entry in encoded_entries(mlp)] == [
+        f"layers.0.mlp.experts.{expert}.down_proj.weight" for expert in (2 * rank, 2 * rank + 1)
+    ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels.native import loader
+from engine.kernels.native import product as native_product
 from engine.kernels.native.product import FEWEST, has_tiles, multiply, multiply_by_tiles, product
 from tests.kernels.native_support import (
     INSTRUCTION_SETS,
@@ -122,3 +124,24 @@ def test_what_it_is_not_made_for_goes_to_torch(size: int) -> None:
     assert torch.equal(product(left.bfloat16(), right.bfloat16()), left.bfloat16() @ right.bfloat16())
     twice = right.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]
     assert torch.equal(product(left, twice), left @ twice)
+
+
+@pytest.mark.parametrize(
+    ("rows", "transposed", "beside_avx512", "beside_avx2"),
+    [(7, True, False, False), (8, True, False, True), (8, False, False, True), (200, True, True, True),
+     (200, False, False, True), (512, False, True, True)],
+)  # fmt: skip
+def test_fewer_rows_pay_where_torch_multiplies_by_avx2(
+    rows: int, transposed: bool, beside_avx512: bool, beside_avx2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loader.native_status().instruction_set != "avx512":
+        pytest.skip("the compiled product for vectors is chosen with AVX-512 alone")
+    left, right = torch.randn(rows, FEWEST), torch.randn(FEWEST, FEWEST)
+    right = right.t() if transposed else right
+    monkeypatch.setattr(native_product, "has_tiles", lambda: False)
+    for has, expected in ((True, beside_avx512), (False, beside_avx2)):
+        monkeypatch.setattr(native_product, "_torch_has_avx512", lambda has=has: has)
+        compiled = mock.Mock()
+        monkeypatch.setattr(native_product, "multiply", compiled)
+        product(left, right)
+        assert compiled.called == expected

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,9 +17,13 @@ from engine.kernels.native.arguments import matrix, threads
 from engine.kernels.native.loader import library, native_status
 
 FEWEST = 128
-"""Rows, columns and depth from which on packing the right operand pays (measured at 128, 256, 512 and 1024 rows)."""
+"""Rows, columns and depth from which on packing the right operand pays (measured on an Intel Xeon at 128, 256, 512 and
+1024 rows)."""
 FEWEST_BY_ROWS = 512
 """Rows of the left operand where the right one is a matrix and not the transpose of one: that takes longer to pack."""
+FEWEST_BESIDE_AVX2 = 8
+"""Rows of the left operand, either way, where torch multiplies by AVX2 (measured on an AMD EPYC at 4 to 512 rows: from
+0.7 of the compiled kernel's speed at 8 rows down to 0.45 from 64 rows on)."""
 FEWEST_PRODUCTS = 1 << 24
 """Products of two numbers from which on splitting both operands for the tiles pays (measured at 2^21 to 2^30)."""
 
@@ -70,11 +75,24 @@ def product_arguments(left_TK: Tensor, right_KN: Tensor, out: Tensor | None) -> 
     return y, (*sizes, *matrix(left_TK), *right, int(transposed), *matrix(y, columns, rows))
 
 
+@cache
+def _torch_has_avx512() -> bool:
+    """Whether torch's own products are by AVX-512: its library, MKL, has them for Intel's processors alone."""
+    return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+
+
+def _fewest_rows(right_KN: Tensor) -> int:
+    """Returns the rows of a left operand from which on packing this right one pays."""
+    if not _torch_has_avx512():
+        return min(FEWEST, FEWEST_BESIDE_AVX2)
+    return FEWEST if right_KN.stride(0) == 1 else FEWEST_BY_ROWS
+
+
 def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
-    """Whether the kernels take the operands, and neither is too narrow for packing to pay."""
+    """Whether the kernels take the operands, and the right one is not too narrow for packing to pay."""
     return (
         left_TK.dtype == right_KN.dtype == torch.float32
-        and min(*left_TK.shape, right_KN.shape[1]) >= FEWEST
+        and min(right_KN.shape) >= FEWEST
         and left_TK.stride(1) == 1
         and 1 in right_KN.stride()
         and native_status().instruction_set == "avx512"
@@ -83,13 +101,14 @@ def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
 
 def fits_tiles(left_TK: Tensor, right_KN: Tensor) -> bool:
     """Whether `product` goes by the tiles."""
-    return _fits(left_TK, right_KN) and left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS and has_tiles()
+    large = left_TK.shape[0] >= FEWEST and left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS
+    return large and _fits(left_TK, right_KN) and has_tiles()
 
 
 def product(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Multiplies as torch.mm, by whichever is fastest: the tiles, the vectors or torch."""
     if fits_tiles(left_TK, right_KN):
         return multiply_by_tiles(left_TK, right_KN, out=out)
-    if _fits(left_TK, right_KN) and (left_TK.shape[0] >= FEWEST_BY_ROWS or right_KN.stride(0) == 1):
+    if left_TK.shape[0] >= _fewest_rows(right_KN) and _fits(left_TK, right_KN):
         return multiply(left_TK, right_KN, out=out)
     return torch.mm(left_TK, right_KN, out=out)

@@ -80,21 +80,34 @@ class GradientSink:
         self.buffer.add_(gradient)
         self.added()
 
-    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0, *, is_last: bool = True) -> None:
-        """Adds scale * left right, rounded to fp32 once where the operands are fp32.
+    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+        """Adds scale * left right, rounded to fp32 once where the operands are fp32."""
+        self._do(partial(self._add_product, left, right, scale))
 
-        Args:
-            is_last: reports the addition; others belong to one that follows.
+    def add_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Adds the product of each pair, one after the other and as one addition.
+
+        The first is added as by `add_product`, the others are rounded to fp32 before: into a buffer of zeros, the sum
+        has the bits of products that were added to buffers of their own, which a collective then summed.
         """
-        if self.deferred is not None:
-            self.deferred.append(partial(self._add_product, left, right, scale, is_last))
-        else:
-            self._add_product(left, right, scale, is_last)
+        self._do(partial(self._add_products, factors))
 
-    def _add_product(self, left: Tensor, right: Tensor, scale: float, is_last: bool) -> None:
+    def _do(self, add: Callable[[], None]) -> None:
+        if self.deferred is not None:
+            self.deferred.append(add)
+        else:
+            add()
+
+    def _add_product(self, left: Tensor, right: Tensor, scale: float) -> None:
         add_product(self.buffer, left, right, scale)
-        if is_last:
-            self.added()
+        self.added()
+
+    def _add_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        (left, right), *others = factors
+        add_product(self.buffer, left, right)
+        for left, right in others:
+            self.buffer.add_(torch.mm(left, right))
+        self.added()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[t] to buffer[index[t]] for each t, the same bits each time. Many equal indices are slow on a

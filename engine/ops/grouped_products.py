@@ -172,10 +172,10 @@ def add_grouped_gradients(
     for expert, own in enumerate(blocks):
         for block in own:
             if expert in filled:
-                *before, last = groups.summed_apart(expert, filled[expert])
-                for rows in before:
-                    block.sink.add_product(left_NM[rows, block.rows].t(), right_NK[rows, block.columns], is_last=False)
-                block.sink.add_product(left_NM[last, block.rows].t(), right_NK[last, block.columns])
+                parts = groups.summed_apart(expert, filled[expert])
+                block.sink.add_products(
+                    [(left_NM[rows, block.rows].t(), right_NK[rows, block.columns]) for rows in parts]
+                )
             else:
                 block.sink.added()
 

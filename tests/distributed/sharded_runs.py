@@ -15,6 +15,7 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.kernels.native.product import multiply
 from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
@@ -34,6 +35,7 @@ from engine.models.vision.siglip import SiglipConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
 from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.native_backend import NATIVE
 from engine.ops.routing import RoutingRule
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
@@ -280,6 +282,8 @@ class Layout:
         rounded: frozen weights of the layers have the values that this encoding gives them, but are stored plain.
         plain: regular expression over the names of weights that are neither encoded nor rounded.
         balance: coefficient of the routers' auxiliary loss.
+        compiled: by the compiled kernels, also where they would leave so small products to torch, of whose a row's bits
+            depend on how many rows there are.
     """
 
     case: str
@@ -297,6 +301,7 @@ class Layout:
     rounded: str | None = None
     plain: str = ""
     balance: float = 0.0
+    compiled: bool = False
 
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The whole tensor that a parameter starts with."""
@@ -345,9 +350,9 @@ class Run:
             name=layout.schedule, num_ranks=mesh.pp.size, virtual=virtual, first_trainable_stage=layout.first
         )
         stage_rank = choice.schedule(layout.accumulation).stage_rank
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"kernels": replace(NATIVE, product=multiply)} if layout.compiled else {}
         if case.config.bidirectional_pictures or case.config.attention_sinks:  # which ring attention does not have
-            more = {"context_method": "ulysses", "attention_blocks": CPU_BLOCKS}
+            more |= {"context_method": "ulysses", "attention_blocks": CPU_BLOCKS}
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
             pp_ends=Axis("pp_ends") if stage_rank[0] == stage_rank[-1] else mesh.pp_ends,

@@ -192,6 +192,16 @@ def test_switches_that_the_decoder_lacks_are_refused(config: dict[str, object], 
         family.config_from_hf(text)
 
 
+def test_latent_heads_need_not_divide_the_hidden_size_and_scales_may_be_zero():
+    scaling = {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0, "original_max_position_embeddings": 16}
+    text = {**SIZES, "model_type": "deepseek_v3", "hidden_size": 9, "kv_lora_rank": 4, "rope_scaling": scaling}
+    family, text = family_of(text)
+    config = family.config_from_hf(text)
+    assert (config.hidden, config.head_dim, config.attention_scale) == (9, 192, 192**-0.5)
+    with pytest.raises(UserError, match="hidden_size 9, which does not divide into 2 num_attention_heads"):
+        family_of({**SIZES, "model_type": "qwen3_moe", "hidden_size": 9})
+
+
 ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "GptOss", "Mixtral", "Qwen3Moe"]
 """Classes of which a few layers are counted."""
 STOCK_SIZES = [

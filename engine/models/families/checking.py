@@ -84,6 +84,8 @@ _KINDS: dict[str, Kind] = {
 }
 _ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta", "partial_rotary_factor")
 _NULLABLE_ROPE_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_SECOND_SCALES = ("mscale", "mscale_all_dim")
+"""Of YaRN; 0 is none."""
 _NEVER_NULL = (
     "rms_norm_eps", "query_pre_attn_scalar", "logits_scaling", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",
@@ -138,7 +140,7 @@ def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
         place = f"{key}.{name}"
         if isinstance(value, dict):  # a rotary embedding for each kind of layer
             _check_rope(place, value)
-        elif name in _NULLABLE_ROPE_KEYS and value is None:
+        elif (name in _NULLABLE_ROPE_KEYS and value is None) or (name in _SECOND_SCALES and value == 0):
             continue
         elif name in _ROPE_KEYS + _NULLABLE_ROPE_KEYS and not _FACTOR[1](value):
             raise _wrong(place, value, _FACTOR[0])

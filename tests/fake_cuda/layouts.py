@@ -139,6 +139,10 @@ DEEPSEEK = {
     "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+MIXTURE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+}  # fmt: skip
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
 TIED = {"tie_word_embeddings": True}
 TP2, TP8, PP2, PP4, CP4 = (
@@ -195,6 +199,9 @@ CASES = {
         options=f"{PP2} {PACKED} --trainable [visual] --memory.recompute full",
     ),
     "qwen 3, tensor 2": Case(model=QWEN, options=TP2, world=8, rank=1),
+    "mixture, balanced, tensor 2": Case(
+        model=MIXTURE, options=f"{TP2} {PACKED} --train.router_aux_loss_coef 0.01", world=8, rank=1, quick=True
+    ),
     # tensor, context and pipeline
     "tensor 8": Case(options=TP8, world=8, rank=3, model={"num_attention_heads": 16}),
     "tensor 8, joint sums": Case(options=f"{TP8} {JOINT}", world=8, rank=3),
@@ -333,6 +340,7 @@ MAY_WAIT = {
     ("engine/training/guards/liveness.py", "LivenessGuard.verdict"): "once in a run",
     ("engine/layers/rounding.py", "RoundingReport.error"): "once, what rounding did in the first step",
     ("engine/training/guards/run_guards.py", "Guards.begin"): "before the loop",
+    ("engine/training/router_load.py", "RouterLoad.take_rows"): "with a checkpoint",
     ("engine/training/guards/run_guards.py", "Guards.finish"): "after the loop",
     ("engine/training/guards/liveness.py", "LivenessGuard._look"): "twice in a run, for masters in host memory",
     ("engine/training/guards/nonfinite.py", "Locator.locate"): "a step that was not finite is computed again",

@@ -99,6 +99,8 @@ def obstacle(
 def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
     if reader == "sglang":
         return "SGLang has no form in which gate and up of the experts are one parameter"
+    if reader == "vllm" and decoder.family in _STACKED_ALONE:
+        return f"vLLM has not been tried with the stacks of a {decoder.family} model"
     if reader == "vllm" and decoder.family not in STACKED_IN_VLLM:
         return f"vLLM knows the experts of {decoder.family} apart, and would load their stacks and compute without them"
     for layer in routed_layers(decoder):
@@ -179,7 +181,9 @@ def readers_line(form: AdapterForm, decoder: DecoderConfig) -> str:
         )
     if form == "per_expert":
         return "each expert's factors are apart: PEFT and vLLM read them so"
-    servers = (
-        "and vLLM" if decoder.family in STACKED_IN_VLLM else "alone: vLLM would load them and compute without them"
-    )
-    return f"the experts' factors are stacked (target_parameters): read by PEFT {servers}"
+    servers = " alone: vLLM would load them and compute without them"
+    if decoder.family in STACKED_IN_VLLM:
+        servers = " and vLLM"
+    elif decoder.family in _STACKED_ALONE:
+        servers = "; vLLM has not been tried with them"
+    return f"the experts' factors are stacked (target_parameters): read by PEFT{servers}"

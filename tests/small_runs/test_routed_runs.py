@@ -81,11 +81,12 @@ def test_routers_are_balanced_where_that_is_asked_for(run: SmallRuns) -> None:
     """Two experts a token, so that the loss of equal shares is 2."""
     put_experts(run.place, sees_signs=False)
     routed = run
-    routed.place.change_config(output_router_logits=True, router_aux_loss_coef=0.02)
+    routed.place.change_config(output_router_logits=True, router_aux_loss_coef=0.02, attention_dropout=0.1)
     routed.place.set(lora__rank=0, trainable="router", optim__schedule="constant", optim__warmup_steps=0)
     without, balanced = routed.folder.with_name("without"), routed.folder.with_name("balanced")
     said = routed(train__steps=8, checkpoint__dir=without)
     assert "which is left out: train.router_aux_loss_coef 0.02 adds it" in said
+    assert "note: config.json has attention_dropout 0.1, and attention is trained without dropout" in said
     assert "router_aux_loss" not in (without / "metrics.jsonl").read_text()
     said = routed(
         train__steps=8,

@@ -190,7 +190,7 @@ def test_gpt_oss_has_no_adapters_of_single_experts(tmp_path: Path):
     built = engine_model(tmp_path / "hf", trained="", adapters=ADAPTED)
     run = open_run(trained_run(tmp_path / "run", built.parameters(), tmp_path / "hf", alpha=SCALE * RANK))
     for form, reader in (("per_expert", None), ("shared_outer", None), ("per_expert", "vllm"), ("stacked", "vllm")):
-        with pytest.raises(UserError, match="of a gpt_oss model.*: export with|vLLM knows .*: export with"):
+        with pytest.raises(UserError, match="of a gpt_oss model.*: export with"):
             export_peft(
                 run.trained(), run.lora, open_model(tmp_path / "hf"), tmp_path / "adapter", form=form, reader=reader
             )

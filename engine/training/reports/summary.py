@@ -9,6 +9,7 @@ from engine.config.run import RunConfig
 from engine.conversion.peft_experts import TrainedAdapters, advice, obstacle
 from engine.distributed.ranks import RankGrid
 from engine.models.describe import num_parameters
+from engine.models.families import family_of
 from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
@@ -73,6 +74,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         log.info(
             f"note: the adapters of {', '.join(idle)} have no gradient: nobody reads what the last layer makes there"
         )
+    if probability := family_of(training.source.model.hf_config)[1].get("attention_dropout"):
+        log.info(f"note: config.json has attention_dropout {probability}, and attention is trained without dropout")
     if (reason := _peft_obstacle(config, training)) is not None:
         log.info(f"note: {reason}")
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:

@@ -258,6 +258,8 @@ class NameMap:
     def _place(self, module: str) -> str | FusedPart | StackedPart:
         """Returns what the table has for a module inside a layer."""
         wanted, expert = _without_expert(module)
+        if wanted == EXPERT_GATE_UP and self.is_stacked:  # as its parts are
+            wanted = FUSED[wanted][0]
         place = self.layer_modules[wanted]
         return place.replace(_EVERY_EXPERT, expert) if isinstance(place, str) else place
 

@@ -190,8 +190,8 @@ def test_options_reach_the_objective() -> None:
     )
     assert isinstance(built, PolicyGradient) and built.compares_with_base and built.temperature == 0.7
     assert built.settings == PolicySettings(
-        loss="gspo", level="sequence", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7, max_completion_length=9,
-        correction="token_mask",
+        loss="gspo", level="sequence", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7,
+        max_completion_length=9, correction="token_mask",
     )  # fmt: skip
     plain = build_objective(ObjectiveOptions(name="grpo"), cp=ALONE, dp=ALONE)
     assert not plain.compares_with_base and not ObjectiveOptions(name="grpo").has_reference

@@ -92,6 +92,11 @@ class RouterLoad:
             f"layer_{name}": list(by_layer[index * count : (index + 1) * count]) for index, name in enumerate(_BY_LAYER)
         }
 
+    def forget(self) -> None:
+        """Drops what was counted since the last figures: of a step that was computed again."""
+        for _, mixture in self._mixtures:
+            mixture.rows_E.zero_()
+
     def take_rows(self) -> dict[str, list[int]]:
         """Returns each layer's rows of each expert since the last call, by the layer's index; waits for the device."""
         rows = dict(zip(map(str, self._layers), self._total_LE.tolist(), strict=True))

@@ -14,6 +14,7 @@ from engine.layers.module import shard_entries
 from engine.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
+from engine.ops.load_balance import LoadBalance
 from engine.ops.routing import RoutingRule, route
 from tests.distributed.cases import relative_error, whole_tensor
 
@@ -203,3 +204,29 @@ def test_a_mask_is_of_a_token_and_its_expert():
     _, slots = route(torch.tensor([[3.0, 2.0, 0.0, 1.0], [0.0, 3.0, 2.0, 1.0]]), RULE, loops=True)
     coordinates = slots.coordinates(_context(2).token_index)
     assert coordinates.tolist() == [2**35 + 0, 2**35 + 1, 2**35 + 4 + 1, 2**35 + 4 + 2]
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_the_gradient_of_the_auxiliary_loss(scale: float | None):
+    """Against autograd of the formula, of two layers' logits with padding, in fp64; a loss scale multiplies it."""
+    logits = [whole_tensor(name, (TOKENS, 4)).requires_grad_() for name in ("first", "second")]
+    padding = torch.arange(TOKENS) >= TOKENS - 3
+    loss_scale = None if scale is None else torch.tensor(scale)
+    balance = LoadBalance(0.3, 4, device=torch.device("cpu"), loss_scale=loss_scale)
+    balance.begin(rehearses=False)
+    outputs = [balance.through(one, padding) for one in logits]
+    for one in outputs:
+        balance.seen(one, route(one, RULE, loops=True)[1], padding)
+    balance.settle()
+    torch.stack(outputs).sum().backward()
+    wide = [one.detach().double()[~padding].requires_grad_() for one in logits]
+    scores = torch.softmax(torch.cat(wide), dim=-1)
+    shares = torch.nn.functional.one_hot(scores.topk(2).indices, 4).sum(1).double().mean(0)
+    loss = 4 * (shares * scores.mean(0)).sum()
+    loss.backward()
+    assert balance.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    for one, expected in zip(logits, wide, strict=True):
+        assert one.grad is not None and expected.grad is not None
+        found = one.grad.double() - 1.0
+        assert not found[padding].any()
+        assert relative_error(found[~padding], expected.grad * 0.3 * (scale or 1.0)) < 1e-4  # beside 1 in fp32

@@ -128,7 +128,7 @@ class LivenessGuard:
         zero = torch.zeros((), dtype=torch.float32, device=self._fingerprints.device)
         dtypes = [entry.parameter.dtype for entry in self._factors]
         return Look(
-            size=_stacked([torch.stack([zero.expand(2), *found]).amax(0) for found in sizes], zero),
+            size=_stacked([torch.stack([zero.expand(2), *found]).amax(0) for found in sizes], zero.expand(2)),
             master=_stacked(
                 [
                     self._fingerprints.of([part.to(dtype) for part in parts])
@@ -244,7 +244,7 @@ def _expert_of(name: str) -> str | None:
 
 
 def _stacked(values: list[Tensor], zero: Tensor) -> Tensor:
-    return torch.stack(values) if values else zero.new_zeros(0)
+    return torch.stack(values) if values else zero.new_zeros(0, *zero.shape)
 
 
 def sentence(step: int, dead: Sequence[Dead]) -> str:

@@ -86,7 +86,8 @@ def test_other_dtypes_and_sizes_compile(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_training_with_the_oldest_triton(arch: int, oldest_triton: Path, tmp_path: Path) -> None:
     compiled = compile_rows("training", archs=[arch], cache=tmp_path, packages=oldest_triton)
-    assert {row["kernel"] for row in compiled.rows[arch]} == _kernels_defined()
+    if arch >= 90:  # `E4M3_SINCE` in training_launches: others make no codes, and lack kernels that do nothing else
+        assert {row["kernel"] for row in compiled.rows[arch]} == _kernels_defined()
     _assert_within_the_tables(compiled, whole=True)
 
 

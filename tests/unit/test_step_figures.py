@@ -47,7 +47,8 @@ def _reporter(every: int, said: list[str]) -> tuple[StepReporter, _Told]:
     objective = SimpleNamespace(
         loss_at_chance=None, shown=("accuracy",), named=lambda values: dict(zip(("accuracy",), values, strict=True))
     )
-    training = SimpleNamespace(objective=objective, parts=[], optimizer=SimpleNamespace(loss_scale=object()))
+    step = SimpleNamespace(router_load=None)
+    training = SimpleNamespace(objective=objective, parts=[], step=step, optimizer=SimpleNamespace(loss_scale=object()))
     source = SimpleNamespace(stalled=0.0, work_seconds={})
     reporter = StepReporter(
         LogOptions(every=every), cast(Any, training), cast(Any, source), RunClock(), metrics=told, progress=told,

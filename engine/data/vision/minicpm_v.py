@@ -63,6 +63,21 @@ def version_of(config: Mapping[str, Any]) -> str:
     return version
 
 
+def _count(given: Mapping[str, Any], key: str, default: int) -> int:
+    """Returns a whole number above 0.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = given.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(
+            f"config.json or preprocessor_config.json has {key} {value!r}, but a whole number above 0 is expected: "
+            "correct it or copy it again."
+        )
+    return value
+
+
 class MiniCPMV(VisionFamily):
     """The family, for all versions.
 
@@ -87,9 +102,9 @@ class MiniCPMV(VisionFamily):
         if given.get("slice_mode") is False:
             raise UserError("config.json has slice_mode false, but pictures are always cut into tiles; set it to true.")
         self.rule = SlicingRule(
-            max_slices=given.get("max_slice_nums", 9),
-            scale_resolution=given.get("scale_resolution", 448),
-            patch_size=given.get("patch_size", 14),
+            max_slices=_count(given, "max_slice_nums", 9),
+            scale_resolution=_count(given, "scale_resolution", 448),
+            patch_size=_count(given, "patch_size", 14),
         )
         self._norm = Normalisation(given.get("norm_mean", _HALF), given.get("norm_std", _HALF), self.rule.patch_size)
         self.patch_features = self._norm.features

@@ -347,6 +347,10 @@ def test_files_that_do_not_fit_are_refused(
             {"size": {"min_pixels": 784, "max_pixels": 9000}},
             r"has size {.*}, but shortest_edge and longest_edge",
         ),
+        ("llava", {}, {"image_mean": [0.5]}, "makes no picture of 64 x 64 .mean must have 3 elements"),
+        ("qwen3_vl", {}, {"rescale_factor": None}, "makes no picture of 64 x 64"),
+        ("gemma3", {}, {"image_std": [0.0, 0.5, 0.5]}, "numbers that are not finite"),
+        ("internvl", {}, {"image_processor_type": 3}, "none that transformers can open"),
     ],
 )
 def test_processors_that_do_not_fit_the_tower_are_refused(

@@ -120,6 +120,7 @@ class ProcessorFamily(VisionFamily):
             self._check_patches(frames)
         else:
             self._check_size()
+        self._check_processing()
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         chat = with_picture_first(chat, len(sizes))
@@ -265,6 +266,26 @@ class ProcessorFamily(VisionFamily):
         if self._kind in _IN_TILES:
             self._check_pinpoints()
 
+    def _check_processing(self) -> None:
+        """Processes a picture, because transformers looks at most of the settings only then."""
+        from PIL.Image import new
+
+        try:
+            with np.errstate(all="ignore"):
+                tiles = self.tiles(new("RGB", _TRIED))
+            fault = "numbers that are not finite" if not np.isfinite(tiles.patches_PF).all() else ""
+            if tiles.grids != self.grids(_TRIED):
+                fault = f"patches of {tiles.grids} where {self.grids(_TRIED)} are expected"
+        except UserError:  # says itself what is wrong, and is a ValueError, too
+            raise
+        except _OF_PROCESSORS as error:
+            fault = str(error)
+        if fault:
+            raise UserError(
+                f"{self._file} has settings with which transformers makes no picture of {_TRIED[0]} x {_TRIED[1]} "
+                f"({fault}); copy the model's own file."
+            )
+
     def _check_pinpoints(self) -> None:
         tile, _ = self._picture_size()
         pinpoints = [list(one) for one in self._processor.image_grid_pinpoints]
@@ -317,12 +338,16 @@ def _image_processor(folder: Path) -> Any:
         if str(kind).removesuffix("Fast") == _FORMER_QWEN:
             return Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
         return opened.from_pretrained(str(folder), backend="pil", local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except (OSError, ImportError, *_OF_PROCESSORS) as error:
         raise UserError(
             f"{_settings_file(folder)} is none that transformers can open ({error}); copy the model's own file."
         ) from error
 
 
+_OF_PROCESSORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What becomes of settings that transformers' processors do not check."""
+_TRIED = (64, 64)
+"""Width and height of the picture that is processed for a trial."""
 _FORMER_QWEN = "Qwen2_5_VLImageProcessor"
 """Its name in folders from before the release of transformers that has Qwen2.5-VL, where it is Qwen2-VL's."""
 

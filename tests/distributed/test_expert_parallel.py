@@ -103,8 +103,8 @@ QUICK_CASES = [(name, kind) for name in QUICK for kind in QUICK_KINDS]
 
 @pytest.mark.parametrize(("name", "kind"), sampled(CASES, QUICK_CASES))
 def test_layouts_equal_one_process(name: str, kind: str):
-    """Adapters of one expert alone train no layer's lower part on the ranks of the others, which still have to take
-    part in backward: without a stand-in that requires a gradient there, this hangs."""
+    """Adapters of one expert alone train nothing on the ranks of the others, which still have to take part in backward:
+    without a stand-in that requires a gradient there, these fail and the rank with the expert is lost."""
     _check(name, kind)
 
 

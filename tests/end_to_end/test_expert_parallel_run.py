@@ -81,6 +81,33 @@ def test_a_run_goes_on_with_another_number_of_expert_ranks(
         assert torch.allclose(others[name], value, rtol=1e-3, atol=1e-5), name
 
 
+DAMAGES = {
+    "bits": ("rank_00001.safetensors", lambda content: content[:-9] + bytes([content[-9] ^ 4]) + content[-8:]),
+    "half": ("rank_00001.safetensors", lambda content: content[: len(content) // 2]),
+    "manifest": ("manifest.json", lambda content: content.replace(b"experts.3", b"experts.2", 1)),
+    "half a manifest": ("manifest.json", lambda content: content[: len(content) // 2]),
+}
+"""The file of the rank with experts 2 and 3, or what names them; and what is done to it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_on_every_number_of_expert_ranks(
+    damage: str, place: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    name, spoil = DAMAGES[damage]
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path = checkpoint_folder(folder, STEPS) / name
+    path.write_bytes(spoil(path.read_bytes()))
+    kept = dict(place.options)
+    for ranks in (2, 4):
+        place.options |= {"parallel.expert": ranks, "checkpoint.dir": folder, "train.steps": STEPS + 1}
+        result = run_tool("pretrain_lora", *place.arguments(), ranks=ranks, status=1)
+        assert any(line.startswith("error: ") and str(path) in line for line in result.stderr.splitlines())
+    place.options = kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [None, "int8"])
 def test_expert_parallel_layouts_are_certified(base: str | None, place: Workplace, tmp_path: Path) -> None:

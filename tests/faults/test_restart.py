@@ -12,6 +12,8 @@ import pytest
 from tests.commands import options, run_tool
 from tests.faults.ranks import run_settings
 from tests.faults.torchrun import MOMENTS, Torchrun, require_same, training_records
+from tests.small_runs.routed_place import put_experts
+from tests.wrong_inputs.workplace import make_place
 
 pytestmark = [
     pytest.mark.distributed,
@@ -56,6 +58,18 @@ def test_fifty_kills(settings: dict[str, object], tmp_path: Path) -> None:
     moments = [*MOMENTS, *(chance.choice(MOMENTS) for _ in range(47))]
     # a quiet machine takes 10 steps between two kills
     _survives(tmp_path, settings, moments, steps=900, seed=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_kills_of_ranks_with_experts_of_their_own(shard: str, tmp_path: Path) -> None:
+    place = make_place(tmp_path / "place")
+    put_experts(place, 4, sees_signs=False)
+    settings = {name: value for name, value in place.options.items() if value is not None} | {
+        "train.global_batch_size": 8, "checkpoint.every": 5, "optim.lr": 3e-3, "parallel.expert": 2,
+        "parallel.shard": shard,
+    }  # fmt: skip
+    _survives(tmp_path, settings, ["save", "steps", "restart"], steps=60, seed=4)
 
 
 @pytest.mark.slow

@@ -139,14 +139,16 @@ def export_peft(
 
 def form_for(
     trained: TensorReader, lora: Mapping[str, Any], model: ModelFolder, reader: AdapterReader
-) -> AdapterForm | None:
-    """Returns the form in which a reader computes with the adapters as they were trained; None where there is none.
+) -> tuple[AdapterForm, str | None]:
+    """Returns the form in which a reader computes with the adapters as they were trained, and None. Where there is
+    none, the usual form, and the reason why the reader does not compute with that.
 
     Args:
         trained, lora, model: as for `export_peft`.
     """
     found = _trained_adapters(trained, adapted_modules(trained.tensor_names()), model, lora)
-    return fitting_form(found, model.decoder, reader)
+    form = fitting_form(found, model.decoder, reader) or "per_expert"
+    return form, obstacle(found, model.decoder, form, reader)
 
 
 def _trained_adapters(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from engine.errors import UserError
 from engine.training.rollouts.buffer import FILE
 from engine.training.rollouts.served import completion_seed
 from engine.training.rollouts.served_adapter import FILES
-from engine.training.rollouts.source import _is_state
+from engine.training.rollouts.source import RolloutSource, _is_state
 from tests.completion_stand_in import StandIn
-from tests.rollout_runs import final_state, records, run_here, stepped
+from tests.rollout_runs import final_state, prepared, records, run_here
 from tests.served_runs import served_settings
 from tests.sweeps import sampled
 
@@ -76,28 +77,55 @@ def test_what_is_served_is_what_is_trained(kind: str, model: Path, tmp_path: Pat
     assert found[1]["loss"] != found[0]["loss"]
 
 
+def _trained(settings: dict[str, object], steps: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """What each step comes to, with its completions, and all that was trained."""
+    found = []
+    with ExitStack() as opened:
+        run = prepared(settings, opened)
+        assert isinstance(run.source, RolloutSource)
+        for number, rows in enumerate(run.source.stream(0, 0, steps)):
+            result = run.training.step(rows.batches, rows.targets, run.course.rate(number))
+            assert run.source.buffer is not None
+            named = run.training.objective.named(result.metrics.tolist())
+            completions = [one.tokens.tolist() for one in run.source.buffer.completions]
+            found.append({"completions": completions, "loss": float(result.loss), **rows.figures, **named})
+        masters = {one.name: one.tensor.clone() for one in run.training.optimizer.flat.master_shards()}
+    return found, masters
+
+
 def test_training_is_that_of_own_rollouts(server: StandIn, tmp_path: Path) -> None:
     """Where the completions are the same, so are losses, figures and masters, to rounding."""
     own = served_settings(tmp_path / "own", None, **SMALL, train__steps=3) | {"model.path": server.model}
-    expected = stepped(own, 3)
+    expected, masters = _trained(own, 3)
     server.script = {
         completion_seed(5, generation, place): tokens
         for generation, step in enumerate(expected)
         for place, tokens in enumerate(step["completions"])
     }
-    given = settings(tmp_path / "served", server, train__steps=3)
-    for found, known in zip(stepped(given, 3), expected, strict=True):
-        assert found["completions"] == known["completions"]
+    found, own_masters = _trained(settings(tmp_path / "served", server, train__steps=3), 3)
+    for one, known in zip(found, expected, strict=True):
+        assert one["completions"] == known["completions"]
         for name in ("loss", "reward", "entropy", "clip_region"):
-            assert found[name] == pytest.approx(known[name], abs=1e-6), name
-    shutil.rmtree(tmp_path / "own" / "run", ignore_errors=True)
-    shutil.rmtree(tmp_path / "served" / "run", ignore_errors=True)
-    run_here(own)
-    run_here(given)
-    states = [final_state(tmp_path / one / "run", 3) for one in ("own", "served")]
-    assert states[0].keys() == states[1].keys()
-    for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+            assert one[name] == pytest.approx(known[name], abs=1e-6), name
+    assert own_masters.keys() == masters.keys()
+    for name, value in masters.items():
+        torch.testing.assert_close(own_masters[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("trainable", "lm_head", r"trains modules in full \(modules_to_save\)"),
+        ("lora.rank_pattern", "{q_proj: 2}", r"trains adapters of several ranks \(rank_pattern\)"),
+        ("lora.alpha_pattern", "{q_proj: 2}", r"trains adapters of several scales \(alpha_pattern\)"),
+    ],
+)
+def test_what_a_server_would_not_compute_with(
+    option: str, value: str, words: str, server: StandIn, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"{words}, which a server of completions does not load"):
+        run_here(settings(tmp_path, server) | {option: value})
+    assert server.of("/v1/load_lora_adapter") == []
 
 
 def test_inside_a_buffer_the_server_is_not_asked_again(server: StandIn, tmp_path: Path) -> None:

@@ -31,10 +31,14 @@ from engine.training.state import once
 FILES = {ADAPTER_CONFIG: "served_adapter.json", ADAPTER_WEIGHTS: "served_adapter.safetensors"}
 """A written adapter's files, and what a checkpoint calls them."""
 _NOT_READ = {
-    "modules_to_save": "modules that are trained in full",
+    "modules_to_save": "modules in full",
     "rank_pattern": "adapters of several ranks",
     "alpha_pattern": "adapters of several scales",
 }
+_ADVICE = (
+    "train adapters of one rank and alpha alone, on what the server has them for, or remove rollout.server, so that "
+    "the engine samples"
+)
 _BUCKET = 16 << 20
 """Elements that are summed together."""
 
@@ -132,19 +136,11 @@ def write_adapter(
     """
     model = training.source.model
     values, lora = EachExpert(trained, model.decoder), asdict(config.lora)
-    export_peft(
-        values,
-        lora,
-        model,
-        folder,
-        overwrite=True,
-        form=form_for(values, lora, model, reader) or "per_expert",
-        reader=reader,
-    )
+    form, reason = form_for(values, lora, model, reader)
+    if reason is not None:
+        raise UserError(f"{reason}: {_ADVICE}.")
+    export_peft(values, lora, model, folder, overwrite=True, form=form, reader=reader)
     written = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     for key, what in _NOT_READ.items():
         if written.get(key):
-            raise UserError(
-                f"the run trains {what} ({key}), which a server of completions does not load: train adapters of one "
-                "rank and alpha alone, or remove rollout.server, so that the engine samples."
-            )
+            raise UserError(f"the run trains {what} ({key}), which a server of completions does not load: {_ADVICE}.")

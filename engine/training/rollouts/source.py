@@ -232,6 +232,9 @@ class RolloutSource:
         begin = time.monotonic()
         numbers, prompts = self._next_prompts()
         completions, sampled_at = self._sample(prompts, step)
+        generation = self._generation
+        self._generation, self._prompts_answered = generation + 1, self._prompts_answered + len(prompts)
+        self._begin_next(step, last)
         sampled = time.monotonic()
         self.work_seconds[ROLLOUT] += sampled - begin
         samples = self._samples(prompts, completions)
@@ -241,7 +244,7 @@ class RolloutSource:
         rewards_NF = self._with_penalties(scores.rewards, completions)
         found = self._advantages(rewards_NF)
         buffer = Buffer(
-            generation=self._generation,
+            generation=generation,
             prompts=numbers,
             completions=tuple(completions),
             rewards_NF=rewards_NF,
@@ -252,11 +255,8 @@ class RolloutSource:
             lag=step - sampled_at,
         )
         self.work_seconds[REWARD] += time.monotonic() - sampled
-        self._generation, self._prompts_answered = self._generation + 1, self._prompts_answered + len(prompts)
         self._buffer, self._first_consumed = buffer, consumed
         self._show(step, samples, buffer)
-        if self._served is not None and config.rollout.overlap and step + buffer.total_steps < last:
-            self._served.begin(self._next_prompts()[1], generation=self._generation, step=step)
         if buffer.total_steps > 1 or self._served is not None:
             self._buffer = replace(buffer, old_logps=self._old_logps())
             self._compare(step)
@@ -273,6 +273,14 @@ class RolloutSource:
             return self._served.take(prompts, generation=self._generation, step=step)
         assert self._sampler is not None
         return self._sampler.sample(prompts, generation=self._generation), step
+
+    def _begin_next(self, step: int, last: int) -> None:
+        """Begins to sample the generation batch that follows the one at hand, where that is asked for. Collective."""
+        rollout = self._config.rollout
+        if self._served is None or not rollout.overlap:
+            return
+        if step + rollout.steps_per_generation * self._config.objective.num_iterations < last:
+            self._served.begin(self._next_prompts()[1], generation=self._generation, step=step)
 
     def _compare(self, step: int) -> None:
         """Acts on how far a server's log-probabilities lie from the trainer's, of the whole buffer.

@@ -252,13 +252,15 @@ class CompletionServer:
     def _completion(self, adapter: str, question: Question, settings: SamplingSettings) -> Answer:
         call = self._dialect.sample(adapter, question, settings)
         try:
-            found = self._dialect.completion(self._post(call))
-            self._check(found, settings)
+            answer = self._post(call)
         except CallRefused as refusal:
             advice = "see its log"
             if refusal.status == HTTPStatus.NOT_FOUND:
                 advice = "where the server was started again, start the run again, which loads its adapter"
             raise UserError(f"{refusal}: {advice}.") from None
+        try:
+            found = self._dialect.completion(answer)
+            self._check(found, settings)
         except UserError as error:
             raise UserError(f"{self._http.url} cannot be sampled from: {str(error).rstrip('.')}.") from None
         return found

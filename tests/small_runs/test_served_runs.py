@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine.training.rollouts.buffer import FILE
 from engine.training.rollouts.served import completion_seed
 from engine.training.rollouts.served_adapter import FILES
 from engine.training.rollouts.source import RolloutSource, _is_state
+from engine.training.step import TrainStep
 from tests.completion_stand_in import StandIn
 from tests.rollout_runs import final_state, prepared, records, run_here
 from tests.served_runs import served_settings
@@ -224,9 +226,25 @@ def test_another_model_is_seen_in_its_log_probabilities(model: Path, tmp_path: P
 # one buffer ahead
 
 
-def test_the_next_batch_is_sampled_beside_training(server: StandIn, tmp_path: Path) -> None:
+def test_the_next_batch_is_sampled_beside_training(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its adapter is one buffer old, and its log-probabilities are recorded: the ratio to the trainer's is the weight.
-    Where the batch were begun after training, its adapter would be new."""
+    Where the batch were begun after training, its adapter would be new; where training waited for it, it would never
+    come."""
+    trained, step = threading.Event(), TrainStep.__call__
+
+    def hold(path: str, body: dict[str, Any], count: int) -> None:
+        if server.adapter_of(body) is not None and len(server.asked) > 8:
+            assert trained.wait(20)
+
+    def take(*arguments: Any) -> Any:
+        result = step(*arguments)
+        trained.set()
+        return result
+
+    server.fault = hold
+    monkeypatch.setattr(TrainStep, "__call__", take)
     run_here(settings(tmp_path, server, train__steps=4, rollout__overlap="true"))
     assert steps_of_adapters(server) == [0] * 16 + [1] * 8 + [2] * 8
     found = records(tmp_path / "run")

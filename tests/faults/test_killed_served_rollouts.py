@@ -91,4 +91,4 @@ def test_a_killed_run_ends_with_the_same_bits(moment: str, server: StandIn, whol
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     known = [(one["reward"], one["off_policy_steps"]) for one in records(whole)]
     assert [(one["reward"], one["off_policy_steps"]) for one in records(tmp_path / "run")] == known
-    assert server.adapters == {} and list((tmp_path / "run" / "served_adapters").iterdir()) == []
+    assert server.adapters == {} and not (tmp_path / "run" / "served_adapters").exists()

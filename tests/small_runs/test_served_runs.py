@@ -69,7 +69,7 @@ def test_what_is_served_is_what_is_trained(kind: str, model: Path, tmp_path: Pat
         )
         assert steps_of_adapters(server) == [0] * 8 + [1] * 8 + [2] * 8
         assert loaded == [1] * 24, "the adapter before is given up"
-        assert server.adapters == {} and list((tmp_path / "run" / "served_adapters").iterdir()) == []
+        assert server.adapters == {} and not (tmp_path / "run" / "served_adapters").exists()
         seeds = {one.body.get("seed", one.body.get("sampling_params", {}).get("sampling_seed")) for one in server.asked}
         assert seeds == {completion_seed(5, generation, place) for generation in range(3) for place in range(8)}
     found = records(tmp_path / "run")

@@ -247,6 +247,9 @@ class ServedSampler:
             server.unload_all(self._prefix)
         server.close()
         self._clear()
+        if rollout.adapter_dir is None:
+            with suppress(OSError):  # the run may have written none
+                self._parent.rmdir()
 
     def _name(self, step: int) -> str:
         return f"{self._start}step{step}"

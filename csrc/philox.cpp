@@ -4,78 +4,19 @@
 // The counter is (block of eight features, token, high word of the token, step). In the first two rounds, and in half
 // of the third, each product is of words that depend either on the block or on the token alone: `prepare` makes those
 // of the blocks once for many tokens, which leaves seven and a half rounds of ten.
-//
-// A 64-bit lane holds one 32-bit word of the state. The multiplier reads only the low half of a lane, so what the
-// xors leave in the high half never matters, and high and low product come from one multiplication.
 #include <algorithm>
 
 #include "common.h"
+#include "philox.h"
 #include "simd.h"
 
 namespace philox {
 namespace {
 
-struct Stream {
-    uint32_t seed, site, step;
-};
-
-constexpr uint32_t MULTIPLIER_0 = 0xD2511F53u, MULTIPLIER_1 = 0xCD9E8D57u;
-constexpr uint32_t WEYL_0 = 0x9E3779B9u, WEYL_1 = 0xBB67AE85u;
-
-#if SIMD_AVX512
-typedef __m512i Wide;
-constexpr int CALLS = 8;
-SIMD_INLINE Wide wide(uint64_t value) { return _mm512_set1_epi64((long long)value); }
-SIMD_INLINE Wide multiply(Wide a, Wide b) { return _mm512_mul_epu32(a, b); }
-// as a shuffle, since multiplications fill the port that shifts would take; it leaves the high half as it was
-SIMD_INLINE Wide high(Wide a) { return _mm512_castps_si512(_mm512_movehdup_ps(_mm512_castsi512_ps(a))); }
-SIMD_INLINE Wide xor3(Wide a, Wide b, Wide c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-#elif SIMD_AVX2
-typedef __m256i Wide;
-constexpr int CALLS = 4;
-SIMD_INLINE Wide wide(uint64_t value) { return _mm256_set1_epi64x((long long)value); }
-SIMD_INLINE Wide multiply(Wide a, Wide b) { return _mm256_mul_epu32(a, b); }
-SIMD_INLINE Wide high(Wide a) { return _mm256_srli_epi64(a, 32); }
-SIMD_INLINE Wide xor3(Wide a, Wide b, Wide c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
-#else
-typedef uint64_t Wide;
-constexpr int CALLS = 1;
-SIMD_INLINE Wide wide(uint64_t value) { return value; }
-SIMD_INLINE Wide multiply(Wide a, Wide b) { return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu); }
-SIMD_INLINE Wide high(Wide a) { return a >> 32; }
-SIMD_INLINE Wide xor3(Wide a, Wide b, Wide c) { return a ^ b ^ c; }
-#endif
-
-// Several independent sets of calls at a time: the multiplications of one hide the latency of the others.
-constexpr int SETS = CALLS == 8 ? 4 : 2;  // as many as there are registers for
-
-struct State {
-    Wide c0[SETS], c1[SETS], c2[SETS], c3[SETS];
-};
-
 constexpr int PREPARED = 3;  // rounds that `prepare` begins
-
-SIMD_INLINE void last_rounds(State& s, const Stream& stream) {
-    const Wide m0 = wide(MULTIPLIER_0), m1 = wide(MULTIPLIER_1);
-#pragma GCC unroll 10
-    for (int round = PREPARED; round < 10; ++round) {
-        const Wide key0 = wide(stream.seed + round * WEYL_0), key1 = wide(stream.site + round * WEYL_1);
-#pragma GCC unroll 4
-        for (int i = 0; i < SETS; ++i) {
-            const Wide product0 = multiply(s.c0[i], m0), product1 = multiply(s.c2[i], m1);
-            s.c0[i] = xor3(high(product1), s.c1[i], key0);
-            s.c1[i] = product1;
-            s.c2[i] = xor3(high(product0), s.c3[i], key1);
-            s.c3[i] = product0;
-        }
-    }
-}
 
 // Writes CALLS bytes: the decisions of one set.
 #if SIMD_AVX512
-// Unpacking pairs even lanes with even lanes: with this order of blocks in lanes the bytes come out in order.
-SIMD_INLINE Wide lane_blocks() { return _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); }
-SIMD_INLINE Wide add(Wide a, uint64_t b) { return _mm512_add_epi64(a, wide(b)); }
 SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out) {
     const __mmask16 odd = 0xAAAA;
     const Wide first = _mm512_mask_mov_epi32(s.c0[i], odd, _mm512_slli_epi64(s.c1[i], 32));
@@ -86,8 +27,6 @@ SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out)
     memcpy(out, bits, sizeof bits);
 }
 #elif SIMD_AVX2
-SIMD_INLINE Wide lane_blocks() { return _mm256_setr_epi64x(0, 1, 2, 3); }
-SIMD_INLINE Wide add(Wide a, uint64_t b) { return _mm256_add_epi64(a, wide(b)); }
 SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out) {
     const Wide first = _mm256_blend_epi32(s.c0[i], _mm256_slli_epi64(s.c1[i], 32), 0xAA);
     const Wide second = _mm256_blend_epi32(s.c2[i], _mm256_slli_epi64(s.c3[i], 32), 0xAA);
@@ -100,8 +39,6 @@ SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out)
     memcpy(out, &bits, sizeof bits);
 }
 #else
-SIMD_INLINE Wide lane_blocks() { return 0; }
-SIMD_INLINE Wide add(Wide a, uint64_t b) { return a + b; }
 SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out) {
     const uint64_t words[4] = {s.c0[i], s.c1[i], s.c2[i], s.c3[i]};
     unsigned bits = 0;
@@ -112,8 +49,6 @@ SIMD_INLINE void decide(const State& s, int i, uint32_t threshold, uint8_t* out)
     *out = (uint8_t)bits;
 }
 #endif
-
-constexpr int64_t WIDTH = SETS * CALLS;  // blocks that are drawn together
 
 // What the first rounds know of CALLS blocks: parts of the words that go into, and come out of, the third.
 struct Block {
@@ -151,7 +86,7 @@ void keep_bits(const Stream& stream, int64_t token, const Block* prepared, int64
             s.c2[i] = xor3(prepared[i].out_c2, token_low, none);
             s.c3[i] = prepared[i].out_c3;
         }
-        last_rounds(s, stream);
+        rounds<PREPARED>(s, stream);
         uint8_t bytes[WIDTH];
         for (int i = 0; i < SETS; ++i) decide(s, i, threshold, bytes + i * CALLS);
         memcpy(out + block, bytes, (size_t)std::min(WIDTH, num_blocks - block));

@@ -60,9 +60,14 @@ def engine_answers(
     sampling: Sampling | None = None,
     tensor: int = 1,
     pipeline: int = 1,
+    group: int = 1,
     **choice: Any,
 ) -> list[Answer]:
-    """The engine's answers; where there are ranks, all of them call it."""
+    """The engine's answers; where there are ranks, all of them call it.
+
+    Args:
+        group: rows that continue one prompt may share it.
+    """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     launch = Launch(rank=ranks[0], world_size=ranks[1], device=torch.device("cpu"))
     log = Log(1)  # silent
@@ -75,6 +80,8 @@ def engine_answers(
         sampling=sampling or Sampling(),
         slots=limits.slots,
         length=max(map(len, prompts)) + limits.max_new_tokens,
+        new=limits.max_new_tokens,
+        group=group,
         device=launch.device,
     )
     requests = [Request(row=row, ids=tuple(ids)) for row, ids in enumerate(prompts)]

@@ -1,8 +1,10 @@
 """The generation loop, with continuous batching: all active rows take one token per pass.
 
 A row that ends gives its slot to the next prompt at once, and the last row moves into a slot that stays free, so
-that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding. Every
-rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever sent.
+that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding; one
+that several rows continue, one after the other, is run once, and waits with its logits while there are slots for some
+of them only. Every rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever
+sent.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -172,6 +175,8 @@ class Generator:
         self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
         self.speed = Speed() if speed is None else speed
         self._others = in_step_with
+        self._shared: Request | None = None
+        """The prompt that waits for more rows to continue it, which are the next."""
 
     def run(
         self,
@@ -194,13 +199,9 @@ class Generator:
             UserError: a picture that cannot be read; on all ranks.
         """
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
-        while self._continues(bool(waiting or rows)):
-            if not waiting and not rows:
-                self.stage.idle()
-                continue
-            free = self._limits.slots - len(rows)
-            first = len(rows) if waiting and free else 0
-            tokens = self._prefill(waiting, rows) if waiting and free else self._decode(rows)
+
+        def settle(first: int, tokens: list[int]) -> None:
+            """Takes the tokens of rows from `first` on, and ends those that have their last one."""
             LOG.progressed()
             for number, (row, token) in enumerate(zip(rows[first:], tokens, strict=True)):
                 row.logps += self.stage.logps[number : number + 1]
@@ -211,6 +212,22 @@ class Generator:
                     if on_answer is not None:
                         on_answer(answer)
             self._close_gaps(rows)
+
+        while self._continues(bool(waiting or rows)):
+            if not waiting and not rows:
+                self.stage.idle()
+                continue
+            starting = self._next_prompts(waiting, len(rows))
+            settle(len(rows) if starting else 0, self._prefill(starting, rows) if starting else self._decode(rows))
+            # further rows of a prompt start without a pass, so that ranks in step run as many as before
+            while more := self._next_of_shared(waiting, len(rows)):
+                first = len(rows)
+                tokens = self.stage.start(first, [one.row for one in more])
+                rows += [self._row(request, len(request.ids)) for request in more]
+                if not self._continues_shared(waiting):
+                    self._shared = None
+                    self.stage.end_waiting()
+                settle(first, tokens)
         self.stage.finish()
         return [answers[request.row] for request in requests]
 
@@ -221,36 +238,83 @@ class Generator:
         any_busy = torch.tensor(int(busy), device=self.stage.device)
         return bool(all_reduce(any_busy, self._others, dist.ReduceOp.MAX))
 
-    def _prefill(self, waiting: deque[Request], rows: list[_Row]) -> list[int]:
-        """Prefills the next prompts, as many as there are slots and tokens for; their rows are the last of `rows`."""
-        starting, total = [waiting.popleft()], 0
-        total = len(starting[0].ids)
-        while (
-            waiting
-            and len(rows) + len(starting) < self._limits.slots
-            and total + len(waiting[0].ids) <= self._prefill_tokens
-        ):
-            total += len(waiting[0].ids)
-            starting.append(waiting.popleft())
-        slots = range(len(rows), len(rows) + len(starting))
+    def _next_prompts(self, waiting: deque[Request], running: int) -> list[list[Request]]:
+        """Takes the next prompts to run, as many as there are slots, tokens and pages for, and gives them their pages;
+        each with the rows that continue it."""
+        if self._shared is not None:  # it has the next slots
+            return []
+        starting, total = list[list[Request]](), 0
+        while waiting and running < self._limits.slots:
+            prompt, members = waiting[0], self._members(waiting)
+            total += len(prompt.ids)
+            if starting and total > self._prefill_tokens:
+                break
+            count = min(members, self._limits.slots - running, self._room(prompt, waits=False))
+            if count == 0:
+                break
+            starting.append([waiting.popleft() for _ in range(count)])
+            slots = range(running, running + count)
+            self.stage.cache.begin(slots, len(prompt.ids), self._limits.max_new_tokens, waits=count < members)
+            running += count
+            if count < members:
+                self._shared = prompt
+                break
+        assert starting or running, "a pool has room for one row"
+        return starting
+
+    def _next_of_shared(self, waiting: deque[Request], running: int) -> list[Request]:
+        """Takes the next rows that continue the prompt that waits for them, as many as there are slots and pages for,
+        and gives them its pages."""
+        if self._shared is None or running == self._limits.slots:
+            return []
+        room = self._room(self._shared, waits=True)
+        count = min(self._members(waiting), self._limits.slots - running, room)
+        if count:
+            slots = range(running, running + count)
+            self.stage.cache.begin_more(slots, len(self._shared.ids), self._limits.max_new_tokens)
+        return [waiting.popleft() for _ in range(count)]
+
+    def _continues_shared(self, waiting: deque[Request]) -> bool:
+        return bool(waiting) and self._shared is not None and waiting[0].ids == self._shared.ids
+
+    def _members(self, waiting: deque[Request]) -> int:
+        """Returns how many of the next requests continue the first one's prompt, and may share what is kept of it."""
+        first = waiting[0]
+        if self.stage.group == 1 or first.pictures:
+            return 1
+        return sum(1 for _ in takewhile(lambda one: one.ids == first.ids and not one.pictures, waiting))
+
+    def _room(self, prompt: Request, *, waits: bool) -> int:
+        return self.stage.cache.room(len(prompt.ids), self._limits.max_new_tokens, waits=waits)
+
+    def _prefill(self, starting: list[list[Request]], rows: list[_Row]) -> list[int]:
+        """Runs prompts; their rows are the last of `rows`."""
+        prompts = [members[0] for members in starting]
         began = self.stage.now()
         # ranks that encode nothing read pictures too, so that a broken one ends all of them
         coordinates = prompt_coordinates(
             self._family,
-            [len(request.ids) for request in starting],
-            [request.pictures for request in starting],
+            [len(request.ids) for request in prompts],
+            [request.pictures for request in prompts],
         )
         tokens = self.stage.prefill(
-            [request.ids for request in starting], coordinates, slots, [request.row for request in starting]
+            [request.ids for request in prompts],
+            coordinates,
+            len(rows),
+            [[request.row for request in members] for members in starting],
+            waits=self._shared is not None,
         )
         self.speed.prefill_seconds += self.stage.now() - began
-        self.speed.prefill_tokens += total
-        for request, position in zip(starting, coordinates.next_positions, strict=True):
-            stream = None
-            if self._tokenizer is not None:
-                stream = TextStream(self._tokenizer, self._limits.stop_texts, request.ids)
-            rows.append(_Row(request, stream, position))
+        self.speed.prefill_tokens += sum(len(request.ids) for request in prompts)
+        for members, position in zip(starting, coordinates.next_positions, strict=True):
+            rows += [self._row(request, position) for request in members]
         return tokens
+
+    def _row(self, request: Request, position: int) -> _Row:
+        stream = None
+        if self._tokenizer is not None:
+            stream = TextStream(self._tokenizer, self._limits.stop_texts, request.ids)
+        return _Row(request, stream, position)
 
     def _decode(self, rows: list[_Row]) -> list[int]:
         places, positions = [row.place for row in rows], [row.position for row in rows]
@@ -287,13 +351,15 @@ class Generator:
         """Removes rows that have ended; the last ones take their slots."""
         slot = 0
         while slot < len(rows):
-            if rows[slot].ending is None:
-                slot += 1
-                continue
-            last = rows.pop()
-            if last.ending is None:
+            if rows[-1].ending is not None:
+                rows.pop()
+                self.stage.free(len(rows))
+            elif rows[slot].ending is not None:
+                self.stage.free(slot)
+                rows[slot] = rows.pop()
                 self.stage.move(len(rows), slot)
-                rows[slot] = last
+            else:
+                slot += 1
 
 
 def _answer(row: _Row, ending: Ending) -> Answer:

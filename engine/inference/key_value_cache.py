@@ -1,42 +1,46 @@
 """The key/value cache of the active rows, for the layers of one rank.
 
-A layer holds [slots, K, C, D] of each. C is the length rows may reach, or the layer's window where that is shorter: a
-key is kept at its position modulo C, so that keys which have left the window are overwritten and every kept key is
-visible. Keys are rotated before they are kept, so their order does not matter to attention. Keys and values of encoded
-pictures, which layers with cross attention attend to, are kept beside it as long as each prompt has them.
+A layer has a pool of pages, [places, K, D] of keys and of values, and a row's tokens lie where the block tables of
+`engine.inference.pages` say. Its capacity is the length that rows may reach, or the layer's window where that is
+shorter: then keys that have left the window are overwritten, and every kept key is visible. Keys are rotated before
+they are kept, so their order does not matter to attention. Rows that continue one prompt share its pages, so that it
+is run once. Keys and values of encoded pictures, which layers with cross attention attend to, are kept beside the
+pools as long as each prompt has them.
 
-Active rows are always in slots 0 to n - 1: a pass of one token each reads the front of the storage in place, without
-gathering rows. Rows of different lengths share a pass; a mask hides what a shorter row does not have.
+Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
+it (`Kernels.paged_attention`), attention reads the pages where they are; else they are gathered, as long as the longest
+row is, and a mask hides what a shorter row does not have.
 
-Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, C capacity, L longest row. In cross
-attention N are heads and K encoded rows.
+Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, L longest row, S places of a pool. In
+cross attention N are heads and K encoded rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.inference.pages import NOBODY, PAGE, PageTable
 from engine.kernels.records import Documents
 from engine.models.decoder import DecoderLayer
 from engine.ops.attention.cross import EncodedRows, EncodedSpan, cross_attention
-from engine.ops.kernels import Attention
+from engine.ops.kernels import Attention, PagedAttention
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerCache:
     keys: Tensor
     values: Tensor
+    table: PageTable
     softcap: float | None
     sinks_H: Tensor | None
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2]
+    kernel: PagedAttention | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,53 +56,118 @@ class _EncodedPictures:
 
 
 class KeyValues:
-    """Storage for `slots` rows of up to `length` tokens.
+    """Keys and values of up to `slots` rows, and of a prompt that waits for more rows to continue it.
 
     Args:
         layers: of the model on this rank; they have their number of heads here and their window.
         slots, length: maximum rows at a time, and their maximum length.
+        new: the most tokens that follow a prompt; None for any.
+        group: rows that continue one prompt, which is kept once for so many; 1 where none is shared.
         device, dtype: of keys and values.
     """
 
     def __init__(
-        self, layers: Iterable[DecoderLayer], *, slots: int, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        layers: Iterable[DecoderLayer],
+        *,
+        slots: int,
+        length: int,
+        new: int | None = None,
+        group: int = 1,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.slots, self.length = slots, length
+        self._new = length if new is None else new
+        self._waiting = slots
+        """The slot of the prompt that waits."""
         self.layers: dict[str, _LayerCache] = {}
+        self._tables: dict[int, PageTable] = {}
         for layer in layers:
             attention = layer.attention
             window = attention.kind.window
             capacity = length if window is None else min(length, window)
-            shape = (slots, attention.num_kv_heads, capacity, attention.head_dim)
+            if capacity not in self._tables:
+                self._tables[capacity] = PageTable(
+                    rows=slots,
+                    capacity=capacity,
+                    prompt=length - (0 if new is None else new),
+                    new=self._new,
+                    group=group,
+                )
+            table = self._tables[capacity]
+            shape = (table.num_pages * PAGE, attention.num_kv_heads, attention.head_dim)
+            # zeros, as what is masked must be finite
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             sinks = None if attention.sinks is None else attention.sinks.scores.parameter
-            self.layers[attention.prefix] = _LayerCache(keys, values, attention.kind.softcap, sinks)
+            plain = sinks is None and attention.kind.softcap is None
+            kernel = attention.layout.kernels.paged_attention if plain else None
+            self.layers[attention.prefix] = _LayerCache(keys, values, table, attention.kind.softcap, sinks, kernel)
         self._device = device
         self._encoded: dict[str, dict[int, _EncodedPictures]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all slots."""
-        slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
-        return slots + sum(kept.num_bytes for layer in self._encoded.values() for kept in layer.values())
+        """The bytes of all pools, and of encoded pictures."""
+        pools = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        return pools + sum(kept.num_bytes for layer in self._encoded.values() for kept in layer.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Those of the pages that hold tokens now."""
+        return sum(2 * layer.table.used * PAGE * layer.keys[0].nbytes for layer in self.layers.values())
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
         """Returns the bytes that attention reads to continue rows of these lengths by one token each."""
         total = 0
         for layer in self.layers.values():
-            a_token = 2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.element_size()
-            total += a_token * sum(min(length, layer.capacity) for length in lengths)
+            total += 2 * layer.keys[0].nbytes * sum(min(length, layer.table.capacity) for length in lengths)
         for encoded in self._encoded.values():
             total += sum(kept.num_bytes for slot, kept in encoded.items() if slot < len(lengths))
         return total
 
-    def move(self, source: int, target: int) -> None:
-        """Copies a row to another slot."""
-        for layer in self.layers.values():
-            layer.keys[target] = layer.keys[source]
-            layer.values[target] = layer.values[source]
+    def room(self, prompt: int, new: int, *, waits: bool) -> int:
+        """Returns how many rows of a prompt there is memory for.
+
+        Args:
+            prompt, new: tokens of the prompt, and the most that follow it.
+            waits: it is the prompt that waits, and so has its pages.
+        """
+        return min(table.room(prompt, new, cached=waits) for table in self._tables.values())
+
+    def begin(self, slots: Sequence[int], prompt: int, new: int, *, waits: bool) -> None:
+        """Takes pages for a prompt, which rows in these slots continue; it may wait for further ones."""
+        first, *others = [*slots, self._waiting] if waits else slots
+        for table in self._tables.values():
+            table.begin(first, prompt)
+            for other in others:
+                table.share(first, other)
+            for slot in slots:
+                table.reserve(slot, prompt, new)
+
+    def begin_more(self, slots: Sequence[int], prompt: int, new: int) -> None:
+        """Lets further rows continue the prompt that waits."""
+        for table in self._tables.values():
+            for slot in slots:
+                table.share(self._waiting, slot)
+                table.reserve(slot, prompt, new)
+
+    def end_waiting(self) -> None:
+        """Lets go of the prompt that waits."""
+        self.free(self._waiting)
+
+    def free(self, slot: int) -> None:
+        """Ends a row."""
+        for table in self._tables.values():
+            table.free(slot)
         for encoded in self._encoded.values():
-            encoded.pop(target, None)
+            encoded.pop(slot, None)
+
+    def move(self, source: int, target: int) -> None:
+        """Gives a row another slot, which is free."""
+        for table in self._tables.values():
+            table.move(source, target)
+        for encoded in self._encoded.values():
             if source in encoded:
                 encoded[target] = encoded.pop(source)
 
@@ -113,110 +182,42 @@ class KeyValues:
         """Returns what `keep_encoded` took."""
         return self._encoded.get(layer, {}).get(slot)
 
-    def first_pass(self, slots: Sequence[int], lengths: Sequence[int]) -> FirstPass:
-        """Returns the pass of whole prompts, one after the other along T, into `slots`."""
-        return FirstPass(self, slots, lengths)
+    def first_pass(self, slots: Sequence[int], lengths: Sequence[int], *, fill: int = 0) -> FirstPass:
+        """Returns the pass of whole prompts, one after the other along T, which `begin` gave the pages of these slots;
+        `fill` tokens follow that nobody keeps."""
+        return FirstPass(self, slots, lengths, fill)
 
-    def next_pass(self, positions: Sequence[int]) -> NextPass:
-        """Returns the pass of one token each of slots 0 to len(positions) - 1, at these positions."""
-        return NextPass(self, positions)
+    def next_pass(self, positions: Sequence[int], *, fill: int = 0) -> NextPass:
+        """Returns the pass of one token each of slots 0 to len(positions) - 1, at these positions; `fill` rows follow
+        that nobody reads."""
+        return NextPass(self, positions, fill)
 
-
-class _Pass:
-    """The tokens of a pass that are kept, and their places; the same for all layers of one capacity."""
-
-    def __init__(self, cache: KeyValues, slots: Sequence[int], positions: Sequence[int], lasts: Sequence[int]) -> None:
-        """Takes each token's slot and position, and the last position of its row after this pass."""
-        self._cache = cache
-        self._tokens = (slots, positions, lasts)
-        self._places: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
-        for layer in cache.layers.values():  # before the first layer runs: the host waits for copies to the device
-            self._place(layer.capacity)
-
-    def _place(self, capacity: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Returns which tokens stay (None for all), their slots and their places in them."""
-        if capacity not in self._places:
-            device = self._cache._device
-            slots, positions, lasts = (torch.tensor(values, dtype=torch.int64) for values in self._tokens)
-            kept = positions > lasts - capacity
-            chosen = None if bool(kept.all()) else kept.nonzero().flatten()
-            if chosen is not None:
-                slots, positions = slots[chosen], positions[chosen]
-                chosen = chosen.to(device)
-            self._places[capacity] = chosen, slots.to(device), (positions % capacity).to(device)
-        return self._places[capacity]
-
-    def _keep(self, layer: _LayerCache, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        chosen, slots, places = self._place(layer.capacity)
-        if chosen is not None:
-            k_TKD, v_TKD = k_TKD[chosen], v_TKD[chosen]
-        layer.keys[slots, :, places] = k_TKD
-        layer.values[slots, :, places] = v_TKD
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
 
 
-class FirstPass(_Pass):
+class FirstPass:
     """A prefill pass: attention within each prompt, as in training; keys and values are kept. See `KeyValueCache`."""
 
-    def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        pairs = list(zip(slots, lengths, strict=True))
-        super().__init__(
-            cache,
-            [slot for slot, length in pairs for _ in range(length)],
-            [position for length in lengths for position in range(length)],
-            [length - 1 for length in lengths for _ in range(length)],
-        )
-        ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-        self._slot_of = {end - length: slot for end, (slot, length) in zip(ends, pairs, strict=True)}
+    def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int], fill: int) -> None:
+        self._cache, self._prompts, self._fill = cache, [*zip(slots, lengths, strict=True)], fill
+        ends = np.cumsum(lengths).tolist()
+        self._slot_of = {end - length: slot for end, (slot, length) in zip(ends, self._prompts, strict=True)}
+        # before the first layer runs: the host waits for copies to the device
+        self._places = {capacity: self._place(table) for capacity, table in cache._tables.items()}
 
-    def attend(
-        self,
-        layer: str,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        whole: Attention,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> Tensor:
-        self._keep(self._cache.layers[layer], k_TKD, v_TKD)
-        return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
-
-    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        for slot in self._slot_of.values():
-            self._cache.keep_encoded(layer, slot, None)
-        if rows is None:
-            return torch.zeros_like(q_TND)
-        for span in rows.spans:  # of whole prompts; what is kept must not keep the other prompts' with it
-            own = _EncodedPictures(rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone())
-            self._cache.keep_encoded(layer, self._slot_of[span.tokens.start], own)
-        return cross_attention(q_TND, rows)
-
-
-class NextPass(_Pass):
-    """A decode pass: one token per row attends to all that was kept of the row.
-
-    See `engine.ops.attention.cache_protocol.KeyValueCache`.
-    """
-
-    def __init__(self, cache: KeyValues, positions: Sequence[int]) -> None:
-        super().__init__(cache, range(len(positions)), positions, positions)
-        self._counts = [position + 1 for position in positions]
-        self._seen: dict[int, Tensor | None] = {}
-        for layer in cache.layers.values():
-            self._mask(layer.capacity)
-
-    def _mask(self, capacity: int) -> Tensor | None:
-        """Returns bool [N, 1, 1, L], True where a row has a key; None where all rows have all L."""
-        if capacity not in self._seen:
-            counts = [min(count, capacity) for count in self._counts]
-            mask = None
-            if min(counts) < max(counts):
-                device = self._cache._device
-                columns = torch.arange(max(counts), device=device)
-                mask = (columns < torch.tensor(counts, device=device)[:, None])[:, None, None]
-            self._seen[capacity] = mask
-        return self._seen[capacity]
+    def _place(self, table: PageTable) -> tuple[Tensor | None, Tensor]:
+        """Returns which tokens stay (None for all), and their places in the pool."""
+        chosen, places, start = [], [], 0
+        for slot, length in self._prompts:
+            kept = np.arange(max(0, length - table.capacity), length)
+            chosen.append(start + kept)
+            places.append(table.places(slot, kept))
+            start += length
+        index = np.concatenate(chosen)
+        every = len(index) == start + self._fill
+        on_device = self._cache._on_device
+        return None if every else on_device(index), on_device(np.concatenate(places))
 
     def attend(
         self,
@@ -230,18 +231,107 @@ class NextPass(_Pass):
         scale: float,
     ) -> Tensor:
         kept = self._cache.layers[layer]
-        self._keep(kept, k_TKD, v_TKD)
-        rows, length = len(self._counts), min(max(self._counts), kept.capacity)
-        keys, values = kept.keys[:rows, :, :length], kept.values[:rows, :, :length]
-        mask = self._mask(kept.capacity)
+        chosen, places = self._places[kept.table.capacity]
+        for pool, new in ((kept.keys, k_TKD), (kept.values, v_TKD)):
+            pool.index_copy_(0, places, new if chosen is None else new[chosen])
+        return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
+
+    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
+        for slot in self._slot_of.values():
+            self._cache.keep_encoded(layer, slot, None)
+        if rows is None:
+            return torch.zeros_like(q_TND)
+        for span in rows.spans:  # of whole prompts; what is kept must not keep the other prompts' with it
+            own = _EncodedPictures(rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone())
+            self._cache.keep_encoded(layer, self._slot_of[span.tokens.start], own)
+        return cross_attention(q_TND, rows)
+
+
+class _Rows(NamedTuple):
+    """What a decode pass knows of the rows, for layers of one capacity.
+
+    Args:
+        places_N: int64, where in a pool the new tokens go.
+        table_NP: int32, the pages of each row.
+        counts_N: int64 [N], the tokens that each row has, with the new one.
+        index_NL: int64, where the rows' tokens lie; only where they are gathered.
+        mask: bool [N, 1, 1, L], True where a row has a token; None where all rows have L, or nothing is gathered.
+    """
+
+    places_N: Tensor
+    table_NP: Tensor
+    counts_N: Tensor
+    index_NL: Tensor | None
+    mask: Tensor | None
+
+
+class NextPass:
+    """A decode pass: one token per row attends to all that was kept of the row.
+
+    See `engine.ops.attention.cache_protocol.KeyValueCache`.
+    """
+
+    def __init__(self, cache: KeyValues, positions: Sequence[int], fill: int) -> None:
+        self._cache, self._num_rows = cache, len(positions)
+        self._rows = {capacity: self._place(table, positions, fill) for capacity, table in cache._tables.items()}
+
+    def _place(self, table: PageTable, positions: Sequence[int], fill: int) -> _Rows:
+        cache = self._cache
+        copies = [pair for slot, position in enumerate(positions) if (pair := table.write(slot, position)) is not None]
+        if copies:
+            pages = cache._on_device(np.array(copies, dtype=np.int64))
+            for layer in cache.layers.values():
+                if layer.table is table:
+                    for pool in (layer.keys, layer.values):
+                        by_page = pool.view(table.num_pages, -1)
+                        by_page.index_copy_(0, pages[:, 1], by_page.index_select(0, pages[:, 0]))
+        rows, at = len(positions), np.array(positions, dtype=np.int64)
+        kept = at % table.capacity
+        places = table.table[np.arange(rows), kept // PAGE].astype(np.int64) * PAGE + kept % PAGE
+        counts = np.minimum(at + 1, table.capacity)
+        if fill:
+            places = np.concatenate((places, np.full(fill, NOBODY * PAGE)))
+            counts = np.concatenate((counts, np.ones(fill, dtype=np.int64)))
+        longest = int(counts.max())
+        pages_NP = np.full((rows + fill, -(-longest // PAGE)), NOBODY, dtype=np.int32)
+        pages_NP[:rows] = table.table[:rows, : pages_NP.shape[1]]
+        table_NP, counts_N = cache._on_device(pages_NP), cache._on_device(counts)
+        index = mask = None
+        if any(layer.kernel is None for layer in cache.layers.values() if layer.table is table):
+            columns = torch.arange(longest, device=cache._device)
+            index = table_NP.long()[:, columns // PAGE] * PAGE + columns % PAGE
+            if int(counts.min()) < longest:
+                mask = (columns < counts_N[:, None])[:, None, None]
+        return _Rows(cache._on_device(places), table_NP, counts_N, index, mask)
+
+    def attend(
+        self,
+        layer: str,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        whole: Attention,
+        documents: Documents,
+        *,
+        scale: float,
+    ) -> Tensor:
+        kept = self._cache.layers[layer]
+        rows = self._rows[kept.table.capacity]
+        kept.keys.index_copy_(0, rows.places_N, k_TKD)
+        kept.values.index_copy_(0, rows.places_N, v_TKD)
+        if kept.kernel is not None:
+            return kept.kernel(q_THD, kept.keys, kept.values, rows.table_NP, rows.counts_N, page=PAGE, scale=scale)
+        assert rows.index_NL is not None
+        # a token's heads lie together in a pool
+        keys, values = (pool[rows.index_NL].transpose(1, 2) for pool in (kept.keys, kept.values))
         # the query heads of one key/value head take the query dimension, so that keys are not repeated
-        q_NKGD = q_THD.view(rows, keys.shape[1], -1, q_THD.shape[-1])
+        q_NKGD = q_THD.view(len(q_THD), keys.shape[1], -1, q_THD.shape[-1])
         if kept.sinks_H is not None:
-            out = _sink_attention(q_NKGD, keys, values, mask, scale, kept.sinks_H)
+            out = _sink_attention(q_NKGD, keys, values, rows.mask, scale, kept.sinks_H)
         elif kept.softcap is None:
-            out = scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask, scale=scale)
+            out = scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=rows.mask, scale=scale)
         else:
-            out = _capped_attention(q_NKGD, keys, values, mask, scale, kept.softcap)
+            out = _capped_attention(q_NKGD, keys, values, rows.mask, scale, kept.softcap)
         return out.reshape(q_THD.shape)
 
     def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:

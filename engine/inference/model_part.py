@@ -56,6 +56,8 @@ class InferenceStage:
         tp, pp: this rank's axes.
         sampling: how tokens are chosen.
         slots, length: of the cache.
+        new: the most tokens that follow a prompt; None for any.
+        group: rows that continue one prompt, one after the other, and share what is kept of it; 1 where none do.
         device: of the model.
         synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
         with_logps: keep the log-probability of each chosen token in `logps`.
@@ -72,6 +74,8 @@ class InferenceStage:
         sampling: Sampling,
         slots: int,
         length: int,
+        new: int | None = None,
+        group: int = 1,
         device: torch.device,
         synchronise: bool = False,
         with_logps: bool = False,
@@ -84,19 +88,21 @@ class InferenceStage:
         self.tp, self.pp, self.device = tp, pp, device
         divides = self._splits_tokens or first.layout.routes_apart
         self._multiple = math.lcm(tokens_multiple, tp.size if divides else 1)
-        # the last slot is that of what fills a pass
-        fills = self._multiple > 1
         layers = [layer for part in self._parts.values() for layer in part.layers]
         self.cache = KeyValues(
             layers,
-            slots=-(-slots // self._multiple) * self._multiple + fills,
+            slots=slots,
             length=length,
+            new=new,
+            group=group,
             device=device,
             dtype=first.dtype,
         )
-        self.slots = slots
+        self.slots, self.group = slots, group
         self.adapters = True
         """Whether passes compute the adapters; the same for all of an answer."""
+        self._waiting: tuple[Tensor, Tensor | None] | None = None
+        """The ids of the prompt that waits for more rows, and its logits where they are."""
         self.waits = Waits()
         self._synchronise = synchronise and device.type == "cuda"
         self._step = torch.zeros((), dtype=torch.int64, device=device)
@@ -115,6 +121,7 @@ class InferenceStage:
                 vocab_size=last.config.vocab_size,
                 slots=slots,
                 device=device,
+                gumbel_argmax=last.layout.kernels.gumbel_argmax,
             )
             self._loss_kernels = last.layout.kernels.loss
 
@@ -123,30 +130,31 @@ class InferenceStage:
         self,
         prompts: Sequence[Sequence[int]],
         coordinates: PromptCoordinates,
-        slots: Sequence[int],
-        rows: Sequence[int],
+        first_slot: int,
+        rows: Sequence[Sequence[int]],
+        *,
+        waits: bool = False,
     ) -> list[int]:
-        """Prefills slots of the cache with whole prompts, and chooses the token after each.
+        """Runs whole prompts, and chooses the first token of the rows that continue them.
 
         Args:
             prompts: token ids, at least one each.
             coordinates: their positions and pictures.
-            slots: free ones, one for each.
-            rows: numbers of the rows in the run.
+            first_slot: of the rows, which are in one after the other; `cache.begin` gave them their pages.
+            rows: numbers in the run of the rows that continue each prompt, at least one each.
+            waits: the last prompt waits for `start`.
 
         Returns:
-            One token for each prompt; the same on all ranks.
+            One token for each row, those of the first prompt first; the same on all ranks.
         """
         lengths = [len(prompt) for prompt in prompts]
         (tokens,) = self._to_device([token for prompt in prompts for token in prompt])
-        if self._chooser is not None:
-            for slot, ids in zip(slots, tokens.split(lengths), strict=True):
-                self._chooser.start_row(slot, ids)
+        ids = tokens.split(lengths)
         positions = coordinates.positions_T.to(self.device)
-        kept_slots, kept_lengths = [*slots], lengths
+        kept_lengths = lengths
         if fill := -sum(lengths) % self._multiple:
             tokens, positions = (torch.cat((one, one.new_zeros(fill))) for one in (tokens, positions))
-            kept_slots, kept_lengths = [*slots, self.cache.slots - 1], [*lengths, fill]
+            kept_lengths = [*lengths, fill]
         batch = replace(
             _batch(tokens[None], positions[None], tuple(kept_lengths)),
             images=coordinates.images,
@@ -156,9 +164,48 @@ class InferenceStage:
             grid_positions_3BS=coordinates.grid_positions_3BS,
         )
         batch = (batch if 0 in self._parts else batch.without_pixels()).to(self.device)
-        lasts, *coordinates = self._to_device([end - 1 for end in accumulate(lengths)], slots, rows, lengths)
-        logits = self._logits(batch, self.cache.first_pass(kept_slots, kept_lengths), lasts)
-        return self._choose(logits, *coordinates)
+        prompt_of = [number for number, own in enumerate(rows) for _ in own]
+        slots = range(first_slot, first_slot + len(prompt_of))
+        (lasts,) = self._to_device([end - 1 for end in accumulate(lengths)])
+        prompt_of_N, *places = self._to_device(
+            prompt_of, slots, [row for own in rows for row in own], [lengths[prompt] for prompt in prompt_of]
+        )
+        firsts = [slots[prompt_of.index(number)] for number in range(len(prompts))]
+        logits = self._logits(batch, self.cache.first_pass(firsts, lengths, fill=fill), lasts)
+        if waits:
+            self._waiting = ids[-1], None if logits is None else logits[-1:].clone()
+        if self._chooser is not None:
+            for slot, prompt in zip(slots, prompt_of, strict=True):
+                self._chooser.start_row(slot, ids[prompt])
+        if logits is not None and len(prompt_of) > len(prompts):
+            logits = logits.index_select(0, prompt_of_N)
+        return self._choose(logits, *places)
+
+    @torch.no_grad()
+    def start(self, first_slot: int, rows: Sequence[int]) -> list[int]:
+        """Chooses the first token of further rows that continue the prompt that waits, without running it again.
+
+        Args:
+            first_slot: of the rows, which are in one after the other; `cache.begin_more` gave them their pages.
+            rows: their numbers in the run.
+
+        Returns:
+            One token for each row; the same on all ranks.
+        """
+        assert self._waiting is not None
+        ids, logits = self._waiting
+        slots = range(first_slot, first_slot + len(rows))
+        if self._chooser is not None:
+            for slot in slots:
+                self._chooser.start_row(slot, ids)
+        if logits is not None:
+            logits = logits.repeat(len(slots), 1)  # recording log-probabilities uses them up
+        return self._choose(logits, *self._to_device(slots, rows, [len(ids)] * len(slots)))
+
+    def end_waiting(self) -> None:
+        """Lets go of the prompt that waits."""
+        self._waiting = None
+        self.cache.end_waiting()
 
     @torch.no_grad()
     def decode(
@@ -176,11 +223,11 @@ class InferenceStage:
             The next token of each; the same on all ranks.
         """
         count = len(tokens)
-        fill = [0] * (-count % self._multiple)  # the slots behind the active ones, where nothing is kept
+        fill = [0] * (-count % self._multiple)
         column, rotations = self._to_device([*tokens, *fill], [*positions, *fill])[..., None]
         batch = _batch(column, rotations, (1,) * len(column))
         coordinates = self._to_device(range(count), rows, [place + 1 for place in places])
-        logits = self._logits(batch, self.cache.next_pass([*places, *fill]), None)
+        logits = self._logits(batch, self.cache.next_pass(places, fill=len(fill)), None)
         logits = None if logits is None else logits[:count]
         return self._choose(logits, *coordinates)
 
@@ -190,11 +237,15 @@ class InferenceStage:
         them run as many passes."""
         fill = [0] * self._multiple
         column = self._to_device(fill)[0, :, None]
-        self._logits(_batch(column, column.clone(), (1,) * len(column)), self.cache.next_pass(fill), None)
+        self._logits(_batch(column, column.clone(), (1,) * len(column)), self.cache.next_pass([], fill=len(fill)), None)
         self.finish()
 
+    def free(self, slot: int) -> None:
+        """Ends a row."""
+        self.cache.free(slot)
+
     def move(self, source: int, target: int) -> None:
-        """Moves a row to another slot."""
+        """Moves a row to another slot, which is free."""
         self.cache.move(source, target)
         if self._chooser is not None:
             self._chooser.move_row(source, target)

@@ -26,6 +26,7 @@ from engine.inference.options import Sampling
 from engine.kernels.linear_cross_entropy import LossKernels, combine_statistics
 from engine.kernels.philox import philox4x32
 from engine.ops.cross_entropy import over_axis
+from engine.ops.kernels import GumbelArgmax
 
 _MASK = 0xFFFFFFFF
 _SITE = 0x67656E21
@@ -42,6 +43,7 @@ class Chooser:
         vocab_size: of all ranks.
         slots: rows at a time.
         device: of logits.
+        gumbel_argmax: the backend's; None for torch's operations.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Chooser:
         vocab_size: int,
         slots: int,
         device: torch.device,
+        gumbel_argmax: GumbelArgmax | None = None,
     ) -> None:
+        self._gumbel_argmax = gumbel_argmax
         self._settings, self._tp, self._vocab_size = settings, tp, vocab_size
         self._first_id, self._num_ids = first_id, num_ids
         self._seen: Tensor | None = None
@@ -85,9 +89,14 @@ class Chooser:
             int64 [N].
         """
         scores = self.scores(logits_NV, slots)
-        if not self._settings.greedy:
-            scores = self._bounded(scores).double() + self._noise(rows, positions)
-        tokens = self._argmax(scores)
+        if self._settings.greedy:
+            tokens = self._argmax(scores)
+        elif self._gumbel_argmax is not None and self._num_ids:
+            key = (self._settings.seed & _MASK, _SITE)
+            drawn = self._gumbel_argmax(self._bounded(scores), rows, positions, first_id=self._first_id, key=key)
+            tokens = self._best_of_ranks(*drawn)
+        else:
+            tokens = self._argmax(self._bounded(scores).double() + self._noise(rows, positions))
         if self._seen is not None:
             self._note(slots, tokens)
         return tokens
@@ -99,13 +108,15 @@ class Chooser:
             penalty = self._settings.repetition_penalty
             repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(self._seen[slots, : self._num_ids], repeated, scores)
-        return scores if self._settings.greedy else scores / self._settings.temperature
+        return (
+            scores if self._settings.greedy or self._settings.temperature == 1 else scores / self._settings.temperature
+        )
 
     def logps(self, logits_NV: Tensor, ids: Tensor, kernels: LossKernels) -> Tensor:
         """Returns the log-probability of each row's token under softmax(logits / temperature) over the whole
         vocabulary, whatever bound it was drawn with; collective over the tensor-parallel ranks, the same on all.
 
-        The arithmetic is that of training's loss, with training's kernels.
+        The arithmetic is that of training's loss, with training's kernels, which use up the logits.
 
         Args:
             logits_NV: as for `choose`.
@@ -116,11 +127,15 @@ class Chooser:
             fp32 [N].
         """
         held = logits_NV[:, : self._num_ids]
-        held = held.clone() if self._settings.greedy else held / self._settings.temperature
+        held = self._over_temperature(held)
         targets = ids - self._first_id
         targets = torch.where((targets >= 0) & (targets < self._num_ids), targets, -1)
         local = kernels.shard_statistics(held, targets)
         return -combine_statistics(local, **over_axis(self._tp)).losses()
+
+    def _over_temperature(self, scores: Tensor) -> Tensor:
+        settings = self._settings
+        return scores if settings.greedy or settings.temperature == 1 else scores / settings.temperature
 
     def _note(self, slots: Tensor, ids: Tensor) -> None:
         assert self._seen is not None
@@ -179,12 +194,18 @@ class Chooser:
 
     def _argmax(self, scores: Tensor) -> Tensor:
         """Returns int64 [N] token id of the largest score over all ranks; of equal ones the first."""
-        best = torch.full((scores.shape[0], 2), -torch.inf, dtype=torch.float64, device=scores.device)
-        if self._num_ids:
-            place = scores.argmax(1, keepdim=True)
-            best = torch.cat((scores.gather(1, place).double(), (place + self._first_id).double()), dim=1)
+        if not self._num_ids:
+            none = scores.new_full((scores.shape[0],), -torch.inf)
+            return self._best_of_ranks(none, torch.zeros_like(none))
+        places = scores.argmax(1)
+        return self._best_of_ranks(scores.gather(1, places[:, None])[:, 0], places)
+
+    def _best_of_ranks(self, scores_N: Tensor, places_N: Tensor) -> Tensor:
+        """Returns int64 [N] token id of the largest score over all ranks, for each rank's largest and its place."""
+        ids = places_N + self._first_id
         if self._tp.size == 1:
-            return best[:, 1].long()
+            return ids
+        best = torch.stack((scores_N.double(), ids.double()), dim=1)
         ranks_RN2 = all_gather(best, self._tp).view(self._tp.size, -1, 2)
         winner = ranks_RN2[..., 0].argmax(0, keepdim=True)
         return ranks_RN2[..., 1].gather(0, winner)[0].long()

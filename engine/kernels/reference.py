@@ -162,3 +162,34 @@ def apply_update(dx_TI: Tensor, update: InputUpdate) -> Tensor:
     if update.mask is None:
         return dx_TI.addmm_(update.dh_TR, update.a_RI, alpha=update.scale)
     return dx_TI.addcmul_(update.dh_TR @ update.a_RI, update.mask.to(dx_TI.dtype), value=update.scale)
+
+
+def paged_attention(
+    q_NHD: Tensor,
+    keys_SKD: Tensor,
+    values_SKD: Tensor,
+    table_NP: Tensor,
+    counts_N: Tensor,
+    *,
+    page: int,
+    scale: float,
+) -> Tensor:
+    """Computes softmax(scale * q k^T) v of one query a row, where key c of row n is at place
+    page * table[n, c // page] + c % page.
+
+    Args:
+        q_NHD: [N, H, D]; keys_SKD, values_SKD: [S, K, D] with H a multiple of K.
+        table_NP: int32, pages of each row.
+        counts_N: int64, how many keys each row has, at least 1.
+
+    Returns:
+        [N, H, D].
+    """
+    out = torch.empty_like(q_NHD)
+    for row, count in enumerate(counts_N.tolist()):
+        columns = torch.arange(count, device=table_NP.device)
+        places = page * table_NP[row].long()[columns // page] + columns % page
+        keys, values = (pool[places].float().transpose(0, 1) for pool in (keys_SKD, values_SKD))
+        q_KGD = q_NHD[row].float().unflatten(0, (keys.shape[0], -1))
+        out[row] = (((q_KGD @ keys.transpose(1, 2)) * scale).softmax(-1) @ values).flatten(0, 1)
+    return out

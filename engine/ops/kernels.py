@@ -243,6 +243,32 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
+class PagedAttention(Protocol):
+    """Attention of one query a row to the keys that the row has in pages of a pool; not differentiable. The plain spec
+    is engine.kernels.reference.paged_attention."""
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        keys_SKD: Tensor,
+        values_SKD: Tensor,
+        table_NP: Tensor,
+        counts_N: Tensor,
+        *,
+        page: int,
+        scale: float,
+    ) -> Tensor: ...
+
+
+class GumbelArgmax(Protocol):
+    """The largest sum, of a score and a Gumbel number drawn for it, in each row, fp64 [N], and its column, int64 [N];
+    what is drawn is specified by engine.inference.sampling."""
+
+    def __call__(
+        self, scores_NV: Tensor, rows_N: Tensor, positions_N: Tensor, *, first_id: int, key: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 FOLD_MULTIPLE = 8
 """To which columns beside a weight are padded: the alignment of a CPU's matrix units."""
 GPU_FOLD_MULTIPLE = 64
@@ -298,6 +324,8 @@ class Kernels:
         swiglu_backward_adapted: SwiGLU's backward and dA of the adapters on its output in one pass; None where they are
             two, with the output written between them.
         loss: statistics and gradient of a shard of the vocabulary; see engine.kernels.linear_cross_entropy.
+        paged_attention: attention of one query a row to keys and values in pages; None where they are gathered.
+        gumbel_argmax: the choice of a token; None for torch's operations one after the other.
         product: of an activation and a frozen weight; see its type.
         folds: input features, output features and dtype of a linear on this rank: in which direction its adapters are
             faster as columns of its weight, in one product, than otherwise.
@@ -328,6 +356,8 @@ class Kernels:
     norm_a_gradient: NormAGradient | None = None
     swiglu_project: SwiGLUProject | None = None
     swiglu_backward_adapted: SwiGLUBackwardAdapted | None = None
+    paged_attention: PagedAttention | None = None
+    gumbel_argmax: GumbelArgmax | None = None
 
 
 def _norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from engine.kernels.native import (
     attention,
     cross_entropy,
     dropout,
+    generation,
     low_rank,
     norm,
     product,
@@ -138,4 +139,6 @@ NATIVE = kernels.Kernels(
     adapted=kernels.AdaptedProducts(fits=product.fits_tiles, forward=_adapted_forward, backward=_adapted_backward),
     norm_a_gradient=_norm_a_gradient,
     swiglu_backward_adapted=_swiglu_backward_adapted,
+    paged_attention=generation.paged_attention,
+    gumbel_argmax=generation.gumbel_argmax,
 )

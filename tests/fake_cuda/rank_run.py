@@ -302,9 +302,12 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
         stage = InferenceStage(
             model, tp=mesh.tp, pp=mesh.pp, sampling=sampling, slots=4, length=64, device=launch.device
         )
-        stage.prefill([[1, 2, 3], [4, 5]], prompt_coordinates(None, [3, 2], [(), ()]), [0, 1], [0, 1])
+        for slot, length in enumerate((3, 2)):
+            stage.cache.begin([slot], length, 8, waits=False)
+        stage.prefill([[1, 2, 3], [4, 5]], prompt_coordinates(None, [3, 2], [(), ()]), 0, [[0], [1]])
         device.is_running = True
         for position in (3, 4, 5):
             stage.decode([1, 1], [position, position - 1], [position, position - 1], [0, 1])
+        stage.free(0)
         stage.move(1, 0)
         stage.finish()

@@ -14,10 +14,11 @@ from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import import_checkpoint
 from engine.conversion.peft_read import AdapterSource
-from engine.inference.options import Limits
+from engine.inference.options import Limits, Sampling
 from engine.quantization.encoding import encoding
 from tests.family_models import FAMILIES, make_model
 from tests.generation import STORIES, engine_answers, engine_tokens, random_prompts, stock_greedy
+from tests.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 
 LENGTHS = (5, 1, 13, 9)
@@ -40,6 +41,21 @@ def test_families(name: str, tmp_path: Path) -> None:
     expected = stock_greedy(model, prompts, 24)
     assert len({tuple(answer) for answer in expected}) == len(LENGTHS), "the prompts make no difference"
     assert engine_tokens(tmp_path / "hf", prompts, 24) == expected
+
+
+@pytest.mark.parametrize("name", sampled(ATTENTION, ("llama fused", "gemma3", "gpt oss", "deepseek v3")))
+def test_members_of_a_group_share_their_prompt(name: str, tmp_path: Path) -> None:
+    """Three sampled rows of each prompt with five slots, so that groups are cut: the same tokens as where each has
+    the prompt to itself. Rows of a group differ, so each needs what it wrote itself."""
+    make_model(name, tmp_path / "hf")
+    prompts = [prompt for prompt in random_prompts(67, (5, 17, 1, 33)) for _ in range(3)]
+    limits, sampling = Limits(max_new_tokens=30, slots=5), Sampling(temperature=1.0, seed=3)
+    shared, alone = (
+        [answer.ids for answer in engine_answers(tmp_path / "hf", prompts, limits, sampling=sampling, group=group)]
+        for group in (3, 1)
+    )
+    assert shared == alone
+    assert len(set(shared)) == len(prompts)
 
 
 def test_a_batch_of_different_lengths_is_each_alone(stories_dir: Path) -> None:

@@ -45,6 +45,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_attention_backward": [
         *_TYPED, *_SIZE, *_POINTER, *_SIZE * 3, c_float, *_HEADS * 5, *_POINTER, *_HEADS * 3,
     ],
+    "engine_paged_attention": [
+        *_TYPED, *_SIZE * 4, c_float, *_HEADS * 3, *_MATRIX, *_POINTER, c_int64, *_HEADS,
+    ],
+    "engine_gumbel_argmax": [
+        *_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER * 2, c_int64, c_uint32, c_uint32, *_POINTER * 2,
+    ],
     "engine_project": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
     "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [

@@ -77,7 +77,8 @@ class Sampler:
         self._training.optimizer.flat.finish_publish()
         copies, members = self._training.mesh.dp_cp, self._rollout.num_generations
         total, width = len(prompts) * members, self._rollout.max_completion_length
-        mine = range(copies.rank, total, copies.size)
+        # neighbours, as those of one prompt share its pass and what is kept of it
+        mine = range(copies.rank * total // copies.size, (copies.rank + 1) * total // copies.size)
         requests = [Request(row=(generation << _ROW_BITS) + row, ids=prompts[row // members].ids) for row in mine]
         answers = self._generator().run(requests)
         tokens = torch.zeros(total, width, dtype=torch.int32)
@@ -112,6 +113,8 @@ class Sampler:
             sampling=self._sampling,
             slots=self._limits.slots,
             length=self._length,
+            new=self._limits.max_new_tokens,
+            group=self._rollout.num_generations,
             device=training.stages.step.device,
             with_logps=True,
             tokens_multiple=self._limits.slots,

@@ -7,6 +7,7 @@
     rankfold benchmark memory
     rankfold benchmark convert --gb 8
     rankfold benchmark generate
+    rankfold benchmark rollouts
     rankfold benchmark tower
     rankfold benchmark loader
 

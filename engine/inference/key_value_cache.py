@@ -97,11 +97,12 @@ class KeyValues:
                 )
             table = self._tables[capacity]
             shape = (table.num_pages * PAGE, attention.num_kv_heads, attention.head_dim)
-            # zeros, as what is masked must be finite
-            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             sinks = None if attention.sinks is None else attention.sinks.scores.parameter
             plain = sinks is None and attention.kind.softcap is None
             kernel = attention.layout.kernels.paged_attention if plain else None
+            # what is masked must be finite
+            make = torch.zeros if kernel is None else torch.empty
+            keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers[attention.prefix] = _LayerCache(keys, values, table, attention.kind.softcap, sinks, kernel)
         self._device = device
         self._encoded: dict[str, dict[int, _EncodedPictures]] = {}

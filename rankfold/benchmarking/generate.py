@@ -30,7 +30,7 @@ from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.model import draw, hf_config
-from rankfold.benchmarking.sections import GenerateOptions
+from rankfold.benchmarking.sections import GenerateOptions, RolloutsOptions
 from rankfold.benchmarking.sides import set_up
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import paired_ratio, wait_for
@@ -49,7 +49,7 @@ class _Ids:
         return ""
 
 
-def write_model(options: GenerateOptions, folder: Path) -> None:
+def write_model(options: GenerateOptions | RolloutsOptions, folder: Path) -> None:
     """Writes a random model that both sides open."""
     shape = hf_config(replace(options, length=options.prompt + options.new))
     config = transformers.AutoConfig.for_model(**{**shape, "use_cache": True, "eos_token_id": None})
@@ -104,7 +104,7 @@ def offer(side: str, folder: Path, options: GenerateOptions) -> Offer:
     """Returns what the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
     device = set_up(options, keeps_freed_memory=side == ENGINE)
     work = _SIDES[side](folder, options, device)
-    return {"tokens": work, "seconds": partial(_seconds, work, device)}
+    return {"tokens": work, "seconds": partial(seconds, work, device)}
 
 
 def _prompts(options: GenerateOptions, rows: int, *, mixed: bool) -> Prompts:
@@ -116,7 +116,8 @@ def _prompts(options: GenerateOptions, rows: int, *, mixed: bool) -> Prompts:
     return [torch.randint(options.vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _seconds(work: Continue, device: torch.device, prompts: Prompts, new: int) -> float:
+def seconds(work: Continue, device: torch.device, prompts: Prompts, new: int) -> float:
+    """Returns the seconds of a whole call."""
     gc.collect()
     wait_for(device)
     began = time.perf_counter()

@@ -204,6 +204,29 @@ class GenerateOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutsOptions(ModelOptions):
+    """Sampled completions of groups with an adapter, against generate of transformers + PEFT.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    prompts: int = option(16, "prompts")
+    prompt: int = option(128, "tokens of the longest prompt; the shortest has a quarter")
+    group: int = option(8, "completions of each prompt")
+    new: int = option(64, "tokens of a completion")
+    repeats: int = option(5, "timed turns")
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        at_least(self, 4, "prompt")
+        at_least(self, 2, "new")
+        at_least(self, 1, "prompts", "group", "repeats")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TowerOptions:
     """A SigLIP tower against transformers' own: time and peak memory, forward alone and with backward to all weights.
 
@@ -278,6 +301,7 @@ SECTIONS: dict[str, type] = {
     "guards": GuardsOptions,
     "save": SaveOptions,
     "generate": GenerateOptions,
+    "rollouts": RolloutsOptions,
     "tower": TowerOptions,
     "loader": LoaderOptions,
 }

@@ -127,7 +127,8 @@ def offer(side: str, folder: Path, options: RolloutsOptions) -> Offer:
 def _prompts(options: RolloutsOptions) -> Prompts:
     """Returns random ids, of lengths evenly from a quarter of the longest to it."""
     generator, count = torch.Generator().manual_seed(options.prompts), options.prompts
-    lengths = [options.prompt * (1 + 3 * row // max(1, count - 1)) // 4 for row in range(count)]
+    gaps = max(1, count - 1)
+    lengths = [options.prompt * (gaps + 3 * row) // (4 * gaps) for row in range(count)]
     return [torch.randint(options.vocab, (max(1, length),), generator=generator).tolist() for length in lengths]
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels section counts bytes with the 
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import REFERENCE
-from rankfold.benchmarking import loader, tower
+from rankfold.benchmarking import loader, rollouts, tower
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
@@ -43,7 +43,7 @@ from rankfold.benchmarking.options import (
     read_shapes,
 )
 from rankfold.benchmarking.saved import saved_bytes
-from rankfold.benchmarking.sections import LoaderOptions, TowerOptions
+from rankfold.benchmarking.sections import LoaderOptions, RolloutsOptions, TowerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -269,6 +269,29 @@ def test_tower_section(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tower, "_names", _mixed_up(tower._names))
     with pytest.raises(AssertionError, match="the towers compute different features"):
         tower.build_pair(TowerOptions(**TINY_TOWER, device="cpu"), CPU)
+
+
+TINY_ROLLOUTS = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 97, "rank": 2,
+                 "prompts": 3, "prompt": 20, "group": 4, "new": 3, "repeats": 1, "device": "cpu"}  # fmt: skip
+
+
+def test_rollouts_section(tmp_path: Path) -> None:
+    """Both sides read one model and one adapter, make the same greedy tokens, and the engine keeps a prompt once."""
+    options = RolloutsOptions(**TINY_ROLLOUTS)
+    rollouts.write_model(options, tmp_path / rollouts.MODEL)
+    rollouts.write_adapter(options, tmp_path)
+    prompts = rollouts._prompts(options)
+    assert [len(prompt) for prompt in prompts] == [5, 12, 20]
+    sides = {side: rollouts.offer(side, tmp_path, options) for side in (rollouts.ENGINE, rollouts.PEER)}
+    tokens = {side: asked["greedy"](prompts, 4) for side, asked in sides.items()}
+    assert tokens[rollouts.ENGINE] == tokens[rollouts.PEER]
+    assert all(len(row) == 4 for row in tokens[rollouts.PEER])
+    for asked in sides.values():
+        assert asked["seconds"](prompts, options.new) > 0
+    # of twelve rows, 22 tokens each; the last one that is made is not kept
+    width = 2 * 2 * 2 * 8 * 4
+    assert sides[rollouts.PEER]["cache_bytes"]() == 12 * (20 + 3 - 1) * width
+    assert sides[rollouts.ENGINE]["cache_bytes"]() > 0
 
 
 def _mixed_up(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:

@@ -130,3 +130,26 @@ def test_a_prompt_has_its_pages_once() -> None:
     assert table.used == 6 + 8  # the last row to write has the page that all had
     dense = 8 * 11
     assert table.num_pages < dense
+
+
+def test_rows_that_run_never_wait_for_a_page() -> None:
+    """One row is left of each group: twelve prompts do not fit a pool for five, so fewer rows start; all that do reach
+    their full length. Without reservations the pool runs dry."""
+    rows, prompt, new = 12, 40, 37
+    table, running = PageTable(rows=rows, capacity=prompt + new, prompt=prompt, new=new, group=rows), 0
+    while running < rows and (count := min(rows - running, table.room(prompt, new, cached=False))):
+        table.begin(running, prompt)
+        for slot in range(running, running + count):
+            if slot > running:
+                table.share(running, slot)
+            table.reserve(slot, prompt, new)
+        for slot in range(running + 1, running + count):
+            table.free(slot)
+        running += 1
+    assert 5 <= running < rows
+    for position in range(prompt, prompt + new - 1):
+        for slot in range(running):
+            table.write(slot, position)
+    for slot in range(running):
+        table.free(slot)
+    assert table.used == 0

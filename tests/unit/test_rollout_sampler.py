@@ -80,16 +80,17 @@ def test_log_probabilities_are_the_trainers(run: PreparedRun, slots: int) -> Non
         assert [own[start] for start in starts] == pytest.approx([trainers[start] for start in starts], abs=5e-7)
 
 
-def test_numbers_do_not_depend_on_slots_or_neighbours(run: PreparedRun) -> None:
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_numbers_do_not_depend_on_slots_or_neighbours(run: PreparedRun, temperature: float) -> None:
     """A prompt alone and among others: the same tokens and the same bits. With fewer slots, to rounding. They differ
     where shorter rows see what their slots had before, or where a row that takes a free slot leaves its keys behind."""
     prompts = prompts_of(run, 5)
-    together = sampled(run, prompts, slots=8)
-    fewer = sampled(run, prompts[:1], slots=8)
+    together = sampled(run, prompts, slots=8, temperature=temperature)
+    fewer = sampled(run, prompts[:1], slots=8, temperature=temperature)
     for one, other in zip(fewer, together, strict=False):
         assert one.tokens.tolist() == other.tokens.tolist() and np.array_equal(one.logps, other.logps)
     for slots in (1, 3):
-        for one, other in zip(sampled(run, prompts, slots=slots), together, strict=True):
+        for one, other in zip(sampled(run, prompts, slots=slots, temperature=temperature), together, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             assert one.logps == pytest.approx(other.logps, abs=max(BOUND.values()))
 

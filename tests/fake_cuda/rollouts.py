@@ -81,5 +81,5 @@ def rollout_source(config: RunConfig, launch: Launch, training: Training) -> Rol
     )
     tokenizer: Any = _Tokenizer()
     return RolloutSource(
-        config, launch, training, loader, tokenizer, metrics=MetricsWriter(None), say=lambda line: None
+        config, launch, training, loader, tokenizer, run_dir=Path(), metrics=MetricsWriter(None), say=lambda line: None
     )

@@ -65,6 +65,24 @@ def test_completions_and_rewards_are_those_of_one_process(
             assert found["sampler_difference_max"] < BOUND
 
 
+@pytest.mark.parametrize("level", sampled(("optimizer", "gradients"), ("optimizer",)))
+def test_ranks_without_completions_gather_the_weights_of_the_last_step(level: str, tmp_path: Path) -> None:
+    """Two completions for four ranks. Two of them run no forward, in which the others would wait for their parts of the
+    weights: where sampling does not finish that first, the second step does not come to an end."""
+    changes = {"train.global_batch_size": 2, "rollout.num_generations": 2, "train.micro_batch_size": 1}
+    settings = _settings(tmp_path) | changes
+    expected = stepped(settings, 2)
+    # several buckets, whose weights arrive layer by layer
+    layout = {
+        "parallel.context": 4,
+        "parallel.shard": level,
+        "parallel.bucket_mb": 0.004,
+        "train.collective_timeout": 20,
+    }
+    for steps in spawn(stepped, world=4, args=(settings | layout, 2), timeout=90):
+        assert [one["completions"] for one in steps] == [one["completions"] for one in expected]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"parallel.expert": 2}, {"parallel.expert": 2, "parallel.tensor": 2}])
 def test_experts_on_other_ranks(changes: dict[str, object], tmp_path: Path) -> None:

@@ -15,14 +15,20 @@ from statistics import mean
 def table(records: Sequence[dict[str, float]]) -> list[str]:
     """One line a figure: at the start and at the end."""
     steps = [record for record in records if "reward" in record]
-    part = max(1, len(steps) // 10)
     shown = ("reward", "completion_length", "truncated", "uniform_groups")
     names = [name for name in steps[0] if name.startswith(shown) and not name.endswith("seconds")]
     lines = [f"{'':28}{'first steps':>12}{'last steps':>12}"]
     for name in names:
-        first, last = (mean(float(step[name]) for step in chosen) for chosen in (steps[:part], steps[-part:]))
+        first, last = ends(steps, name)
         lines.append(f"{name:28}{first:>12.4f}{last:>12.4f}")
     return lines
+
+
+def ends(steps: Sequence[dict[str, float]], name: str) -> tuple[float, float]:
+    """The mean of a figure over the first tenth of the steps, and over the last."""
+    part = max(1, len(steps) // 10)
+    first, last = (mean(float(step[name]) for step in chosen) for chosen in (steps[:part], steps[-part:]))
+    return first, last
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Several seeds of the example together: a table as JSON, and a chart of the share of right answers by step.
 
-python examples/grpo_arithmetic/seeds.py OUT_DIR    # with the folders seed_1, seed_2, ... of seeds.sh; writes seeds.json
-                                                    # and seeds.svg beside them
+python examples/grpo_arithmetic/seeds.py OUT_DIR
+
+OUT_DIR has the folders seed_1, seed_2, ... of seeds.sh; seeds.json and seeds.svg are written beside them.
 """
 
 from __future__ import annotations

@@ -189,6 +189,7 @@ def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inn
     ("changes", "words"),
     [
         ({"text_config": {"model_type": "mamba"}}, "language model of type 'mamba' in a llava model, which is"),
+        ({"text_config": {"model_type": ["llama"]}}, r"language model of type \['llama'\] in a llava model"),
         ({"text_config": None}, "lacks text_config, which describes the language model"),
         ({"text_config": 3}, "has text_config 3, but a mapping is expected"),
         ({"vision_config": None}, "lacks vision_config"),

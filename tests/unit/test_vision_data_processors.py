@@ -350,6 +350,7 @@ def test_files_that_do_not_fit_are_refused(
         ("llava", {}, {"image_mean": [0.5]}, "makes no picture of 64 x 64 .mean must have 3 elements"),
         ("qwen3_vl", {}, {"rescale_factor": None}, "makes no picture of 64 x 64"),
         ("gemma3", {}, {"image_std": [0.0, 0.5, 0.5]}, "numbers that are not finite"),
+        ("llava", {"architectures": 3, "vision_config": None}, {}, "^config.json lacks vision_config"),
         ("internvl", {}, {"image_processor_type": 3}, "none that transformers can open"),
     ],
 )

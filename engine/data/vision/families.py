@@ -33,7 +33,8 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
     Raises:
         UserError: the configuration or the tokenizer lacks what the family needs.
     """
-    architecture = (config.get("architectures") or [""])[0]
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
     try:
         if config.get("model_type") == "minicpmv":
             return MiniCPMV(config, _processor(folder), tokenizer)

@@ -84,7 +84,7 @@ class Wrapping(NamedTuple):
                 raise UserError("config.json lacks text_config, which describes the language model: copy it again.")
             given = hf
         kind = given.get("model_type", self.text)
-        if kind not in self.texts:
+        if not isinstance(kind, str) or kind not in self.texts:
             raise UserError(
                 f"config.json has a language model of type {kind!r} in a {hf.get('model_type')} model, which is "
                 f"supported with {', '.join(sorted(self.texts))}: use a model with one of these."

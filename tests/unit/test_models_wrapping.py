@@ -205,6 +205,14 @@ def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inn
         (
             {
                 "model_type": "gemma3",
+                "text_config": {**GEMMA, "hidden_size": None, "num_hidden_layers": None},
+                "vision_config": {"image_size": 256},
+            },
+            "config.json lacks hidden_size, num_hidden_layers",
+        ),
+        (
+            {
+                "model_type": "gemma3",
                 "text_config": {**GEMMA, "final_logit_softcapping": 5.0},
                 "vision_config": {"image_size": 256},
             },

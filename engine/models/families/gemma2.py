@@ -9,7 +9,13 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families.reading import BOTH_NORMS_MODULES, check_activation, decoder_config, windows_from_hf
+from engine.models.families.reading import (
+    BOTH_NORMS_MODULES,
+    check_activation,
+    check_required,
+    decoder_config,
+    windows_from_hf,
+)
 from engine.models.names import NameMap
 
 NAMES = NameMap(layer_modules=BOTH_NORMS_MODULES)
@@ -41,7 +47,7 @@ def gemma_switches(hf: Mapping[str, Any]) -> dict[str, Any]:
         "activation": "gelu_tanh",
         "norm_offset": 1.0,
         "norms": "both",
-        "embedding_multiplier": math.sqrt(hf.get("hidden_size", 1)),
+        "embedding_multiplier": math.sqrt(hf["hidden_size"]),
         "attention_scale": float(hf["query_pre_attn_scalar"]) ** -0.5,
         "logits_softcap": hf["final_logit_softcapping"],
     }
@@ -54,8 +60,9 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
     hf = {**_DEFAULTS, **hf}
+    check_required(hf, "gemma2")
     check_gemma(hf)
-    types = ["full_attention" if index % 2 else "sliding_attention" for index in range(hf.get("num_hidden_layers", 0))]
+    types = ["full_attention" if index % 2 else "sliding_attention" for index in range(hf["num_hidden_layers"])]
     return decoder_config(
         hf,
         "gemma2",

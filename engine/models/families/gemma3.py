@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import UserError
 from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Rope
 from engine.models.families.gemma2 import check_gemma, gemma_switches
-from engine.models.families.reading import decoder_config, rope_from_hf, windows_from_hf
+from engine.models.families.reading import check_required, decoder_config, rope_from_hf, windows_from_hf
 
 _DEFAULTS = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -53,10 +53,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
     hf = {**_DEFAULTS, **hf}
+    check_required(hf, "gemma3_text")
     check_gemma(hf)
     if hf.get("attn_logit_softcapping"):
         raise UserError("config.json has attn_logit_softcapping, which a Gemma 3 model does not apply: set it to null.")
-    count, pattern = int(hf.get("num_hidden_layers", 0)), int(hf["sliding_window_pattern"])
+    count, pattern = int(hf["num_hidden_layers"]), int(hf["sliding_window_pattern"])
     types = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
     kinds = windows_from_hf(hf, types) or (PLAIN_LAYER,) * count
     everything, window = _ropes(hf)

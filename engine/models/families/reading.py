@@ -177,6 +177,12 @@ def check_activation(hf: Mapping[str, Any], key: str, expected: str) -> None:
         )
 
 
+def check_required(hf: Mapping[str, Any], family: str) -> None:
+    """Raises UserError where a size is missing."""
+    if missing := [key for key in REQUIRED if hf.get(key) is None]:
+        raise UserError(f"config.json lacks {', '.join(missing)}: the config of a {family} model has them all.")
+
+
 def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderConfig:
     """Reads a decoder with Llama's keys.
 
@@ -188,8 +194,7 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
     Raises:
         UserError: a required key is missing, or the rotary embedding is of an unknown kind.
     """
-    if missing := [key for key in REQUIRED if hf.get(key) is None]:
-        raise UserError(f"config.json lacks {', '.join(missing)}: the config of a {family} model has them all.")
+    check_required(hf, family)
     max_length = int(hf.get("max_position_embeddings", 2048))
     if "rope_theta" not in more:
         more["rope_theta"], more["rope_scaling"] = rope_from_hf(hf, in_limits=True)

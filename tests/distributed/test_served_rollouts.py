@@ -142,4 +142,5 @@ def test_inside_a_buffer_nobody_asks_again(server: StandIn, tmp_path: Path) -> N
     before = len(server.asked)
     for first, second, files in spawn(_restored, world=2, args=(settings,), timeout=120):
         assert first == second and files == 1
-    assert len(server.asked) - before == 16
+    asked = [one.body["model"] for one in server.asked[before:]]  # a call of the test before may come late
+    assert asked.count(asked[-1]) == 16

@@ -287,7 +287,7 @@ class CompletionServer:
                 raise UserError(f"a token has {one!r} for a log-probability")
         if any(token in ends for token in tokens[:-1]):
             raise UserError(
-                "a completion goes on behind a token that ends one here: serve the model of model.path, with its "
+                "a completion continues after a token that ends one here: serve the model of model.path, with its "
                 "generation_config.json"
             )
         if len(tokens) < longest and tokens[-1] not in ends:

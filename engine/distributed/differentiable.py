@@ -44,17 +44,6 @@ class _SplitTokens(torch.autograd.Function):
         return all_gather(dy, ctx.axis), None
 
 
-class _JoinTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x.contiguous(), axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return local_part(dy, ctx.axis), None
-
-
 def reduce_from_all(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis whose gradient passes unchanged."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
@@ -91,6 +80,12 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter(dy.contiguous(), ctx.axis), None
+
+
+class _JoinTokens(_GatherTokens):
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return local_part(dy, ctx.axis), None
 
 
 class _ScatterSum(torch.autograd.Function):

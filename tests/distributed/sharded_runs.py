@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.batch import Batch, BidirectionalSpans, ExpertTokens
 from engine.data.collate import context_part
-from engine.distributed.mesh import Axis, Mesh
+from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.kernels.native.product import multiply
@@ -480,6 +480,18 @@ class Run:
         second = self.train(half + 1, num_steps)
         masters = [NamedShard(name, tensor.clone(), spec) for name, tensor, spec in self.flat.master_shards()]
         return Trained(first[0] + second[0], first[1] + second[1], evaluation, masters, self.weights())
+
+
+def trained_layouts(
+    layouts: Mapping[str, tuple[Layout, ShardLevel]], kinds: Sequence[str], steps: int
+) -> dict[tuple[str, str], Trained]:
+    """Trains each kind of model in each layout; on all ranks."""
+    seen = {}
+    for name, (layout, level) in layouts.items():
+        mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
+        for kind in kinds:
+            seen[name, kind] = Run(replace(layout, case=kind), mesh, level).trained(steps)
+    return seen
 
 
 def with_spans(batch: Batch) -> Batch:

@@ -17,7 +17,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
-from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
+from tests.distributed.sharded_runs import Layout, Run, Trained, assemble, trained_layouts
 from tests.kernels.native_support import needs_native
 from tests.spawning import spawn
 from tests.sweeps import sampled
@@ -76,20 +76,12 @@ QUICK = ("ep2 of dp2, parameters", "ep2 of tp2, sequence", "whole experts, tp2, 
 NUM_STEPS = 4
 
 
-def _run_all(names: list[str], kinds: tuple[str, ...]) -> dict[tuple[str, str], Trained]:
-    seen = {}
-    for name in names:
-        layout, level = LAYOUTS[name]
-        mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
-        for kind in kinds:
-            seen[name, kind] = Run(replace(layout, case=kind), mesh, level).trained(NUM_STEPS)
-    return seen
-
-
 @functools.cache
 def _ranks(world: int, quick: bool) -> list[dict[tuple[str, str], Trained]]:
-    names = [name for name in (QUICK if quick else LAYOUTS) if LAYOUTS[name][0].grid.world_size == world]
-    return spawn(_run_all, world=world, args=(names, QUICK_KINDS if quick else KINDS), timeout=900)
+    names = QUICK if quick else LAYOUTS
+    layouts = {name: LAYOUTS[name] for name in names if LAYOUTS[name][0].grid.world_size == world}
+    kinds = QUICK_KINDS if quick else KINDS
+    return spawn(trained_layouts, world=world, args=(layouts, kinds, NUM_STEPS), timeout=900)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from engine.layers.module import shard_entries
 from engine.optim.state_sharding import ShardLevel
 from tests.cogvlm_cases import batch_of, model_of, plan_of
 from tests.distributed.cases import relative_error
-from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
+from tests.distributed.sharded_runs import Layout, Run, Trained, assemble, trained_layouts
 from tests.spawning import spawn
 from tests.vision_fixtures import VisionFixture
 
@@ -42,19 +42,10 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
 NUM_STEPS = 4
 
 
-def _run_all(names: list[str]) -> dict[tuple[str, str], Trained]:
-    seen = {}
-    for name in names:
-        layout, level = LAYOUTS[name]
-        mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
-        for kind in KINDS:
-            seen[name, kind] = Run(replace(layout, case=kind), mesh, level).trained(NUM_STEPS)
-    return seen
-
-
 @functools.cache
 def _ranks() -> list[dict[tuple[str, str], Trained]]:
-    return spawn(_run_all, world=2, args=([name for name in LAYOUTS if not name.startswith("one")],), timeout=400)
+    layouts = {name: one for name, one in LAYOUTS.items() if not name.startswith("one")}
+    return spawn(trained_layouts, world=2, args=(layouts, KINDS, NUM_STEPS), timeout=400)
 
 
 @functools.cache

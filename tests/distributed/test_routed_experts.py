@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.distributed.mesh import build_mesh, single_process_mesh
+from engine.distributed.mesh import single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
-from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
+from tests.distributed.sharded_runs import Layout, Run, Trained, assemble, trained_layouts
 from tests.spawning import spawn
 from tests.sweeps import sampled
 
@@ -44,20 +44,10 @@ QUICK_KINDS = KINDS[:2]
 NUM_STEPS = 4
 
 
-def _run_all(names: list[str], kinds: tuple[str, ...]) -> dict[tuple[str, str], Trained]:
-    seen = {}
-    for name in names:
-        layout, level = LAYOUTS[name]
-        mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
-        for kind in kinds:
-            seen[name, kind] = Run(replace(layout, case=kind), mesh, level).trained(NUM_STEPS)
-    return seen
-
-
 @functools.cache
 def _ranks(quick: bool) -> list[dict[tuple[str, str], Trained]]:
-    names = [name for name in (QUICK if quick else LAYOUTS) if not name.startswith("one")]
-    return spawn(_run_all, world=2, args=(names, QUICK_KINDS if quick else KINDS), timeout=400)
+    layouts = {name: LAYOUTS[name] for name in (QUICK if quick else LAYOUTS) if not name.startswith("one")}
+    return spawn(trained_layouts, world=2, args=(layouts, QUICK_KINDS if quick else KINDS, NUM_STEPS), timeout=400)
 
 
 @functools.cache

@@ -148,7 +148,7 @@ def test_inside_a_buffer_the_server_is_not_asked_again(server: StandIn, tmp_path
 
 
 def test_seeds() -> None:
-    """Of one run another one for each completion, and of another run others."""
+    """Each completion of a run has its own seed, and another run has others."""
     seeds = [completion_seed(1, generation, place) for generation in range(40) for place in range(64)]
     assert len({*seeds}) == len(seeds) and min(seeds) >= 0 and max(seeds) < 2**31
     assert completion_seed(2, 0, 0) not in seeds and completion_seed(2**40, 2**31, 2**20) < 2**31

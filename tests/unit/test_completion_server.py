@@ -96,7 +96,7 @@ def test_completions_by_the_adapter(stand_in: StandIn, place: Path) -> None:
 
 
 def test_an_adapter_is_given_up_and_loaded_again(stand_in: StandIn, place: Path) -> None:
-    """A load whose answer was lost is made again; where "already loaded" is an error, it ends the run."""
+    """A load whose response was lost is retried; where "already loaded" is an error, it ends the run."""
     server = opened(stand_in)
     folder = str(place / "adapter")
     server.load("run-a", folder)
@@ -183,7 +183,7 @@ def test_calls_under_way_are_ended(stand_in: StandIn, place: Path) -> None:
 
 
 def test_now_and_then_an_error(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second call fails in passing: the completions are the same. With every call failing, it is said."""
+    """Every second call fails temporarily: the completions are the same. With every call failing, the run says so."""
     monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
     expected = sampled(stand_in, place)
     stand_in.fault = lambda path, body, count: (503, {"message": "busy"}) if count % 2 else None
@@ -244,7 +244,7 @@ def _no_logps(answer: dict[str, Any]) -> None:
 ANSWERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_shorter, "tokens and [0-9] log-probabilities"),
     (_ended, "ended after 1 of 6 tokens with token 3, which ends none here"),
-    (_behind_end, "goes on behind a token that ends one here"),
+    (_behind_end, "continues after a token that ends one here"),
     (_foreign, "has the token 77, and the model's vocabulary 16 entries"),
     (_impossible, "a token has 0.5 for a log-probability"),
     (_unknown, "a token has None for a log-probability"),

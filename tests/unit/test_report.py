@@ -365,7 +365,7 @@ def test_the_tool_writes_the_page(tmp_path: Path) -> None:
 
 
 def test_a_run_that_samples_its_completions(tmp_path: Path) -> None:
-    """Of 0.5 s a step, 0.1 are sampling, 0.05 rewards and 0.3 forward and backward; texts of the beginning and end."""
+    """A step of 0.5 s: 0.1 of sampling, 0.05 of rewards, 0.3 of forward and backward; texts of beginning and end."""
     folder = _write(tmp_path / "run", ranks=1, steps=12)
     lines: list[dict[str, object]] = []
     for step in range(1, 13):

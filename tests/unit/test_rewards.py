@@ -354,7 +354,7 @@ def test_wrong_weights(weights: tuple[float, ...], words: str) -> None:
 
 
 def test_names_of_figures_are_different() -> None:
-    """Of functions alone they would be f, f, exact_match twice, regex twice, and overlong as the penalty's was."""
+    """The functions' names alone would be f, f, exact_match twice, regex twice, and overlong as the penalty's was."""
     entries = ("a.py:f", "b.py:f", "a.py:overlong", "exact_match", "exact_match:b", "regex:x", "regex:y", "a.py:g")
     sources = RolloutOptions(rewards=entries, reward_weights=(1, 2, 3, 4, 5, 6, 7, 8)).reward_sources
     names = [source.name for source in sources]

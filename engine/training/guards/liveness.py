@@ -6,7 +6,7 @@ and whether or not a graph replayed them. The gradient of A is exactly zero whil
 before the third update with a learning rate.
 
 An expert that the router chose for no token has not learned either, which is no fault: where none of its adapters'
-factors had a gradient, that is said and nothing else. One that had its first tokens after the first look, or none after
+factors had a gradient, a note is logged. One that had its first tokens after the first look, or none after
 it, is not judged: its A has no gradient before B has moved.
 """
 

@@ -10,7 +10,7 @@ from engine.training.rollouts.buffer import Buffer
 
 
 class Distance(NamedTuple):
-    """Of two log-probabilities of each token, in nats.
+    """The distance between the two log-probabilities of each token, in nats.
 
     Args:
         mean, largest: of |trainer's - server's|.
@@ -24,7 +24,7 @@ class Distance(NamedTuple):
     outside: float
 
     def sentence(self, bound: float) -> str:
-        """Returns what is said of it."""
+        """Returns a sentence for the log."""
         return (
             f"the server's log-probabilities lie {self.mean:.3g} from the trainer's on average, {self.largest:.3g} at "
             f"most (mean ratio {self.ratio:.3g}; {self.outside:.1%} of the tokens above {bound:g})"

@@ -102,7 +102,7 @@ class Scorer:
         return replace(found, problems=self._worth_saying(found.problems))
 
     def _worth_saying(self, problems: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns what is said of a generation batch's failures, in view of what was said before."""
+        """Returns the lines to log of a generation batch's failures, given those logged before."""
         left = _SAID - self._said
         self._said += len(problems)
         if len(problems) <= left or left < 0:

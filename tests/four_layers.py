@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 CONFIG = small_config(num_layers=4)
 CASE = Case(config=CONFIG, adapters=EVERY_LINEAR, trained=".*norm")
 TOKENS = 2 * LONG
-"""Of `long_batch`."""
+"""Number of tokens in `long_batch`."""
 
 every_level = pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)

@@ -11,7 +11,8 @@ from engine.kernels.checksum import ALGORITHM
 
 FORMAT = "engine-checkpoint"
 VERSION, COLUMNS_VERSION = 2, 3
-"""Of a manifest that lists the pieces of tensors, and of one that has them as columns in a file of their own."""
+"""Versions of a manifest that lists the pieces of tensors, and of one that has them as columns in a file of their
+own."""
 
 Kind = Literal["base", "training"]
 

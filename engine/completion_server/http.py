@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from engine.errors import UserError
 
 _ATTEMPTS, _FIRST_PAUSE = 5, 0.25
-"""Of a call whose connection fails; the seconds before the second attempt, which double with each further one."""
+"""Attempts at a call whose connection fails, and the seconds before the second attempt, which double with each further
+one."""
 _PASSING = frozenset((429, 500, 502, 503, 504))
 """Statuses after which the same call may succeed."""
 _LONGEST_WORDS = 300

@@ -195,7 +195,7 @@ class PromptLoader:
     """
 
     family = None
-    """Of a vision-language model; prompts have no pictures."""
+    """No vision-language family: prompts have no pictures."""
 
     def __init__(
         self,
@@ -217,14 +217,14 @@ class PromptLoader:
             seed=seed,
             last_batch="full",
         )
-        """Of prompts, one batch of it for each generation batch."""
+        """Order of prompts: one batch of it for each generation batch."""
         self.order = DataOrder(
             count=len(prompts.prompts) * num_generations * num_iterations,
             batch=global_batch_size,
             seed=seed,
             last_batch="full",
         )
-        """Of completions that are trained on, which the data cursor counts."""
+        """Order of the completions that are trained on, which the data cursor counts."""
 
     @property
     def num_samples(self) -> int:

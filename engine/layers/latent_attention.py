@@ -31,7 +31,7 @@ from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.rope import rotate
 
 _NORM_EPS = 1e-6
-"""Of the norms in between, whatever the config says of others."""
+"""Epsilon of the norms in between, whatever the config says of others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,8 +31,8 @@ _TILE_TOKENS, _TILE_FEATURES, _TILE_FEATURES_FP32 = 64, 128, 64
 the output twice as many of up to 32 ranks, unless they are in fp32."""
 _TILE_RANKS, _TILE_RANKS_FP32 = 128, 32
 _MULTIPROCESSORS = 132
-"""Of a Hopper GPU. Sums are cut into parts until there are two programs for each; a GPU with another number has partial
-sums of other sizes, which are a few percent of what the products read."""
+"""Multiprocessors of a Hopper GPU. Sums are cut into parts until there are two programs for each; a GPU with another
+number has partial sums of other sizes, which are a few percent of what the products read."""
 _MOST_RANKS, _MOST_RANKS_FP32 = 64, 16
 """Ranks of an adapter on SwiGLU's output up to which `engine.kernels.triton.swiglu` makes its H along with the output,
 and its dA without it."""

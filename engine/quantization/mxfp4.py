@@ -15,7 +15,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP = 32
 """Numbers that share a scale."""
 _BIAS = 127
-"""Of the scales' exponents."""
+"""Bias of the scales' exponents."""
 ENDINGS = ("_blocks", "_scales")
 """Endings of the names of a tensor's two parts in a checkpoint."""
 

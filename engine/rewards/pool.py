@@ -102,7 +102,7 @@ class _Worker:
     def __init__(self, wanted: list[tuple[str | None, str, str, list[str]]], timeout: float) -> None:
         self._wanted, self._timeout = wanted, timeout
         self.call_seconds = 0.0
-        """Of all calls, without what processes take to start."""
+        """Seconds that all calls took, without what processes take to start."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._lock, self._has_ended = threading.Lock(), False

@@ -68,7 +68,7 @@ class StateSaver:
         self._say, self._metrics, self._is_first = say, metrics, launch.rank == 0
         self._run_dir, self._problems = run_dir, 0
         self._fingerprint: Future[str | None] | None = None
-        """Of the base, read while the first steps are taken; on the rank that writes the manifest."""
+        """The base's fingerprint, read while the first steps are taken; on the rank that writes the manifest."""
         options = config.checkpoint
         if self._is_first:
             tidy(run_dir, None, say)

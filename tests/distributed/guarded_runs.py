@@ -78,7 +78,7 @@ def _loop(run: Run, guards: Guards, steps: int, fault: Fault, lr: Rate) -> None:
 
 
 def on_ranks(layout: Layout, level: ShardLevel, options: GuardOptions, steps: int, fault: Fault) -> list[str]:
-    """For `spawn`: a whole guarded run."""
+    """A whole guarded run, for `spawn`."""
     return drive(build_run(layout, level), options, steps=steps, fault=fault)
 
 

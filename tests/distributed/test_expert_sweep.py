@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(180
 MOST_RANKS = 8
 CASE = "four experts, adapters"
 ROUNDING = 1e-5
-"""Of a gradient: sums of fp32 in another order."""
+"""Largest error of a gradient: sums of fp32 in another order."""
 
 
 class Place(NamedTuple):

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 QUICK = ("tensor and sequence", "interleaved", "parameters", "tensor, one slot, unpacked")
 SAME = ("completions", "reward", "reward/ones", "reward/long", "completion_length", "truncated", "uniform_groups")
 BOUND = 4e-6
-"""Of a log-probability, as the sampler and the trainer see it; see tests/unit/test_rollout_sampler.py."""
+"""Largest error of a log-probability, as the sampler and the trainer see it; see tests/unit/test_rollout_sampler.py."""
 STEPS = 3
 
 

@@ -33,8 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 QUICK = ("tensor", "pipeline", "parameters")
 STEPS = 3
 BOUND = 5e-6
-"""Of a log-probability, as transformers with PEFT and the trainer see it: some units of fp32's last place at the size
-of logits. A wrong adapter differs by a thousand times as much."""
+"""Largest error of a log-probability, as transformers with PEFT and the trainer see it: some units of fp32's last place
+at the size of logits. A wrong adapter differs by a thousand times as much."""
 
 
 @pytest.fixture(scope="module")

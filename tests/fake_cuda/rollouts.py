@@ -44,7 +44,7 @@ class _Scorer:
 
 
 _IDLE_PASSES = 2
-"""For which ranks with other prompts go on after this one has no more."""
+"""Steps for which ranks with other prompts go on after this one has no more."""
 
 
 def _in_step(plain: Callable[[Generator, bool], bool]) -> Callable[[Generator, bool], bool]:

@@ -19,7 +19,7 @@ from tests.shared_data import write_plays
 from tests.warm_python import WarmProcess
 
 START_SECONDS = 90.0
-"""For a run to take its first steps on a busy machine."""
+"""Time for a run to take its first steps on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

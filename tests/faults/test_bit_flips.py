@@ -33,7 +33,7 @@ from tests.unit.test_checkpoint_training import save_together, shards
 
 Values = dict[str, Tensor | str]
 FLIPS = 10
-"""Of each folder, in the quick suite."""
+"""Flips in each folder, in the quick suite."""
 
 
 def _rank(folder: Path, size: int, rank: int) -> Values:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 HOWS = ("kill", "no space", "faulty", "forbidden", "short")
 QUICK_POINTS = 3
-"""Of each command in the quick suite; a full sweep is slow."""
+"""Operations of each command in the quick suite; a full sweep is slow."""
 
 
 @pytest.fixture(scope="module")

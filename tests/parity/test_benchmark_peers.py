@@ -31,7 +31,8 @@ PLAIN = Path(__file__).parent / "plain"
 SIZES = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "intermediate": 2816}
 SMALL = {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 512, "vocab": 16000}
 LIMIT = 0.05
-"""Of the median ratio: this machine's spells leave two equal processes within 3 % over this many turns."""
+"""Largest distance of the median ratio from 1: this machine's spells leave two equal processes within 3 % over this
+many turns."""
 PAIRS = 5
 """Pairs of processes for one linear: where its operands happen to lie in memory is settled when a process starts, and
 sets two equal scripts apart by up to 14 %."""

@@ -13,7 +13,8 @@ from tests.peft_following import ALONE, LR, build, decayed_names, our_losses, pe
 from tests.sweeps import sampled
 
 LIMIT = 2e-6
-"""Of a loss in fp32 against fp64. Another parametrisation, or one vector decayed otherwise, shows as 1e-4 and more."""
+"""Largest error of a loss in fp32 against fp64. Another parametrisation, or one vector decayed otherwise, shows as 1e-4
+and more."""
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora": ({}, {}),

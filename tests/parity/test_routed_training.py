@@ -22,7 +22,7 @@ from tests.peft_following import DECAY, LR, batches, our_losses, peft_start, the
 from tests.sweeps import sampled
 
 LIMIT = 2e-6
-"""Of a loss in fp32 against fp64."""
+"""Largest error of a loss in fp32 against fp64."""
 STEPS = 20
 RANK, ALPHA = 3, 5
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

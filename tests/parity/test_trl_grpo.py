@@ -94,7 +94,7 @@ JOBS: dict[str, Job] = {
 QUICK = ("gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward", "far from a sampler")
 FEW = 6
 CANCELS = 5e-6
-"""Of a loss: it is what remains of terms of order 1 with either sign, each right to some roundings."""
+"""Largest error of a loss: it is what remains of terms of order 1 with either sign, each right to some roundings."""
 
 
 @pytest.fixture(scope="module")

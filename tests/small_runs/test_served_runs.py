@@ -25,8 +25,8 @@ from tests.sweeps import sampled
 
 SMALL = {"train__seed": 5, "rollout__num_generations": 2, "train__global_batch_size": 8}
 BOUND = 5e-6
-"""Of a log-probability, as transformers with PEFT and the trainer see it: some units of fp32's last place at the size
-of logits."""
+"""Largest error of a log-probability, as transformers with PEFT and the trainer see it: some units of fp32's last place
+at the size of logits."""
 
 
 @pytest.fixture(scope="module")

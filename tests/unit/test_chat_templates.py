@@ -167,7 +167,7 @@ turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool
 def test_nothing_but_answers_and_their_endings_is_learnt(
     name: str, turns: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    """For any order of roles: each answer in its turn, and no character of anybody else."""
+    """Whatever the order of roles, each answer in its turn, and no character of anybody else."""
     file = tmp_path / "template.jinja"
     file.write_text(UNKNOWN[name], encoding="utf-8")
     tokenizer = named(str(file))

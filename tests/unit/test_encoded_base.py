@@ -162,7 +162,8 @@ BITS = {
     "fp8": 8 + 32 / 1024,
     "fp8_row": 8 + 32 / 1024,
 }
-"""Of a number in a row of 1024: codes, a scale of 8 bits for 64 of them and 13 bytes a row; or one fp32 scale a row."""
+"""Bits of a number in a row of 1024: codes, a scale of 8 bits for 64 of them and 13 bytes a row; or one fp32 scale a
+row."""
 
 
 @pytest.mark.parametrize("base", NAMES)

@@ -33,7 +33,7 @@ needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 LENGTHS = (3, 5, 1, 4)
 """Target tokens of the answers of two pairs, which lie in two rows."""
 ROWS = (((2, 3), (1, 5)), ((4, 1), (2, 4)))
-"""Of each row, of each answer: tokens of the question, tokens of the answer."""
+"""Rows of answers: tokens of the question, tokens of the answer."""
 WIDTH = 14
 
 

@@ -35,8 +35,8 @@ from tests.sweeps import sampled
 
 CPU = torch.device("cpu")
 EXACT = 0.001
-"""Of the peak. What is left out are a few numbers a micro-batch. A tensor forgotten is more: half of SwiGLU's gradient
-is 2% to 6% of these models' peaks."""
+"""Largest relative error of the peak. What is left out are a few numbers a micro-batch. A tensor forgotten is more:
+half of SwiGLU's gradient is 2% to 6% of these models' peaks."""
 ROUGH = 0.03
 """Where formulas are left that approximate: of weights that come and go, where the two largest neighbours are not
 layers, and of the actions of a split backward, which hold what their micro-batches leave for different times."""

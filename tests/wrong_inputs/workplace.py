@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from engine.telemetry.errors import EXIT_USER_ERROR, run_command
 
 SECONDS = 5.0
-"""Of processor time, at most, until something that can be known at once is refused; imports are not counted."""
+"""Processor time, at most, until something that can be known at once is refused; imports are not counted."""
 
 VOCABULARY = 48
 CONFIG: dict[str, Any] = {

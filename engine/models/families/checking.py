@@ -85,7 +85,7 @@ _KINDS: dict[str, Kind] = {
 _ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta", "partial_rotary_factor")
 _NULLABLE_ROPE_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _SECOND_SCALES = ("mscale", "mscale_all_dim")
-"""Of YaRN; 0 is none."""
+"""YaRN's keys where 0 means none."""
 _NEVER_NULL = (
     "rms_norm_eps", "query_pre_attn_scalar", "logits_scaling", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",

@@ -101,7 +101,7 @@ class StepReporter:
         self._observation, self._guards, self._forecast = observation, guards, forecast
         self._stuck = StuckLoss(training.objective.loss_at_chance)
         self._rounding = [part.saved for part in training.parts]
-        """Of which it is not known yet what rounding did; the first step shows it."""
+        """Parts whose rounding is not known yet; the first step shows it."""
         self._unread: _Unread | None = None
         self._since = clock.now()
         self._rows, self._step_tokens = 0, 0

@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.training.rollouts.sampler import Sampled
 
 FILE = "rollouts.safetensors"
-"""Of a buffer, in the folder of a checkpoint."""
+"""Name of a buffer's file in the folder of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,7 @@ class RolloutSource:
         self._first_consumed = 0
         """The data cursor before the first step of the buffer."""
         self._generation, self._prompts_answered = 0, 0
-        """Of the next buffer: its number, and the prompts that earlier ones have taken."""
+        """The number of the next buffer, and the prompts that earlier ones have taken."""
         self.num_micro_batches, self.stalled = loader.num_micro_batches, 0.0
         self.work_seconds: dict[str, float] = {ROLLOUT: 0.0, REWARD: 0.0}
 

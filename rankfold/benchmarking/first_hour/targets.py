@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 STEP_SHARE = 0.75
-"""Of the speed of the square product, for the model's own operations."""
+"""Share of the speed of the square product, for the model's own operations."""
 LORA_TAX = 1.05
 GRAPH_SPEEDUP, GRAPH_TOKENS = 1.5, 512
 """Over the step without graphs, in rows of so many tokens."""

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.errors import UserError
-from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
+from engine.models.vision.resampled_tower import ResampledTower, ResampledTowerConfig
+from engine.models.vision.resampler import Positions, ResamplerConfig
 from engine.models.vision.sizes import ENCODER_SIZES, Grid, Grids, counts_from_hf, heads_fit, square_side
-from engine.models.vision.tiles import encoder_flops, positions_of, run_by_length, sent
+from engine.models.vision.tiles import encoder_flops, positions_of, sent
 
 CHECKPOINT_PREFIX = ""
 """What precedes the parameters' names in a checkpoint."""
@@ -55,8 +56,8 @@ _PLACES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MiniCPMV26VisionConfig:
-    """Sizes of tower and resampler.
+class MiniCPMV26VisionConfig(ResampledTowerConfig):
+    """Sizes of tower and resampler; `side` is that of a square slice.
 
     Args:
         width, mlp_width, num_heads: of a layer.
@@ -64,7 +65,6 @@ class MiniCPMV26VisionConfig:
         patch: pixels on a side of a patch.
         table_side: positions on a side of the stored table.
         places: where patches find their positions.
-        slice_side: patches on a side of a square slice.
     """
 
     width: int
@@ -74,8 +74,6 @@ class MiniCPMV26VisionConfig:
     patch: int
     table_side: int
     places: PatchPlaces
-    slice_side: int
-    resampler: ResamplerConfig
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> MiniCPMV26VisionConfig:
@@ -113,7 +111,7 @@ class MiniCPMV26VisionConfig:
             patch=sizes["patch_size"],
             table_side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
             places=_PLACES[kind],
-            slice_side=_slice_side(hf, sizes["patch_size"]),
+            side=_slice_side(hf, sizes["patch_size"]),
             resampler=ResamplerConfig.from_hf(hf, "query_num", tower_width=width, positions=Positions.KEYS),
         )
 
@@ -122,23 +120,9 @@ class MiniCPMV26VisionConfig:
         return MiniCPMV26Vision(self)
 
     @property
-    def rows_per_tile(self) -> int:
-        """Feature rows of one tile."""
-        return self.resampler.num_queries
-
-    @property
     def patch_features(self) -> int:
         """Numbers of a patch."""
         return 3 * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a slice, which most tiles are."""
-        return self.slice_side, self.slice_side
-
-    def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a tile."""
-        return self.rows_per_tile
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""
@@ -219,23 +203,8 @@ class _Tower(nn.Module):
         return self.post_layernorm(self.encoder(inputs_embeds=x, attention_mask=None).last_hidden_state)
 
 
-class MiniCPMV26Vision(nn.Module):
-    """Tower and resampler. Tiles may have any size; the original pads them and masks the padding."""
+class MiniCPMV26Vision(ResampledTower):
+    """The vision model. The original pads tiles and masks the padding."""
 
     def __init__(self, config: MiniCPMV26VisionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.vpm = _Tower(config)
-        self.resampler = Resampler(config.resampler)
-
-    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all tiles: [tiles * queries, decoder's width].
-
-        Args:
-            patches_PF: tile after tile, each row by row, flattened as (channel, y, x), normalised.
-            grids: rows and columns of each tile.
-        """
-        return run_by_length(patches_PF, grids, self._features, self.config.resampler.width)
-
-    def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
-        return self.resampler(self.vpm(patches_NLF, grids), grids)
+        super().__init__(config, _Tower(config))

@@ -6,28 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, square_side
-from engine.models.vision.tiles import run_by_length
-from engine.models.vision.timm_vit import EVA02_ENORMOUS_PLUS_224, TimmViT, TimmViTConfig, timm_vit_from_hf
+from engine.models.vision.resampled_tower import ResampledTimm, ResampledTimmConfig
+from engine.models.vision.resampler import Positions, ResamplerConfig
+from engine.models.vision.sizes import Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.timm_vit import EVA02_ENORMOUS_PLUS_224, timm_vit_from_hf
 
 CHECKPOINT_PREFIX = "model."
 """What precedes the parameters' names in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OmniLMMVisionConfig:
-    """Sizes of tower and resampler.
-
-    Args:
-        side: patches on a side of a picture as the processor makes it; other squares are computed too.
-    """
-
-    tower: TimmViTConfig
-    resampler: ResamplerConfig
-    side: int
+class OmniLMMVisionConfig(ResampledTimmConfig):
+    """Sizes of tower and resampler; `side` is that of a picture as the processor makes it."""
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> OmniLMMVisionConfig:
@@ -49,49 +41,18 @@ class OmniLMMVisionConfig:
         """Returns the module."""
         return OmniLMMVision(self)
 
-    @property
-    def rows_per_tile(self) -> int:
-        """Feature rows of one picture."""
-        return self.resampler.num_queries
 
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.tower.patch**2
+class OmniLMMVision(ResampledTimm):
+    """The vision model, for square pictures."""
 
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture."""
-        return self.side, self.side
-
-    def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a tile."""
-        return self.rows_per_tile
-
-    def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
-        return self.tower.flops(grids) + self.resampler.flops(grids)
-
-
-class OmniLMMVision(nn.Module):
-    """Tower and resampler for square pictures."""
-
-    def __init__(self, config: OmniLMMVisionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.vision_tower = TimmViT(config.tower)
-        self.resampler = Resampler(config.resampler)
+    tower_name = "vision_tower"
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all pictures: [pictures * queries, decoder's width].
+        """Returns what `ResampledTower.forward` does, of pictures that are square.
 
-        Args:
-            patches_PF: picture after picture, each row by row, flattened as (channel, y, x), normalised.
-            grids: rows and columns of each picture, which are equal.
+        Raises:
+            ValueError: one is not.
         """
         for grid in grids:
             check_grids((grid,), grid[0])
-        return run_by_length(patches_PF, grids, self._features, self.config.resampler.width)
-
-    def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
-        return self.resampler(self.vision_tower(patches_NLF, grids), grids)
+        return super().forward(patches_PF, grids)

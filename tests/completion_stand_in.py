@@ -1,7 +1,7 @@
 """A small server that speaks as vLLM's or SGLang's does, on a port of this machine.
 
 It computes with transformers and PEFT alone, from the folders that it is told of: so what it samples, and says of it,
-shows that an adapter was written as others read it.
+shows that an adapter was written as others read it. What it refuses, and in which words, is as vLLM 0.32 answered.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 Reply = tuple[int, Any]
+CONTEXT, MOST_LOGPROBS = 64, 20
+"""Tokens of a prompt with its completion, and log-probabilities that vLLM gives for a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class StandIn:
         listed: changes to the model's entry in the list of models.
         tokens: what /tokenize answers; None tokenizes.
         takes_adapters: whether the paths of adapters are there.
+        max_rank: of an adapter.
     """
 
     model: Path
@@ -57,6 +60,7 @@ class StandIn:
     listed: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] | None = None
     takes_adapters: bool = True
+    max_rank: int = 64
     calls: list[Called] = field(default_factory=list)
     adapters: dict[str, str] = field(default_factory=dict)
     mangle: Callable[[dict[str, Any]], None] | None = None
@@ -130,7 +134,7 @@ class StandIn:
             tokens = self.tokens or self._tokenizer.encode(
                 body["prompt"], add_special_tokens=body["add_special_tokens"]
             )
-            return 200, {"tokens": tokens, "count": len(tokens), "max_model_len": 64}
+            return 200, {"tokens": tokens, "count": len(tokens), "max_model_len": CONTEXT}
         if path.endswith("load_lora_adapter"):
             return self._change(path, body)
         if path == {"vllm": "/v1/completions", "sglang": "/generate"}[self.kind]:
@@ -139,7 +143,7 @@ class StandIn:
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
         card = {"id": name, "object": "model", "owned_by": self.kind, "root": root, "parent": parent}
-        return card | {"max_model_len": 64} | self.listed if parent is None else card
+        return card | {"max_model_len": CONTEXT} | self.listed if parent is None else card
 
     def _change(self, path: str, body: dict[str, Any]) -> Reply:
         name, prefix = body["lora_name"], "/v1" if self.kind == "vllm" else ""
@@ -149,25 +153,38 @@ class StandIn:
             if self.kind == "vllm":
                 return 404, {"detail": "Not Found"}
             return 400, {"success": False, "error_message": "LoRA is not enabled. Please set `--enable-lora`."}
-        problem = None
         with self._lock:
-            if "unload" in path:
-                if self.adapters.pop(name, None) is None:
-                    problem = f"The lora adapter '{name}' cannot be found."
-                self._models.pop(name, None)
-            elif name in self.adapters:
-                problem = f"The lora adapter '{name}' has already been loaded."
-            elif not Path(body["lora_path"], "adapter_config.json").is_file():
-                problem = f"Loading lora {name} failed: No adapter found for {body['lora_path']}"
-            else:
-                self.adapters[name] = body["lora_path"]
-                self._models[name] = self._opened(body["lora_path"])
+            status, problem = self._changed(name, "unload" in path, body)
         if self.kind == "sglang":
             return (200 if problem is None else 400), {"success": problem is None, "error_message": problem}
         if problem is None:
-            return 200, f"Success: LoRA adapter '{name}' done."
-        status = 404 if "cannot be found" in problem else 400
-        return status, {"error": {"message": problem, "type": "NotFoundError", "code": status}}
+            return 200, f"Success: LoRA adapter '{name}' done."  # no JSON
+        kind = {400: "InvalidUserInput", 404: "NotFoundError", 500: "InternalServerError"}[status]
+        return _error(status, kind, problem)
+
+    def _changed(self, name: str, gives_up: bool, body: dict[str, Any]) -> tuple[int, str | None]:
+        """Loads an adapter or gives it up; returns vLLM's status and words where it does not."""
+        if gives_up:
+            self._models.pop(name, None)
+            if self.adapters.pop(name, None) is None:
+                return 404, f"The lora adapter '{name}' cannot be found."
+            return 200, None
+        if name in self.adapters:
+            # vLLM alone loads in place, and adds how
+            return 400, f"The lora adapter '{name}' has already been loaded."
+        config = Path(body["lora_path"], "adapter_config.json")
+        if not config.is_file():
+            return 404, f"Loading lora {name} failed: No adapter found for <path>"
+        rank = json.loads(config.read_text(encoding="utf-8"))["r"]
+        if rank > self.max_rank:
+            words = f"LoRA rank {rank} is greater than max_lora_rank {self.max_rank}."
+            return 500, (
+                f"Call to add_lora method failed: Worker failed with error '{words}', please check the stack trace "
+                "above for the root cause"
+            )
+        self.adapters[name] = body["lora_path"]
+        self._models[name] = self._opened(body["lora_path"])
+        return 200, None
 
     def _opened(self, folder: str) -> Any:
         from copy import deepcopy
@@ -180,48 +197,87 @@ class StandIn:
             return body.get("lora_path") if "input_ids" in body else None
         return body["model"] if "prompt" in body and body.get("model") not in (None, "base") else None
 
+    def _problem(self, body: dict[str, Any]) -> str | None:
+        """What vLLM has against a call."""
+        temperature, wanted = body["temperature"], body.get("logprobs") or 0
+        if not 0 <= temperature <= 2:
+            return f"temperature must be in [0, 2], got {temperature}. (parameter=temperature, value={temperature})"
+        if wanted > MOST_LOGPROBS:
+            return f"Requested sample logprobs of {wanted}, which is greater than max allowed: {MOST_LOGPROBS}"
+        if len(body["prompt"]) >= CONTEXT:
+            return f"This model's maximum context length is {CONTEXT} tokens."
+        size = self._base.config.vocab_size
+        foreign = [one for one in body["prompt"] if one >= size]
+        if foreign:
+            return f"Token id {foreign[0]} is out of vocabulary"
+        foreign = [one for one in body.get("stop_token_ids", ()) if one >= size]
+        return f"token_id(s) {foreign} in stop_token_ids contain out-of-vocab token ids." if foreign else None
+
     def _complete(self, body: dict[str, Any]) -> Reply:
         time.sleep(self.seconds)
         name = self.adapter_of(body)
+        if self.kind == "vllm" and (problem := self._problem(body)) is not None:
+            return _error(400, "BadRequestError", problem)
         with self._lock:
             if name is not None and name not in self._models:
-                return 404, {"error": {"message": f"The model `{name}` does not exist.", "code": 404}}
+                return _error(404, "NotFoundError", f"The model `{name}` does not exist. Valid aliases: base.")
             model = self._base if name is None else self._models[name]
             if self.kind == "vllm":
                 options, ids, longest, seed = body, body["prompt"], body["max_tokens"], body.get("seed")
             else:
                 options, ids = body["sampling_params"], body["input_ids"]
                 longest, seed = options["max_new_tokens"], options.get("sampling_seed")
-            ends = {self._tokenizer.eos_token_id, *options.get("stop_token_ids", ())}
+            ends = set(options.get("stop_token_ids", ()))
+            if not options.get("ignore_eos"):
+                ends.add(self._tokenizer.eos_token_id)
             given = None if self.script is None or name is None else self.script[seed]
-            tokens, logps, top = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
+            longest = min(longest, CONTEXT - len(ids))
+            tokens, logps, rows = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
         answer: dict[str, Any]
         if self.kind == "vllm":
-            logprobs = {"token_logprobs": logps, "tokens": [], "top_logprobs": [{"x": one} for one in top]}
-            choice = {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": "length"}
-            if body.get("return_token_ids"):
-                choice["token_ids"] = tokens
-            answer = {"object": "text_completion", "model": name, "choices": [choice]}
+            choice = {"index": 0, "text": "", "logprobs": self._told(tokens, logps, rows, body), "stop_reason": None}
+            choice |= {"finish_reason": "stop" if tokens[-1] in ends else "length"}
+            choice |= {"token_ids": tokens if body.get("return_token_ids") else None}
+            answer = {"id": "cmpl-1", "object": "text_completion", "model": name or "base", "choices": [choice]}
         else:
             facts: dict[str, Any] = {
                 "output_token_logprobs": [[p, t, None] for p, t in zip(logps, tokens, strict=True)]
             }
-            if body.get("top_logprobs_num"):
-                facts["output_top_logprobs"] = [[[one, 0, None]] for one in top]
+            if wanted := body.get("top_logprobs_num"):
+                facts["output_top_logprobs"] = [
+                    [[float(row[token]), int(token), None] for token in row.argsort(descending=True)[:wanted]]
+                    for row in rows
+                ]
             answer = {"text": "", "output_ids": tokens, "meta_info": facts}
         if self.mangle is not None and name is not None:
             self.mangle(answer)
         return 200, answer
 
+    def _told(self, tokens: list[int], logps: list[float], rows: list[Tensor], body: dict[str, Any]) -> dict[str, Any]:
+        """The log-probabilities of a choice: of each token, and of the likeliest by their texts."""
+
+        def text(token: int) -> str:
+            if body.get("return_tokens_as_token_ids"):
+                return f"token_id:{token}"
+            return str(self._tokenizer.decode([token]))
+
+        top = []
+        for token, row in zip(tokens, rows, strict=True):
+            shown = [token, *row.argsort(descending=True)[: body["logprobs"]].tolist()]
+            top.append({text(one): float(row[one]) for one in shown})
+        offsets = list(range(len(tokens)))
+        names = [text(one) for one in tokens]
+        return {"text_offset": offsets, "token_logprobs": logps, "tokens": names, "top_logprobs": top}
+
     @torch.no_grad()
     def _sampled(
         self, model: Any, ids: list[int], longest: int, seed: int | None, temperature: float, ends: set[int],
         given: Sequence[int] | None,
-    ) -> tuple[list[int], list[float], list[float]]:  # fmt: skip
-        """Tokens, the log-probability of each, and that of the likeliest in its place."""
+    ) -> tuple[list[int], list[float], list[Tensor]]:  # fmt: skip
+        """Tokens, the log-probability of each, and those of all in its place."""
         noise = np.random.default_rng(seed)
         tokens: list[int] = []
-        logps, top = [], []
+        logps, rows = [], []
         known: Tensor | None = None
         if given is not None:
             known = model(torch.tensor([[*ids, *given]])).logits[0, len(ids) - 1 :]
@@ -233,7 +289,12 @@ class StandIn:
             token = min(drawn, len(hot) - 1) if given is None else given[place]
             tokens.append(token)
             logps.append(float(said[token]))
-            top.append(float(said.max()))
+            rows.append(said)
             if given is None and token in ends:
                 break
-        return tokens, logps, top
+        return tokens, logps, rows
+
+
+def _error(status: int, kind: str, message: str) -> Reply:
+    """An answer of vLLM's that is none."""
+    return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -7,7 +7,7 @@ both servers take what is left out from the model's generation_config.json or fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -85,6 +85,14 @@ class Dialect(Protocol):
         """
         ...
 
+    def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
+        """Returns the same call without adapter.
+
+        Args:
+            model: the name of the base.
+        """
+        ...
+
     def completion(self, answer: Any) -> Answer:
         """Reads the answer to `sample`.
 
@@ -94,14 +102,14 @@ class Dialect(Protocol):
         ...
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
-        """Returns a call that gives the log-probability of the likeliest token behind a prompt, without adapter."""
+        """Returns a call for the log-probabilities of the `LIKELIEST` tokens behind a prompt, without adapter."""
         ...
 
-    def likeliest(self, answer: Any) -> float:
-        """Reads the answer to `look`.
+    def likeliest(self, answer: Any) -> list[float]:
+        """Reads the answer to `look`: the largest first.
 
         Raises:
-            UserError: it has no such number.
+            UserError: it has not that many numbers.
         """
         ...
 
@@ -124,7 +132,10 @@ class Vllm:
     name, owner = "vLLM", "vllm"
     logps_are_cut = True
     how_to_scale = "start it with --logprobs-mode processed_logprobs"
-    how_to_load = "start it with --enable-lora, and with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+    how_to_load = (
+        "start it with --enable-lora, a --max-lora-rank of lora.rank or more, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+        "in its environment"
+    )
 
     def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
         return Call(
@@ -146,6 +157,9 @@ class Vllm:
             },
         )
 
+    def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
+        return self.sample(model, question, settings)
+
     def completion(self, answer: Any) -> Answer:
         choice = _first(answer, "choices")
         tokens = choice.get("token_ids")
@@ -159,17 +173,14 @@ class Vllm:
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         settings = {"temperature": temperature, "top_k": 0, "top_p": 1.0, **_NEUTRAL}
-        return Call(
-            "/v1/completions", {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, **settings, "logprobs": 1}
-        )
+        # two tokens may have the same text
+        settings |= {"logprobs": LIKELIEST, "return_tokens_as_token_ids": True}
+        return Call("/v1/completions", {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, **settings})
 
-    def likeliest(self, answer: Any) -> float:
+    def likeliest(self, answer: Any) -> list[float]:
         given = _first(answer, "choices").get("logprobs")
-        found = _first(given, "top_logprobs")
-        values = [value for value in found.values() if isinstance(value, int | float)]
-        if not values:
-            raise UserError("the answer has no top_logprobs: see that nothing between here and the server drops them")
-        return float(max(values))
+        # the sampled token is among them, wherever it ranks
+        return _largest(_first(given, "top_logprobs").values(), "top_logprobs")
 
     def load(self, adapter: str, folder: str) -> Call:
         return Call("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
@@ -191,6 +202,10 @@ class Sglang:
     how_to_load = "start it with --enable-lora, --max-lora-rank and --lora-target-modules"
 
     def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        path, body = self.sample_base("", question, settings)
+        return Call(path, {**body, "lora_path": adapter})
+
+    def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
         sampling = {
             "max_new_tokens": settings.max_tokens,
             "n": 1,
@@ -203,7 +218,7 @@ class Sglang:
             "stop_token_ids": list(settings.ends),
         }
         body = {"input_ids": list(question.ids), "sampling_params": sampling, "return_logprob": True}
-        return Call("/generate", {**body, "lora_path": adapter})
+        return Call("/generate", body)
 
     def completion(self, answer: Any) -> Answer:
         tokens = answer.get("output_ids") if isinstance(answer, dict) else None
@@ -216,13 +231,12 @@ class Sglang:
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         sampling = {"max_new_tokens": 1, "n": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True}
-        return Call("/generate", {**body, "top_logprobs_num": 1})
+        return Call("/generate", {**body, "top_logprobs_num": LIKELIEST})
 
-    def likeliest(self, answer: Any) -> float:
+    def likeliest(self, answer: Any) -> list[float]:
         (first, *_) = self._entries(answer, "output_top_logprobs") or [None]
-        if not isinstance(first, list) or not first or not isinstance(first[0], list):
-            raise UserError("the answer has no output_top_logprobs: use a later SGLang")
-        return float(first[0][0])
+        found = [one[0] for one in first if isinstance(one, list) and one] if isinstance(first, list) else []
+        return _largest(found, "output_top_logprobs")
 
     def load(self, adapter: str, folder: str) -> Call:
         return Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
@@ -245,6 +259,8 @@ class Sglang:
         return found if isinstance(found, list) else None
 
 
+LIKELIEST = 5
+"""Tokens whose log-probabilities are looked at; servers give these unless they were started with a lower limit."""
 _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
@@ -254,6 +270,17 @@ def _first(answer: Any, name: str) -> dict[str, Any]:
     if not isinstance(found, list) or not found or not isinstance(found[0], dict):
         raise UserError(f"the answer has no {name}: see that rollout.server_kind is right")
     return found[0]
+
+
+def _largest(found: Iterable[object], name: str) -> list[float]:
+    """Returns the largest log-probabilities of an answer's."""
+    values = [float(value) for value in found if isinstance(value, int | float)]
+    if len(values) < LIKELIEST:
+        raise UserError(
+            f"the answer has {len(values)} {name}, and {LIKELIEST} were asked for: let the server give that many "
+            "(--max-logprobs), and see that nothing between here and the server drops them"
+        )
+    return sorted(values, reverse=True)[:LIKELIEST]
 
 
 def dialect_of(kind: ServerKind) -> Dialect:

@@ -9,22 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from http import HTTPStatus
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.completion_server.dialects import Answer, Call, Question, SamplingSettings, dialect_of
 from engine.completion_server.http import CallRefused, HttpServer
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
 
-_HOT, _SAME = 10.0, 0.02
-"""A temperature at which the likeliest token is much less likely than at 1, and how far two of its log-probabilities
-may lie apart that are the same but for rounding."""
+_HOT = 2.0
+"""The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
+_HALVED = 0.75
+"""Of a distance; where it has become less, it was halved, and otherwise is the same, but for rounding."""
 _NOBODY = "rankfold-looks"
 """An adapter that no server has."""
 _ROUNDING = 1e-3
 """By how much a log-probability may lie above 0."""
+
+
+class Shown(NamedTuple):
+    """What of a run a server is looked at with.
+
+    Args:
+        length: of prompt and completion together.
+        text, tokens: a text, and what it is made of.
+        prompt: tokens of a prompt.
+    """
+
+    length: int
+    text: str
+    tokens: Sequence[int]
+    prompt: Sequence[int]
 
 
 class Asked:
@@ -71,13 +88,12 @@ class CompletionServer:
 
     # looking
 
-    def check(self, *, length: int, text: str, tokens: Sequence[int], prompt: Sequence[int]) -> list[str]:
+    def check(self, shown: Shown, settings: SamplingSettings) -> list[str]:
         """Looks whether the server can take part in a run.
 
         Args:
-            length: of prompt and completion together.
-            text, tokens: a text, and what it is made of.
-            prompt: tokens of a prompt.
+            shown: of the run.
+            settings: how it samples.
 
         Returns:
             Notes on what could not be looked at.
@@ -85,9 +101,10 @@ class CompletionServer:
         Raises:
             UserError: it cannot.
         """
-        self._require_model(length)
-        notes = self._compare_tokens(text, tokens)
-        self._require_scale(prompt)
+        self._require_model(shown.length)
+        notes = self._compare_tokens(shown.text, shown.tokens)
+        self._sample_one(Question(tuple(shown.prompt), 0), settings)
+        self._require_scale(shown.prompt)
         self._require_adapters()
         return notes
 
@@ -151,16 +168,25 @@ class CompletionServer:
             )
         return []
 
+    def _sample_one(self, question: Question, settings: SamplingSettings) -> None:
+        """Refuses a server that does not sample as the run asks it to, which shows before any adapter is there."""
+        try:
+            one = replace(settings, max_tokens=1)
+            self._completion(self._dialect.sample_base(self.model, question, one), one)
+        except CallRefused as refusal:
+            raise UserError(f"{refusal}: change the option that it names, or serve the model of model.path.") from None
+
     def _require_scale(self, prompt: Sequence[int]) -> None:
         """Refuses log-probabilities of another distribution than that whose ratios training takes."""
         options, dialect, url = self._options, self._dialect, self._http.url
-        cold, hot = (
+        looked = [
             dialect.likeliest(self._answer(dialect.look(self.model, prompt, temperature)))
             for temperature in (1.0, _HOT)
-        )
-        if max(cold, hot) > 0:
-            raise UserError(f"{url} gives {max(cold, hot):.3g} for a log-probability: {dialect.how_to_scale}.")
-        scaled = abs(hot - cold) > _SAME
+        ]
+        if (largest := max(map(max, looked))) > 0:
+            raise UserError(f"{url} gives {largest:.3g} for a log-probability: {dialect.how_to_scale}.")
+        cold, hot = (max(one) - min(one) for one in looked)
+        scaled = hot < _HALVED * cold
         if options.temperature != 1 and not scaled:
             raise UserError(
                 f"rollout.temperature is {options.temperature:g}, and {url} gives log-probabilities of temperature 1: "
@@ -242,22 +268,24 @@ class CompletionServer:
             questions: of them.
             settings: how they are sampled.
         """
-        return Asked([self._pool.submit(self._completion, adapter, one, settings) for one in questions])
+        return Asked([self._pool.submit(self._sampled, adapter, one, settings) for one in questions])
 
     def close(self) -> None:
         """Ends what is under way."""
         self._http.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _completion(self, adapter: str, question: Question, settings: SamplingSettings) -> Answer:
-        call = self._dialect.sample(adapter, question, settings)
+    def _sampled(self, adapter: str, question: Question, settings: SamplingSettings) -> Answer:
         try:
-            answer = self._post(call)
+            return self._completion(self._dialect.sample(adapter, question, settings), settings)
         except CallRefused as refusal:
             advice = "see its log"
             if refusal.status == HTTPStatus.NOT_FOUND:
                 advice = "where the server was started again, start the run again, which loads its adapter"
             raise UserError(f"{refusal}: {advice}.") from None
+
+    def _completion(self, call: Call, settings: SamplingSettings) -> Answer:
+        answer = self._post(call)
         try:
             found = self._dialect.completion(answer)
             self._check(found, settings)

@@ -155,7 +155,7 @@ def _prompt_loader(
         )
     check_rewards(config, launch, prompts.columns)
     if rollout.server is not None:
-        check_server(config, launch, tokenizer, prompts, vocabulary=decoder.vocab_size, say=log.info)
+        check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
     loader = PromptLoader(
         prompts,
         num_generations=rollout.num_generations,

@@ -7,14 +7,16 @@ import importlib.util
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.completion_server.dialects import Question, SamplingSettings, Sglang, Vllm, dialect_of
 from engine.completion_server.http import CallRefused, HttpServer
-from engine.completion_server.server import CompletionServer
+from engine.completion_server.server import CompletionServer, Shown
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
 from tests.completion_stand_in import Reply, StandIn
@@ -65,9 +67,10 @@ def sampled(stand_in: StandIn, place: Path, count: int = 4, **options: Any) -> l
 
 
 def checked(stand_in: StandIn, **options: Any) -> list[str]:
-    server = opened(stand_in, **options)
+    settings = replace(SETTINGS, **{name: value for name, value in options.items() if name in ("temperature", "ends")})
+    server = opened(stand_in, **{name: value for name, value in options.items() if name != "ends"})
     try:
-        return server.check(length=32, text=TEXT, tokens=PROMPT, prompt=PROMPT)
+        return server.check(Shown(32, TEXT, PROMPT, PROMPT), settings)
     finally:
         server.close()
 
@@ -145,6 +148,37 @@ def test_what_top_p_leaves_is_no_distribution_of_the_trainers(stand_in: StandIn)
         checked(stand_in, top_p=0.9)
     stand_in.scaled = False
     assert checked(stand_in, top_p=0.9) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": 2.5}, r"status 400: temperature must be in \[0, 2\], got 2.5.*: change the option that it"),
+        ({"ends": (0, 99)}, r"status 400: token_id\(s\) \[99\] in stop_token_ids .*, or serve the model of model.path"),
+    ],
+)
+def test_what_a_run_asks_for_is_tried_first(options: dict[str, Any], words: str, stand_in: StandIn) -> None:
+    """vLLM takes no temperature above 2, and no tokens from outside the vocabulary."""
+    if stand_in.kind == "sglang":
+        assert checked(stand_in, **options) == []
+        return
+    with pytest.raises(UserError, match=words):
+        checked(stand_in, **options)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("sharpness", [0.02, 3000.0])
+def test_the_scale_is_seen_in_sure_and_unsure_models(sharpness: float, scaled: bool, stand_in: StandIn) -> None:
+    """The likeliest token's own log-probability is nearly the same at twice the temperature where all tokens are alike,
+    and where one has all the probability."""
+    with torch.no_grad():
+        stand_in._base.lm_head.weight *= sharpness
+    stand_in.scaled = scaled
+    if scaled:
+        assert checked(stand_in, temperature=0.7) == []
+        return
+    with pytest.raises(UserError, match="gives log-probabilities of temperature 1: start it with"):
+        checked(stand_in, temperature=0.7)
 
 
 def test_the_other_kind_of_server(stand_in: StandIn) -> None:
@@ -270,6 +304,17 @@ def test_an_adapter_that_the_server_does_not_see(stand_in: StandIn, place: Path)
     server.close()
 
 
+def test_an_adapter_of_a_higher_rank(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    stand_in.max_rank = 2
+    server = opened(stand_in)
+    with pytest.raises(
+        UserError, match="LoRA rank 4 is greater than max_lora_rank 2.*; start it with .*--max-lora-rank"
+    ):
+        server.load("a", str(place / "adapter"))
+    server.close()
+
+
 def test_a_server_that_was_started_again(stand_in: StandIn, place: Path) -> None:
     server = opened(stand_in)
     server.load("a", str(place / "adapter"))
@@ -307,6 +352,7 @@ VLLM_FIELDS = {
     "CompletionRequest": {
         "model", "prompt", "max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
         "presence_penalty", "frequency_penalty", "seed", "logprobs", "return_token_ids", "ignore_eos", "stop_token_ids",
+        "return_tokens_as_token_ids",
     },
     "LoadLoRAAdapterRequest": {"lora_name", "lora_path", "load_inplace", "is_3d_lora_weight"},
     "UnloadLoRAAdapterRequest": {"lora_name", "lora_int_id"},

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
+from engine.checkpoint.model_folder import ModelFolder
 from engine.completion_server.dialects import Answer, Question, SamplingSettings
-from engine.completion_server.server import Asked, CompletionServer
+from engine.completion_server.server import Asked, CompletionServer, Shown
+from engine.config.rollout import RolloutOptions
 from engine.config.run import RunConfig
 from engine.data.prompts import Prompt, PromptSet
 from engine.data.tokenizer import Tokenizer
@@ -32,6 +34,7 @@ from engine.files.refusals import reading, writing
 from engine.files.staging import partial_folder
 from engine.runtime.launch import Launch
 from engine.training.build import Training
+from engine.training.rollouts.ends import completion_ends
 from engine.training.rollouts.sampler import Sampled
 from engine.training.rollouts.scorer import beat_seconds
 from engine.training.rollouts.served_adapter import FILES, gather_trained, write_adapter
@@ -94,13 +97,13 @@ def check_server(
     tokenizer: Tokenizer,
     prompts: PromptSet,
     *,
-    vocabulary: int,
+    model: ModelFolder,
     say: Callable[[str], None],
 ) -> None:
     """Looks on rank 0 whether the server can take part in the run. Collective.
 
     Args:
-        vocabulary: entries of the model's.
+        model: that is trained.
         say: gets notes.
 
     Raises:
@@ -108,11 +111,12 @@ def check_server(
     """
     problem: str | None = None
     if launch.rank == 0:
-        server = CompletionServer(config.rollout, vocabulary=vocabulary)
+        server = CompletionServer(config.rollout, vocabulary=model.decoder.vocab_size)
         try:
+            settings = sampling_settings(config.rollout, completion_ends(model.path, tokenizer))
             text = " ".join(tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED])
-            length, prompt = config.data.seq_length, prompts.prompts[0].ids
-            for note in server.check(length=length, text=text, tokens=tokenizer.encode(text), prompt=prompt):
+            shown = Shown(config.data.seq_length, text, tokenizer.encode(text), prompts.prompts[0].ids)
+            for note in server.check(shown, settings):
                 say(f"note: {note}")
         except UserError as error:
             problem = str(error)
@@ -120,6 +124,21 @@ def check_server(
             server.close()
     if (told := broadcast_object(problem)) is not None:
         raise UserError(str(told))
+
+
+def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
+    """Returns how tokens are sampled.
+
+    Args:
+        ends: tokens that end a completion.
+    """
+    return SamplingSettings(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=rollout.max_completion_length,
+        ends=tuple(sorted(ends)),
+    )
 
 
 def completion_seed(seed: int, generation: int, place: int) -> int:
@@ -148,13 +167,7 @@ class ServedSampler:
     ) -> None:
         rollout = config.rollout
         self._config, self._training, self._ends = config, training, ends
-        self._settings = SamplingSettings(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            max_tokens=rollout.max_completion_length,
-            ends=tuple(sorted(ends)),
-        )
+        self._settings = sampling_settings(rollout, ends)
         self._beat = beat_seconds(config)
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
         run = hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=4).hexdigest()

@@ -34,8 +34,8 @@ from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
-from engine.training.generation import end_tokens
 from engine.training.rollouts.buffer import FILE, Buffer
+from engine.training.rollouts.ends import completion_ends
 from engine.training.rollouts.figures import OVERLONG, step_figures, told
 from engine.training.rollouts.mismatch import mismatch
 from engine.training.rollouts.sampler import Sampled, Sampler
@@ -78,14 +78,7 @@ class RolloutSource:
     ) -> None:
         self._config, self._training, self._loader, self._tokenizer = config, training, loader, tokenizer
         self._metrics, self._say = metrics, say
-        # as TRL has it: what the model's folder names, and the tokenizer's own
-        ends = end_tokens(training.source.model.path, tokenizer.eos_id)
-        ends |= set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-        if not ends:
-            raise UserError(
-                f"no token of {training.source.model.path} ends a completion: name eos_token_id in its "
-                "generation_config.json, or eos_token in its tokenizer_config.json."
-            )
+        ends = completion_ends(training.source.model.path, tokenizer)
         self._sampler: Sampler | None = None
         self._served: ServedSampler | None = None
         if config.rollout.server is None:

@@ -42,6 +42,7 @@ class StandIn:
         kind: "vllm" or "sglang".
         scaled: whether log-probabilities are those at the temperature of sampling.
         script: seed -> the completion to give; None samples.
+        script_of_base: whether it is followed without adapter too.
         fault: what a call answers instead of what it should; None for nothing. It is given the path, the JSON and how
             often that path was called.
         seconds: that each completion takes longer.
@@ -55,6 +56,7 @@ class StandIn:
     kind: str = "vllm"
     scaled: bool = True
     script: dict[int, Sequence[int]] | None = None
+    script_of_base: bool = False
     fault: Callable[[str, dict[str, Any], int], Reply | None] | None = None
     seconds: float = 0.0
     listed: dict[str, Any] = field(default_factory=dict)
@@ -230,7 +232,8 @@ class StandIn:
             ends = set(options.get("stop_token_ids", ()))
             if not options.get("ignore_eos"):
                 ends.add(self._tokenizer.eos_token_id)
-            given = None if self.script is None or name is None else self.script[seed]
+            scripted = self.script is not None and (name is not None or self.script_of_base)
+            given = self.script[seed] if scripted else None
             longest = min(longest, CONTEXT - len(ids))
             tokens, logps, rows = self._sampled(model, ids, longest, seed, options["temperature"], ends, given)
         answer: dict[str, Any]

@@ -29,11 +29,11 @@ pytestmark = [
 
 STEPS = 6
 MOMENTS = {
-    "first load": ("call", 7),
-    "first rollout": ("call", 10),
-    "rollout beside training": ("call", 22),
-    "later load": ("call", 24),
-    "later farewell": ("call", 25),
+    "first load": ("call", 8),
+    "first rollout": ("call", 11),
+    "rollout beside training": ("call", 23),
+    "later load": ("call", 25),
+    "later farewell": ("call", 26),
     "first step": ("step", 1),
     "inside a buffer": ("step", 2),
     "between two buffers": ("step", 3),
@@ -41,7 +41,7 @@ MOMENTS = {
     "save between two buffers": ("save", 2),
     "last save": ("save", STEPS),
 }
-"""The first five calls look at the server, two give up and load an adapter, sixteen sample two batches."""
+"""The first six calls look at the server, two give up and load an adapter, sixteen sample two batches."""
 QUICK = ("later load", "save between two buffers")
 
 

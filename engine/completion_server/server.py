@@ -122,7 +122,12 @@ class CompletionServer:
 
     def _cards(self) -> dict[str, dict[str, Any]]:
         """Returns what the server says of its models and adapters, by name."""
-        listed = self._http.call("/v1/models")
+        try:
+            listed = self._http.call("/v1/models")
+        except CallRefused as refusal:
+            if refusal.status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise
+            raise UserError(f"{refusal}: start the server without an API key, which a run has none of.") from None
         cards = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise UserError(

@@ -304,6 +304,14 @@ def test_an_adapter_that_the_server_does_not_see(stand_in: StandIn, place: Path)
     server.close()
 
 
+def test_a_server_that_asks_for_a_key(stand_in: StandIn) -> None:
+    stand_in.fault = lambda path, body, count: (401, {"error": "Unauthorized"})
+    with pytest.raises(
+        UserError, match="/v1/models with status 401: Unauthorized: start the server without an API key"
+    ):
+        checked(stand_in)
+
+
 def test_an_adapter_of_a_higher_rank(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
     stand_in.max_rank = 2

@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.inference.pages import NOBODY, PAGE, PageTable
 from engine.kernels.records import Documents
+from engine.layers.host_copies import sent
 from engine.models.decoder import DecoderLayer
 from engine.ops.attention.cross import EncodedRows, EncodedSpan, cross_attention
 from engine.ops.kernels import Attention, PagedAttention
@@ -194,7 +195,7 @@ class KeyValues:
         return NextPass(self, positions, fill)
 
     def _on_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return sent(torch.from_numpy(values), self._device)
 
 
 class FirstPass:
@@ -204,7 +205,6 @@ class FirstPass:
         self._cache, self._prompts, self._fill = cache, [*zip(slots, lengths, strict=True)], fill
         ends = np.cumsum(lengths).tolist()
         self._slot_of = {end - length: slot for end, (slot, length) in zip(ends, self._prompts, strict=True)}
-        # before the first layer runs: the host waits for copies to the device
         self._places = {capacity: self._place(table) for capacity, table in cache._tables.items()}
 
     def _place(self, table: PageTable) -> tuple[Tensor | None, Tensor]:

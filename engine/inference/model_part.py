@@ -24,6 +24,7 @@ from engine.distributed.mesh import Axis
 from engine.inference.key_value_cache import KeyValues
 from engine.inference.pictures import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
+from engine.layers.host_copies import sent
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
 
@@ -150,7 +151,7 @@ class InferenceStage:
         lengths = [len(prompt) for prompt in prompts]
         (tokens,) = self._to_device([token for prompt in prompts for token in prompt])
         ids = tokens.split(lengths)
-        positions = coordinates.positions_T.to(self.device)
+        positions = sent(coordinates.positions_T, self.device)
         kept_lengths = lengths
         if fill := -sum(lengths) % self._multiple:
             tokens, positions = (torch.cat((one, one.new_zeros(fill))) for one in (tokens, positions))
@@ -163,7 +164,7 @@ class InferenceStage:
             bidirectional=coordinates.bidirectional,
             grid_positions_3BS=coordinates.grid_positions_3BS,
         )
-        batch = (batch if 0 in self._parts else batch.without_pixels()).to(self.device)
+        batch = (batch if 0 in self._parts else batch.without_pixels()).map(lambda one: sent(one, self.device))
         prompt_of = [number for number, own in enumerate(rows) for _ in own]
         slots = range(first_slot, first_slot + len(prompt_of))
         (lasts,) = self._to_device([end - 1 for end in accumulate(lengths)])
@@ -296,9 +297,8 @@ class InferenceStage:
         return local_part(chosen, self.tp).contiguous()
 
     def _to_device(self, *lists: Sequence[int]) -> Tensor:
-        """Returns int64 [lists, N]. The host waits for such a copy, so all of a pass come before its forward: behind
-        that, what chooses tokens can then be launched at once."""
-        return torch.tensor([list(one) for one in lists], dtype=torch.int64, device=self.device)
+        """Returns int64 [lists, N], without waiting for the device."""
+        return sent(torch.tensor([list(one) for one in lists], dtype=torch.int64), self.device)
 
     def _choose(self, logits: Tensor | None, slots: Tensor, rows: Tensor, positions: Tensor) -> list[int]:
         found = torch.zeros(1 + self._with_logps, len(slots), dtype=torch.float64, device=self.device)
@@ -341,6 +341,6 @@ def _batch(tokens_BS: Tensor, positions_BS: Tensor, lengths: tuple[int, ...]) ->
         positions_BS=positions_BS,
         token_index_BS=torch.zeros_like(tokens_BS),
         loss_weights_BS=torch.zeros(tokens_BS.shape, device=tokens_BS.device),
-        document_offsets=offsets.to(tokens_BS.device),
+        document_offsets=sent(offsets, tokens_BS.device),
         document_lengths=lengths,
     )

@@ -160,3 +160,11 @@ class CudaHostMemory:
 def host_memory(device: torch.device) -> HostMemory:
     """Returns pinned memory with asynchronous copies on a GPU, plain where the device's memory is the host's."""
     return CudaHostMemory(device) if device.type == "cuda" else PlainHostMemory()
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a small tensor on the device, where it may be already; from the host to a GPU through page-locked memory,
+    so that the host does not wait."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -15,9 +15,11 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
+from engine.layers.host_copies import sent
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
 from engine.training.evaluate import group_size, groups
+from engine.training.host_copy import HostCopy
 
 
 def token_logps(
@@ -44,10 +46,11 @@ def token_logps(
             held = (batch.labels_BS != IGNORE_LABEL).flatten().nonzero()[:, 0]
             # slots are rows here: the coordinate of a token is its row and its column
             places = batch.token_index_BS.flatten()[held]
-            found[places.to(device)] = logps_T[held.to(device)].float()
+            found[sent(places, device)] = logps_T[sent(held, device)].float()
     for axis in (mesh.dp_cp, mesh.pp):
         found = all_reduce(found, axis)
-    return _of_tokens(dataset, found.cpu().numpy().reshape(len(dataset), length))
+    # the rows of the steps that follow are made of them on the host
+    return _of_tokens(dataset, HostCopy(found).read().numpy().reshape(len(dataset), length))
 
 
 def _of_tokens(dataset: TokenDataset, of_columns: NDArray[np.float32]) -> NDArray[np.float32]:

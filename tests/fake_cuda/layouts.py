@@ -7,6 +7,28 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from tests.fake_cuda.models import (
+    COGAGENT,
+    COGVLM,
+    COGVLM2,
+    DEEPSEEK,
+    GEMMA,
+    GPT_OSS,
+    INTERNVL,
+    LLAVA,
+    MINICPM_V,
+    MINICPM_V_2_6,
+    MIXTURE,
+    NEXT,
+    OMNILMM,
+    ONEVISION,
+    PICTURES,
+    QWEN,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    SHARED_EXPERT,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -51,98 +73,6 @@ class Case:
         return 5 if "graph" in self.options else 3
 
 
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
-    "vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-}  # fmt: skip
-GEMMA = {
-    "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 32, "sliding_window": 32,
-    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32,
-    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-}  # fmt: skip
-PICTURES = {
-    "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 9,
-    "tie_word_embeddings": True,
-    "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": 2,
-        "sliding_window": 32, "sliding_window_pattern": 2,
-    },
-    "vision_config": {
-        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "patch_size": 2, "image_size": 12,
-    },
-}  # fmt: skip
-"""A layer whose window hides something, and one without; tokens of pictures see their whole picture in both."""
-_TEXT = {
-    "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_hidden_layers": 2,
-}  # fmt: skip
-_TOWER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 2}
-LLAVA = {
-    "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": _TEXT,
-    "vision_config": {"model_type": "clip_vision_model", "image_size": 6, **_TOWER},
-}  # fmt: skip
-ONEVISION = {
-    "model_type": "llava_onevision", "architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": _TEXT,
-    "vision_config": {"model_type": "siglip_vision_model", "image_size": 4, **_TOWER},
-}  # fmt: skip
-NEXT = {
-    "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"], "text_config": _TEXT,
-    "vision_config": {"model_type": "clip_vision_model", "image_size": 4, **_TOWER},
-    "image_grid_pinpoints": [[4, 4], [4, 8], [8, 8]],
-}  # fmt: skip
-INTERNVL = {
-    "model_type": "internvl", "architectures": ["InternVLForConditionalGeneration"], "text_config": _TEXT,
-    "vision_config": {"model_type": "internvl_vision", "image_size": 8, **_TOWER},
-}  # fmt: skip
-_GRID_TOWER = {
-    "hidden_size": 64, "intermediate_size": 96, "depth": 3, "num_heads": 4, "patch_size": 80, "spatial_merge_size": 2,
-    "out_hidden_size": 256,
-}  # fmt: skip
-_BY_GRID = {
-    "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": 4096,
-}  # fmt: skip
-QWEN2_5_VL = {
-    "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "text_config": {
-        "model_type": "qwen2_5_vl_text", **_BY_GRID, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-    },
-    "vision_config": {**_GRID_TOWER, "window_size": 320, "fullatt_block_indexes": [1]},
-}  # fmt: skip
-QWEN3_VL = {
-    "model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"],
-    "text_config": {
-        "model_type": "qwen3_vl_text", **_BY_GRID, "head_dim": 32, "rope_scaling": {"mrope_section": [6, 5, 5]},
-    },
-    "vision_config": {**_GRID_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2]},
-}  # fmt: skip
-"""A picture of 6 x 8 patches is 12 tokens; of Qwen3-VL's features for three layers one crosses to the second stage."""
-MIXTURE = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32, "moe_intermediate_size": 64,
-    "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
-}  # fmt: skip
-SHARED_EXPERT = {
-    "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-}  # fmt: skip
-GPT_OSS = {
-    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "head_dim": 32, "intermediate_size": 64,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32, "attention_bias": True,
-}  # fmt: skip
-DEEPSEEK = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8,
-    "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "q_lora_rank": 64,
-    "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_nextn_predict_layers": 0,
-}  # fmt: skip
-QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
-MIXTURE = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-}  # fmt: skip
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048}
 TIED = {"tie_word_embeddings": True}
 TP2, TP8, PP2, PP4, CP4 = (
@@ -187,11 +117,33 @@ CASES = {
     "internvl, tensor 2": Case(
         model=INTERNVL, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]"
     ),
+    "cogvlm, tensor 2": Case(
+        model=COGVLM, world=8, rank=1, expects=("all_gather",), options=f"{TP2} {PACKED} --trainable [vision]"
+    ),
+    "cogvlm 2, pipeline 2": Case(
+        model=COGVLM2, world=8, rank=7, expects=("transfer",), options=f"{PP2} {PACKED} --trainable [vision]"
+    ),
+    "cogagent, tensor 2": Case(
+        model=COGAGENT, world=8, rank=1, expects=("all_gather",),
+        options=f"{TP2} {PACKED} --trainable [vision,cross_vision]",
+    ),
+    "cogagent, last stage, recomputed": Case(
+        model=COGAGENT, world=8, rank=7, expects=("transfer",),
+        options=f"{PP2} {PACKED} --trainable [cross_vision] --memory.recompute full",
+    ),
+    "minicpm-v 2, tensor 2": Case(
+        model=MINICPM_V, world=8, rank=1, expects=("all_gather",), options=f"{TP2} {PACKED} --trainable [vpm,resampler]"
+    ),
+    "minicpm-v 2.6": Case(model=MINICPM_V_2_6, options=f"{PACKED} --trainable [vpm,resampler]"),
+    "omnilmm, pipeline 2": Case(
+        model=OMNILMM, world=8, rank=0, expects=("transfer",),
+        options=f"{PP2} {PACKED} --trainable [vision_tower,resampler]",
+    ),
     "qwen 2.5 vl, tensor 2": Case(
         model=QWEN2_5_VL, world=8, rank=1, expects=("all_gather",), options=f"{TP2} {PACKED} --trainable [visual]"
     ),
     "qwen 3 vl, first stage": Case(
-        model=QWEN3_VL, world=8, rank=0, quick=True, expects=("transfer",),
+        model=QWEN3_VL, world=8, rank=0, expects=("transfer",),
         options=f"{PP2} {PACKED} --trainable [visual]",
     ),
     "qwen 3 vl, last stage, recomputed": Case(
@@ -200,7 +152,7 @@ CASES = {
     ),
     "qwen 3, tensor 2": Case(model=QWEN, options=TP2, world=8, rank=1),
     "mixture, balanced, tensor 2": Case(
-        model=MIXTURE, options=f"{TP2} {PACKED} --train.router_aux_loss_coef 0.01", world=8, rank=1, quick=True
+        model=MIXTURE, options=f"{TP2} {PACKED} --train.router_aux_loss_coef 0.01", world=8, rank=1
     ),
     # tensor, context and pipeline
     "tensor 8": Case(options=TP8, world=8, rank=3, model={"num_attention_heads": 16}),
@@ -270,19 +222,36 @@ CASES = {
         options=f"{PACKED} --memory.cuda_graph step --memory.recompute full {TP2}", world=8, rank=1, quick=True
     ),
     # mixtures of experts
-    "experts": Case(model=MIXTURE, options=PACKED, quick=True),
+    "experts": Case(model=MIXTURE, options=PACKED),
     "experts, all parameters": Case(model=MIXTURE, options=PACKED, trains_all=True),
     "experts that share factors": Case(model=MIXTURE, options=f"{PACKED} --lora.experts shared_outer"),
-    "experts in nf4": Case(model=MIXTURE, options=f"{PACKED} --model.base_dtype nf4", quick=True),
+    "experts in nf4": Case(model=MIXTURE, options=f"{PACKED} --model.base_dtype nf4"),
     "experts in fp8, tensor 2": Case(
         model=MIXTURE, options=f"{PACKED} --model.base_dtype fp8 {TP2}", world=8, rank=1
     ),
     "experts on 2 ranks": Case(
-        model=MIXTURE, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, quick=True, expects=("all_to_all",)
+        model=MIXTURE, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, expects=("all_to_all",)
+    ),
+    "experts in nf4 on 2 ranks, balanced, tensor 2, measured": Case(
+        model=MIXTURE, world=8, rank=1, quick=True, expects=("all_to_all", "all_gather"),
+        options=f"{PACKED} {TP2} --parallel.expert 2 --model.base_dtype nf4 --train.router_aux_loss_coef 0.01 "
+        "--log.communication true",
     ),
     "experts on 2 ranks, of which one gets no rows": Case(
         model=MIXTURE, options=f"{PACKED} --parallel.expert 2", world=8, rank=1, rows_arrive=False,
         expects=("all_to_all",),
+    ),
+    "experts on 2 ranks, balanced, all parameters": Case(
+        model=MIXTURE, world=8, rank=1, trains_all=True, expects=("all_to_all",),
+        options=f"{PACKED} --parallel.expert 2 --train.router_aux_loss_coef 0.01",
+    ),
+    "experts on 2 ranks, balanced, pipeline 2, tensor 2": Case(
+        model=MIXTURE, world=8, rank=7, expects=("all_to_all", "transfer"),
+        options=f"{PACKED} --parallel.expert 2 {PP2} {TP2} --train.router_aux_loss_coef 0.01",
+    ),
+    "experts on 2 ranks, balanced, recomputed": Case(
+        model=MIXTURE, world=8, rank=1, expects=("all_to_all",),
+        options=f"{PACKED} --parallel.expert 2 --train.router_aux_loss_coef 0.01 --memory.recompute full",
     ),
     "experts on 4 ranks, tensor 2, recomputed": Case(
         model=MIXTURE, options=f"{PACKED} --parallel.expert 4 {TP2} --memory.recompute full", world=8, rank=3,
@@ -324,18 +293,37 @@ CASES = {
     # objectives, meters, tokens
     "dpo, tensor 2, pipeline 2": Case(options=f"--objective.name dpo {TP2} {PP2}", world=8, rank=7),
     "dpo, ring of 2": Case(options="--objective.name dpo --parallel.context 2", world=8, rank=1, quick=True),
-    "measured communication": Case(options=f"{TP2} --log.communication true", world=8, rank=1, quick=True),
+    "measured communication": Case(options=f"{TP2} --log.communication true", world=8, rank=1),
     "measured communication, ring of 4": Case(options=f"{CP4} --log.communication true", world=8, rank=1),
     "synthetic steps": Case(
         options=f"--train.synthetic_steps 2 {TP2} --memory.offload_optimizer true", world=8, rank=1
     ),
     "tokens": Case(generates=True, quick=True),
+    "tokens after pictures, gemma 3": Case(model=PICTURES, generates=True),
+    "tokens after pictures, llava next, tensor 2": Case(
+        model=NEXT, options=TP2, world=2, rank=1, generates=True, expects=("all_gather",)
+    ),
+    "tokens after pictures, qwen 2.5 vl": Case(model=QWEN2_5_VL, generates=True),
+    "tokens after pictures, qwen 3 vl, first stage": Case(
+        model=QWEN3_VL, world=2, rank=0, pipeline=2, generates=True, quick=True, expects=("transfer",)
+    ),
+    "tokens after pictures, cogvlm": Case(model=COGVLM, generates=True),
+    "tokens after pictures, cogagent, tensor 2": Case(
+        model=COGAGENT, options=TP2, world=2, rank=1, generates=True, quick=True, expects=("all_gather",)
+    ),
+    "tokens after pictures, minicpm-v 2.6, last stage": Case(
+        model=MINICPM_V_2_6, world=2, rank=1, pipeline=2, generates=True, expects=("transfer",)
+    ),
+    "tokens after pictures, omnilmm": Case(model=OMNILMM, generates=True),
     "tokens, tensor 2, pipeline 2, first": Case(options=TP2, world=4, rank=1, pipeline=2, generates=True),
     "tokens, tensor 2, pipeline 2, last": Case(options=TP2, world=4, rank=3, pipeline=2, generates=True),
 }  # fmt: skip
 
 MAY_WAIT = {
-    ("engine/training/host_copy.py", "HostCopy.read"): "figures of the step before, behind which lies an event",
+    (
+        "engine/training/host_copy.py",
+        "HostCopy.read",
+    ): "figures of the step before, or what a model says of completions before the first step on them",
     ("engine/training/guards/replicas.py", "ReplicaGuard.finish"): "copies differ, which ends the run",
     ("engine/training/guards/liveness.py", "LivenessGuard.verdict"): "once in a run",
     ("engine/layers/rounding.py", "RoundingReport.error"): "once, what rounding did in the first step",
@@ -354,11 +342,7 @@ MAY_WAIT = {
     ): "rows for other ranks: NCCL takes their number from the host",
     ("engine/training/rollouts/source.py", "RolloutSource._fill"): "between two steps, for the clock",
     ("engine/training/rollouts/sampler.py", "Sampler.sample"): "completions go to all ranks",
-    ("engine/training/token_logps.py", "token_logps"): "log-probabilities go to the rows of later steps",
-    ("engine/inference/model_part.py", "InferenceStage._to_device"): "tokens and their places come from the host",
-    ("engine/inference/key_value_cache.py", "KeyValues._on_device"): "which pages rows have, and where keys go",
     ("engine/inference/generate.py", "Generator._continues"): "whether ranks with other prompts go on",
-    ("engine/inference/model_part.py", "_batch"): "where documents begin",
     ("engine/inference/model_part.py", "InferenceStage._choose"): "tokens go to the host",
     ("engine/inference/model_part.py", "InferenceStage.move"): "between two tokens",
 }

@@ -13,7 +13,7 @@ from engine.distributed.collectives import all_reduce_async, exchange_async
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.kernels.triton import swiglu
-from engine.layers.host_copies import CudaTransfer
+from engine.layers.host_copies import CudaTransfer, sent
 from tests.fake_cuda.cuda import DEVICE
 from tests.fake_cuda.recorder import Recorder
 
@@ -64,6 +64,14 @@ def boolean_index(device: Recorder) -> None:
 
 def pageable_copy(device: Recorder) -> None:
     torch.empty(8).copy_(_there(), non_blocking=True)
+
+
+def pageable_source(device: Recorder) -> None:
+    torch.ones(8).to(DEVICE, non_blocking=True)
+
+
+def pinned_source(device: Recorder) -> None:
+    sent(torch.ones(8), DEVICE)
 
 
 def blocking_copy(device: Recorder) -> None:
@@ -273,6 +281,8 @@ MISTAKES = {
     "nonzero": Mistake(make=nonzero, said="the host waits for the device: nonzero"),
     "index by a mask": Mistake(make=boolean_index, said="the host waits for the device: index by a mask"),
     "copy to pageable memory": Mistake(make=pageable_copy, said="cuda -> cpu, pageable memory"),
+    "copy from pageable memory": Mistake(make=pageable_source, said="a copy cpu -> cuda of pageable memory at a test"),
+    "copy from pinned memory": Mistake(make=pinned_source, said=None),
     "blocking copy": Mistake(make=blocking_copy, said="a blocking copy cuda -> cpu, pinned memory"),
     "numbers to the device": Mistake(make=number_to_device, said="a blocking copy cpu -> cuda, pageable memory"),
     "copy to pinned memory": Mistake(make=pinned_copy, said=None),

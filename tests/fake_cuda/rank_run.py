@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch._subclasses import fake_tensor
 
-from engine.batch import Batch, BidirectionalSpans, Images
+from engine.batch import Batch
 from engine.checkpoint.run.commit import owned
 from engine.checkpoint.run.snapshot import Snapshot
 from engine.checkpoint.tokenizer_files import BASES_OWN
@@ -26,7 +26,6 @@ from engine.data.collate import pin
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.distributed.transfer_meter import METER
-from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
@@ -45,10 +44,11 @@ from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
 from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
-from engine.zigzag import Span
 from rankfold.planning.memory_measure import draw_batches
-from tests.fake_cuda import cuda, exchanges, mistakes, nccl, recorder, triton_launches
-from tests.fake_cuda.layouts import CASES, LLAMA, MAY_WAIT, Case
+from tests.fake_cuda import arithmetic, cuda, exchanges, mistakes, nccl, recorder, triton_launches
+from tests.fake_cuda.layouts import CASES, MAY_WAIT, Case
+from tests.fake_cuda.models import LLAMA
+from tests.fake_cuda.pictures import prompts_with_pictures, with_pictures
 from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.rollouts import rollout_source
 
@@ -62,6 +62,7 @@ def watched(device: Recorder) -> Iterator[None]:
     cuda.install(device)
     nccl.install(device)
     triton_launches.install(device)
+    arithmetic.install()
     for switch in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
         getattr(torch.backends.cuda, switch)(False)  # a build with CUDA asks the device whether it has them
     # real tensors of the host are what a loader's threads build
@@ -126,12 +127,11 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
     """The life of a run, from the build to a save."""
     config = _config(case, folder)
     launch = Launch(rank=case.rank, world_size=case.world, device=cuda.DEVICE)
-    dataset = _dataset(config)
+    dataset, source = _dataset(config), model_source(config)
+    plan = check_model(config, source.model, case.world)
     with ExitStack() as opened:
         opened.enter_context(watched(device))
         opened.enter_context(nccl.nccl_world(case.rank, case.world) if case.world > 1 else nullcontext())
-        source = model_source(config)
-        plan = check_model(config, source.model, case.world)
         training = build_training(config, launch, source, plan, SILENT, documents_per_row=4)
         warm_up(config, launch, training, SILENT)
         reporter, guards, loader = _reporter(config, launch, training, dataset, folder)
@@ -156,6 +156,7 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
             seen = StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
             reporter.after(seen, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
         reporter.catch_up(last=True)
+        reporter.write_rows_of_experts(case.steps)
         guards.finish(case.steps, consumed)
         guards._locator.locate(batches, targets, case.steps)
         _evaluate(config, launch, training, dataset, batches)
@@ -218,45 +219,10 @@ def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed
     if not config.objective.compares_answers:
         batches, decoder = loader.batches(consumed), training.source.model.decoder
         if decoder.vision is not None:
-            batches = [_with_pictures(batch, decoder) for batch in batches]
+            batches = [with_pictures(batch, decoder) for batch in batches]
         return batches, loader.target_count(consumed)
     host = Launch(rank=0, world_size=training.mesh.grid.world_size, device=torch.device("cpu"))
     return [pin(batch) for batch in draw_batches(config, training, host)], float(config.train.global_batch_size)
-
-
-def _with_pictures(batch: Batch, decoder: DecoderConfig) -> Batch:
-    """Gives documents that have room a picture, by arrays of the host, as the loader's threads do."""
-    vision = decoder.vision
-    assert vision is not None
-    tile = vision.usual_tile
-    count, start, spans, documents = vision.num_features(tile), 0, list[Span](), list[int]()
-    for number, length in enumerate(batch.document_lengths):
-        if length > count + 2 and number % 2 == 0:
-            spans.append(Span(start + 1, start + 1 + count))
-            documents.append(number)
-        start += length
-    assert spans, "no document has room"
-    patches = np.zeros((len(spans) * tile[0] * tile[1], vision.patch_features), np.float32)
-    images = Images(
-        patches_PF=torch.from_numpy(patches),
-        grids=(tile,) * len(spans),
-        documents=tuple(documents),
-        places_K=torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])),
-        tile_index_N=torch.from_numpy(np.arange(len(spans))),
-    )
-    seen_whole = BidirectionalSpans(
-        spans=tuple(spans),
-        earlier_N=torch.from_numpy(np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])),
-        offsets=torch.from_numpy(np.arange(len(spans) + 1, dtype=np.int32) * (count - 1)),
-    )
-    return pin(
-        replace(
-            batch,
-            images=images,
-            bidirectional=seen_whole if decoder.bidirectional_pictures else None,
-            grid_positions_3BS=batch.positions_BS.repeat(3, 1, 1) if decoder.rope_axes else None,
-        )
-    )
 
 
 def _evaluate(
@@ -267,7 +233,7 @@ def _evaluate(
     if config.objective.name != "language_modeling":
         return
     options = loader_options(config, launch.device, **data_position(config, launch))
-    loader = EvalLoader(dataset, max_samples=2 * training.mesh.dp.size, **options)
+    loader = EvalLoader(dataset, max_samples=2 * training.mesh.dp.size, pin_memory=True, **options)
     evaluate(training.stages, loader, training.mesh)
 
 
@@ -276,18 +242,19 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
     from engine.distributed.mesh import build_mesh
     from engine.distributed.ranks import RankGrid
     from engine.inference.model_part import InferenceStage
-    from engine.inference.pictures import prompt_coordinates
     from engine.inference.sampling import Sampling
     from engine.models.decoder import Decoder
     from engine.training import generation
 
     config = _config(case, folder)
     launch = Launch(rank=case.rank, world_size=case.world, device=cuda.DEVICE)
+    source = model_source(config)
+    plan, decoder = check_model(config, source.model, case.world), source.model.decoder
+    prompts, coordinates = prompts_with_pictures(decoder)
+    lengths = [len(prompt) for prompt in prompts]
     with ExitStack() as opened:
         opened.enter_context(watched(device))
         opened.enter_context(nccl.nccl_world(case.rank, case.world) if case.world > 1 else nullcontext())
-        source = model_source(config)
-        plan, decoder = check_model(config, source.model, case.world), source.model.decoder
         grid = RankGrid(tp=config.parallel.tensor, pp=case.pipeline)
         mesh = build_mesh(grid, device_type="cuda", num_kv_heads=decoder.num_kv_heads)
         model = Decoder(
@@ -302,12 +269,13 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
         stage = InferenceStage(
             model, tp=mesh.tp, pp=mesh.pp, sampling=sampling, slots=4, length=64, device=launch.device
         )
-        for slot, length in enumerate((3, 2)):
-            stage.cache.begin([slot], length, 8, waits=False)
-        stage.prefill([[1, 2, 3], [4, 5]], prompt_coordinates(None, [3, 2], [(), ()]), 0, [[0], [1]])
+        for slot, length in enumerate(lengths):
+            stage.cache.begin([slot], length, length + 8, waits=False)
         device.is_running = True
-        for position in (3, 4, 5):
-            stage.decode([1, 1], [position, position - 1], [position, position - 1], [0, 1])
+        stage.prefill(prompts, coordinates, 0, [[0], [1]])
+        for number in range(3):
+            places = [length + number for length in lengths]
+            stage.decode([1, 1], places, places, [0, 1])
         stage.free(0)
         stage.move(1, 0)
         stage.finish()

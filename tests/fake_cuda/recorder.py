@@ -79,18 +79,21 @@ class Recorder(TorchDispatchMode):
     def synchronised(self, what: str) -> None:
         """The host waits for the device."""
         self.forbid_in_capture(what)
-        frame: Any = sys._getframe(1)
+        if not self._may_wait() and self.is_running:
+            self.report(f"the host waits for the device: {what} at {self.place()}")
+        self.reads[f"{what} at {self.place()}"] += 1
+
+    def _may_wait(self) -> bool:
+        """Returns whether the host may wait at this place, which is noted then."""
+        frame: Any = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
             place = code.co_filename[len(_ROOT) + 1 :], code.co_qualname
             if place in self._allowed:
                 self.used.add(place)
-                break
+                return True
             frame = frame.f_back
-        else:
-            if self.is_running:
-                self.report(f"the host waits for the device: {what} at {self.place()}")
-        self.reads[f"{what} at {self.place()}"] += 1
+        return False
 
     def forbid_in_capture(self, what: str) -> None:
         if self.machine.capturing is not None:
@@ -114,7 +117,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks for the device
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:  # without autograd, nobody has taken what is made of other operations apart
@@ -211,12 +216,16 @@ class Recorder(TorchDispatchMode):
             self.synchronised(f"a {'blocking ' if not is_async else ''}copy {ways[0]} -> {ways[1]}, {kind} memory")
             self.machine.host.wait(self.machine.current[-1].moment())
         else:
-            self.forbid_pageable(host, ways)
+            self._forbid_pageable(host, ways)
 
-    def forbid_pageable(self, host: Any, ways: tuple[str, str]) -> None:
-        if not host.is_pinned:
-            self.forbid_in_capture(f"a copy {ways[0]} -> {ways[1]} of pageable memory")
-            self.operations[f"copy of pageable memory at {self.place()}"] += 1
+    def _forbid_pageable(self, host: Any, ways: tuple[str, str]) -> None:
+        """Finds copies that are asked not to make the host wait, and may all the same."""
+        if host.is_pinned:
+            return
+        what = f"a copy {ways[0]} -> {ways[1]} of pageable memory"
+        self.forbid_in_capture(what)
+        if not self._may_wait() and self.is_running:
+            self.report(f"the host may wait for the device: {what} at {self.place()}")
 
 
 @cache

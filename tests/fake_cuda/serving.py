@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,6 +63,15 @@ class Ranks:
                 return record
 
 
+@cache
+def _import_towers() -> None:
+    """Imports what vision towers take from transformers, at the first case that has one."""
+    for tower in ("clip", "siglip", "internvl", "idefics2", "qwen2_5_vl", "qwen3_vl"):
+        importlib.import_module(f"transformers.models.{tower}.modeling_{tower}")
+    gc.collect()
+    gc.freeze()
+
+
 def _serve() -> None:
     """Answers the names on standard input."""
     from tests.fake_cuda.library import import_torch
@@ -76,6 +86,8 @@ def _serve() -> None:
     os.dup2(2, 1)  # whatever is printed is no answer
     for line in sys.stdin:
         name = line.strip()
+        if name in runs.CASES and "vision_config" in runs.CASES[name].model:
+            _import_towers()
         number = os.fork()
         if number == 0:
             began = time.monotonic()

@@ -40,8 +40,6 @@ def test_layout(ranks: Ranks, name: str) -> None:
     found = ranks.run(name)
     assert not found["error"], found["error"]
     assert not found["mistakes"], "\n".join(f"{count} times: {text}" for text, count in found["mistakes"].items())
-    # their tables are made on the host for each picture's size, and must not make it wait
-    assert not [one for one in found["operations"] if one.startswith("copy of pageable memory at engine/models")]
     for operation in CASES[name].expects:
         assert operation in found["operations"], found["operations"]
 

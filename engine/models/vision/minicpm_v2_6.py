@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.errors import UserError
+from engine.layers.host_copies import sent
 from engine.models.vision.resampled_tower import ResampledTower, ResampledTowerConfig
 from engine.models.vision.resampler import Positions, ResamplerConfig
 from engine.models.vision.sizes import ENCODER_SIZES, Grid, Grids, counts_from_hf, heads_fit, square_side
-from engine.models.vision.tiles import encoder_flops, positions_of, sent
+from engine.models.vision.tiles import encoder_flops, positions_of
 
 CHECKPOINT_PREFIX = ""
 """What precedes the parameters' names in a checkpoint."""

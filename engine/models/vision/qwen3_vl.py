@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from engine.errors import UserError
+from engine.layers.host_copies import sent
 from engine.models.vision.qwen import (
     KEPT_TABLES,
     AxialRotation,
@@ -32,7 +33,7 @@ from engine.models.vision.qwen import (
     sizes_from_hf,
 )
 from engine.models.vision.sizes import Grids, vision_part
-from engine.models.vision.tiles import encoder_flops, sent
+from engine.models.vision.tiles import encoder_flops
 
 _SIZES = (
     "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size",

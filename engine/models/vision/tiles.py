@@ -51,11 +51,6 @@ def positions_of(grids: Grids, table: Callable[[Grid], Tensor]) -> Tensor:
     return torch.stack([tables[grid] for grid in grids])
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the host on the device; for a GPU from page-locked memory, so that the host does not wait."""
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
 def encoder_flops(lengths: Sequence[int], *, width: int, mlp_width: int, depth: int) -> int:
     """Returns the FLOPs of a plain transformer encoder in forward, for sequences of these lengths; norms are left out.
 

@@ -21,6 +21,7 @@ from engine.distributed.collectives import all_gather_async, all_reduce, gather_
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.sharding import ShardSpec
 from engine.layers.encoded_storage import EncodedEntry
+from engine.layers.host_copies import sent
 from engine.layers.module import ShardEntry
 from engine.layers.storage import WeightPlacement
 from engine.training.guards.fingerprint import Fingerprints
@@ -148,6 +149,7 @@ class ReplicaGuard:
         prints: dict[int, Tensor] = {}
         gathered: list[_Gathered] = []
         device = self._fingerprints.device
+        numbers = {what: sent(number, device) for what, number in numbers.items()}
         different = torch.zeros((), dtype=torch.int64, device=device)
         for name, axis in self._axes.items():
             things, values = [], []
@@ -161,7 +163,7 @@ class ReplicaGuard:
             for what, number in numbers.items():
                 if name not in ("dp_cp", "edp") or what not in shared_data:
                     things.append(what)
-                    values.append(number.to(device, non_blocking=True))
+                    values.append(number)
             whole, handle = all_gather_async(torch.stack(values), axis)
             handle.wait()
             whole = whole.view(axis.size, len(things))

@@ -1,0 +1,80 @@
+"""Pictures that mean nothing in documents and prompts that have room for one, by arrays of the host, as a loader's
+threads make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
+from engine.data.collate import pin
+from engine.inference.pictures import PromptCoordinates
+from engine.layers.vision import VisionConfig
+from engine.models.decoder_config import DecoderConfig
+from engine.zigzag import Span
+
+
+def with_pictures(batch: Batch, decoder: DecoderConfig) -> Batch:
+    """Gives every second document that has room a picture."""
+    found = _in_documents(batch.document_lengths, decoder, every=2)
+    by_grid = batch.positions_BS.repeat(3, 1, 1) if decoder.rope_axes else None
+    return pin(replace(batch, **found, grid_positions_3BS=by_grid))
+
+
+def prompts_with_pictures(decoder: DecoderConfig) -> tuple[list[list[int]], PromptCoordinates]:
+    """Returns the tokens of two prompts, the first with a picture, where the model takes any."""
+    count = 0 if decoder.vision is None else decoder.vision.num_features(decoder.vision.usual_tile)
+    # where layers attend to pictures, each prompt has one
+    lengths = [count + 3, count + 3 if decoder.cross_attention is not None else 2]
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+    found = {} if decoder.vision is None else _in_documents(lengths, decoder, every=1)
+    if decoder.rope_axes:
+        found["grid_positions_3BS"] = positions.repeat(3, 1, 1)
+    coordinates = PromptCoordinates(positions_T=positions, next_positions=tuple(lengths), **found)
+    return [[1] * length for length in lengths], coordinates
+
+
+def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int) -> dict[str, Any]:
+    """Returns what a batch has of the pictures in every so many documents."""
+    vision, cross = decoder.vision, decoder.cross_attention
+    assert vision is not None
+    count, start = vision.num_features(vision.usual_tile), 0
+    spans, documents = list[Span](), list[int]()
+    for number, length in enumerate(lengths):
+        if length > count + 2 and number % every == 0:
+            spans.append(Span(start + 1, start + 1 + count))
+            documents.append(number)
+        start += length
+    assert spans, "no document has room"
+    places = np.concatenate([np.arange(*span) for span in spans])
+    found: dict[str, Any] = {"images": _images(vision, documents, places)}
+    if cross is not None:
+        found["cross_images"] = _images(cross.encoder, documents, places[:0])
+    if decoder.token_experts:
+        language = np.setdiff1d(np.arange(start), places)
+        found["experts"] = ExpertTokens(vision_V=torch.from_numpy(places), language_L=torch.from_numpy(language))
+    if decoder.bidirectional_pictures:
+        earlier = np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])
+        found["bidirectional"] = BidirectionalSpans(
+            spans=tuple(spans),
+            earlier_N=torch.from_numpy(earlier),
+            offsets=torch.from_numpy(np.arange(len(spans) + 1, dtype=np.int32) * (count - 1)),
+        )
+    return found
+
+
+def _images(tower: VisionConfig, documents: Sequence[int], places: NDArray[np.int64]) -> Images:
+    rows, columns, *_ = tower.usual_tile
+    patches = np.zeros((len(documents) * rows * columns, tower.patch_features), np.float32)
+    return Images(
+        patches_PF=torch.from_numpy(patches),
+        grids=(tower.usual_tile,) * len(documents),
+        documents=tuple(documents),
+        places_K=torch.from_numpy(places),
+        tile_index_N=torch.from_numpy(np.arange(len(documents))),
+    )

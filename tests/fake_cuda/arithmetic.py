@@ -1,11 +1,12 @@
 """Shortens what takes hundreds of operations of torch and is arithmetic alone: random bits and fingerprints.
 
-The first calls of a case run whole, so that what they would mind is found. The others read what they are given, and
-return what has the right shape on the right device.
+The first calls of a case run whole, and so do the first ones once the run has begun, so that what they would mind is
+found. The others read what they are given, and return what has the right shape on the right device.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from engine.inference import sampling
 from engine.kernels import philox
 from engine.training.guards.fingerprint import Fingerprints
+from tests.fake_cuda.recorder import Recorder
 
 _WHOLE = 4
 """Calls that run whole."""
@@ -22,22 +24,22 @@ _WHOLE = 4
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def install() -> None:
+def install(recorder: Recorder) -> None:
     """Puts the short arithmetic into place, for as long as the process lives."""
     modules: Any = philox, sampling
-    rounds = _shortened(philox.philox4x32, _words)
+    rounds = _shortened(philox.philox4x32, _words, recorder)
     for module in modules:
         module.philox4x32 = rounds
     prints: Any = Fingerprints
-    prints._of = _shortened(Fingerprints._of, _fingerprint)
+    prints._of = _shortened(Fingerprints._of, _fingerprint, recorder)
 
 
-def _shortened(whole: Callable[..., Any], short: Callable[..., Any]) -> Callable[..., Any]:
-    calls = [0]
+def _shortened(whole: Callable[..., Any], short: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    calls = Counter[bool]()
 
     def function(*arguments: Any) -> Any:
-        calls[0] += 1
-        return (whole if calls[0] <= _WHOLE else short)(*arguments)
+        calls[recorder.is_running] += 1
+        return (whole if calls[recorder.is_running] <= _WHOLE else short)(*arguments)
 
     return function
 

@@ -1,4 +1,4 @@
-"""The cases: layouts of a small model, and where their host may wait for the device."""
+"""The cases: layouts of a small model."""
 
 from __future__ import annotations
 
@@ -318,32 +318,3 @@ CASES = {
     "tokens, tensor 2, pipeline 2, first": Case(options=TP2, world=4, rank=1, pipeline=2, generates=True),
     "tokens, tensor 2, pipeline 2, last": Case(options=TP2, world=4, rank=3, pipeline=2, generates=True),
 }  # fmt: skip
-
-MAY_WAIT = {
-    (
-        "engine/training/host_copy.py",
-        "HostCopy.read",
-    ): "figures of the step before, or what a model says of completions before the first step on them",
-    ("engine/training/guards/replicas.py", "ReplicaGuard.finish"): "copies differ, which ends the run",
-    ("engine/training/guards/liveness.py", "LivenessGuard.verdict"): "once in a run",
-    ("engine/layers/rounding.py", "RoundingReport.error"): "once, what rounding did in the first step",
-    ("engine/training/guards/run_guards.py", "Guards.begin"): "before the loop",
-    ("engine/training/router_load.py", "RouterLoad.take_rows"): "with a checkpoint",
-    ("engine/training/guards/run_guards.py", "Guards.finish"): "after the loop",
-    ("engine/training/guards/liveness.py", "LivenessGuard._look"): "twice in a run, for masters in host memory",
-    ("engine/training/guards/nonfinite.py", "Locator.locate"): "a step that was not finite is computed again",
-    ("engine/training/evaluate.py", "evaluate"): "the means of an evaluation",
-    ("engine/training/state.py", "state_contents"): "a save's counters",
-    ("engine/training/state.py", "state_tensors"): "a save finds masters in host memory as they are",
-    ("engine/checkpoint/run/snapshot.py", "Snapshot.take"): "a save's copy",
-    (
-        "engine/ops/expert_exchange.py",
-        "plan_exchange",
-    ): "rows for other ranks: NCCL takes their number from the host",
-    ("engine/training/rollouts/source.py", "RolloutSource._fill"): "between two steps, for the clock",
-    ("engine/training/rollouts/sampler.py", "Sampler.sample"): "completions go to all ranks",
-    ("engine/inference/generate.py", "Generator._continues"): "whether ranks with other prompts go on",
-    ("engine/inference/model_part.py", "InferenceStage._choose"): "tokens go to the host",
-    ("engine/inference/model_part.py", "InferenceStage.move"): "between two tokens",
-}
-"""Where the host may wait for the device once the run has begun: file and function, and what for."""

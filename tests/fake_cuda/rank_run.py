@@ -46,11 +46,12 @@ from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from rankfold.planning.memory_measure import draw_batches
 from tests.fake_cuda import arithmetic, cuda, exchanges, mistakes, nccl, recorder, triton_launches
-from tests.fake_cuda.layouts import CASES, MAY_WAIT, Case
+from tests.fake_cuda.layouts import CASES, Case
 from tests.fake_cuda.models import LLAMA
 from tests.fake_cuda.pictures import prompts_with_pictures, with_pictures
 from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.rollouts import rollout_source
+from tests.fake_cuda.waits import MAY_WAIT
 
 SILENT = Log(rank=1)
 
@@ -62,7 +63,7 @@ def watched(device: Recorder) -> Iterator[None]:
     cuda.install(device)
     nccl.install(device)
     triton_launches.install(device)
-    arithmetic.install()
+    arithmetic.install(device)
     for switch in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
         getattr(torch.backends.cuda, switch)(False)  # a build with CUDA asks the device whether it has them
     # real tensors of the host are what a loader's threads build
@@ -76,7 +77,7 @@ def watched(device: Recorder) -> Iterator[None]:
 
 def run_case(name: str) -> dict[str, Any]:
     """Returns what was found in a case."""
-    case, device = CASES[name], Recorder(frozenset(MAY_WAIT))
+    case, device = CASES[name], Recorder(MAY_WAIT)
     exchanges.install(device, rows_arrive=case.rows_arrive)
     with tempfile.TemporaryDirectory() as folder:
         (_generate if case.generates else _train)(case, Path(folder), device)
@@ -92,7 +93,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 def make_mistakes() -> dict[str, Any]:
     """Returns, for each of `mistakes.py`, what is to be said of it and what was found."""
-    device, found = Recorder(frozenset()), {}
+    device, found = Recorder({}), {}
     device.is_running = True
     with watched(device):
         for name, mistake in mistakes.MISTAKES.items():

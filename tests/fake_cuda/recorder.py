@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fake_cuda.timelines import Capture, Machine, Timeline, tensors_of
+from tests.fake_cuda.waits import Wait
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _PRODUCT = (f"{_ROOT}/engine/", f"{_ROOT}/triton_kernels/", f"{_ROOT}/rankfold/")
@@ -41,7 +42,7 @@ class Recorder(TorchDispatchMode):
         allowed: places at which the host may wait for the device, each a file of the product and a function in it.
     """
 
-    def __init__(self, allowed: frozenset[tuple[str, str]]) -> None:
+    def __init__(self, allowed: Mapping[tuple[str, str], Wait]) -> None:
         super().__init__()
         self._allowed = allowed
         self.mistakes: Counter[str] = Counter()
@@ -86,12 +87,14 @@ class Recorder(TorchDispatchMode):
     def _may_wait(self) -> bool:
         """Returns whether the host may wait at this place, which is noted then."""
         frame: Any = sys._getframe(2)
+        is_innermost = True
         while frame is not None:
             code = frame.f_code
-            place = code.co_filename[len(_ROOT) + 1 :], code.co_qualname
-            if place in self._allowed:
+            place = code.co_filename[len(_ROOT) + 1 :], code.co_qualname.partition(".<locals>")[0]
+            if place in self._allowed and (is_innermost or self._allowed[place].within):
                 self.used.add(place)
                 return True
+            is_innermost &= not code.co_filename.startswith(_PRODUCT)
             frame = frame.f_back
         return False
 

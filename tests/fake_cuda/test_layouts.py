@@ -14,8 +14,9 @@ from shutil import which
 
 import pytest
 
-from tests.fake_cuda.layouts import CASES, MAY_WAIT
+from tests.fake_cuda.layouts import CASES
 from tests.fake_cuda.serving import CASE_SECONDS, MISTAKES, START_SECONDS, Ranks
+from tests.fake_cuda.waits import MAY_WAIT
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,42 @@
+"""Where the host may wait for the device once the run has begun: file and function, and what for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    """A function in which the host may wait.
+
+    Args:
+        why: it may.
+        within: what it calls may, too.
+    """
+
+    why: str
+    within: bool = False
+
+
+_GUARDS, _TRAINING = "engine/training/guards", "engine/training"
+
+MAY_WAIT = {
+    (f"{_TRAINING}/host_copy.py", "HostCopy.read"): Wait("for an event, behind which lie a step or more"),
+    (f"{_GUARDS}/replicas.py", "ReplicaGuard.finish"): Wait("copies differ, which ends the run", within=True),
+    (f"{_GUARDS}/liveness.py", "LivenessGuard.verdict"): Wait("once in a run", within=True),
+    (f"{_GUARDS}/liveness.py", "LivenessGuard._look"): Wait("twice in a run, for masters in host memory", within=True),
+    (f"{_GUARDS}/run_guards.py", "Guards.begin"): Wait("before the loop", within=True),
+    (f"{_GUARDS}/run_guards.py", "Guards.finish"): Wait("after the loop", within=True),
+    (f"{_GUARDS}/nonfinite.py", "Locator.locate"): Wait("a step that was not finite is computed again", within=True),
+    ("engine/layers/rounding.py", "RoundingReport.error"): Wait("once, what rounding did in the first step"),
+    (f"{_TRAINING}/router_load.py", "RouterLoad.take_rows"): Wait("with a checkpoint"),
+    (f"{_TRAINING}/evaluate.py", "evaluate"): Wait("the means of an evaluation"),
+    (f"{_TRAINING}/state.py", "state_contents"): Wait("a save's counters", within=True),
+    (f"{_TRAINING}/state.py", "state_tensors"): Wait("a save finds masters in host memory as they are", within=True),
+    ("engine/checkpoint/run/snapshot.py", "Snapshot.take"): Wait("a save's copy", within=True),
+    ("engine/ops/expert_exchange.py", "plan_exchange"): Wait("NCCL takes the number of rows from the host"),
+    (f"{_TRAINING}/rollouts/source.py", "RolloutSource._fill"): Wait("between two steps, for the clock"),
+    (f"{_TRAINING}/rollouts/sampler.py", "Sampler.sample"): Wait("completions go to all ranks"),
+    ("engine/inference/generate.py", "Generator._continues"): Wait("whether ranks with other prompts go on"),
+    ("engine/inference/model_part.py", "InferenceStage._choose"): Wait("tokens go to the host"),
+    ("engine/inference/model_part.py", "InferenceStage.move"): Wait("between two tokens", within=True),
+}

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # What to run first on a machine with a GPU: bash tools/gpu_first_hour.sh OUT [PART ...]   (--help says more)
 #
-# Needs torch, triton, transformers, peft and pytest, for trainings, memory and layouts jsonargparse and
-# docstring-parser, and nothing installed of this repository. PYTHON names the interpreter; without it .venv's is taken
-# where there is one.
+# Needs torch, triton, transformers and peft, for some parts pytest, einops, jsonargparse and docstring-parser, and
+# nothing installed of this repository. PYTHON names the interpreter; without it .venv's is taken where there is one.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

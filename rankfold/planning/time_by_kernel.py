@@ -45,13 +45,17 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
     assert time is not None
     share = _model_flops(workload, decoder, plan) / layout.world_size / (time.step * machine.products * 1e12)
     launches = sum(one.count * one.launch.count for one in rows)
+    in_fp8 = any(one.launch.kind == "fp8 product" for one in rows)  # at a speed of their own
+    speed = f"{machine.products:,.0f} TFLOP/s" + (f" ({machine.products_fp8:,.0f} in FP8)" if in_fp8 else "")
+    of_what = "products in 16 bits" if in_fp8 else "products"
+    without = "" if decoder.vision is None else " (without that of the vision model)"
     lines = [
-        f"One rank's step, kernel by kernel: {machine.products:,.0f} TFLOP/s, {machine.copies:,.0f} GB/s of "
+        f"One rank's step, kernel by kernel: {speed}, {machine.copies:,.0f} GB/s of "
         f"{machine.name}" + (" (all stages together)" if layout.parallel.pipeline > 1 else ""),
         *format_columns(_table(rows, kernels), names=2),
         f"{launches:,} launches. The whole step takes {1e3 * time.step:,.1f} ms, with the update, exposed "
-        f"communication and the pipeline's bubble: {share:.1%} of the speed of products, counting the model's own "
-        f"arithmetic{'' if decoder.vision is None else ' (without that of the vision model)'}.",
+        f"communication and the pipeline's bubble: {share:.1%} of the speed of {of_what}, counting the model's "
+        f"own arithmetic{without}.",
     ]
     tax = lora_tax(workload, layout, memory, machine, plan)
     if tax is not None:

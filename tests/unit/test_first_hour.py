@@ -86,14 +86,25 @@ def test_trainings_run_to_their_end(part: Part, tmp_path: Path) -> None:
     assert done.status == "passed", (tmp_path / f"01-{part.name}.log").read_text()
 
 
-def test_what_reads_no_configuration_needs_no_package_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_left_out_where_a_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Gpus(8, 139.1, (9, 0))
     assert {first_hour._what_is_missing(part, here) for part in PARTS} == {""}
     monkeypatch.setattr(first_hour, "find_spec", lambda name: None)
     lacking = {part.tool: first_hour._what_is_missing(part, here) for part in PARTS}
-    told = f"needs jsonargparse and docstring_parser, not installed for {sys.executable}"
-    assert {tool for tool, why in lacking.items() if why == told} == {"plan", "train"}
-    assert {why for tool, why in lacking.items() if tool not in ("plan", "train")} == {""}
+    where = f", not installed for {sys.executable}"
+    expected = dict.fromkeys(lacking, f"needs einops{where}")
+    expected |= dict.fromkeys(("machine-speed", "kernels", "lora-tax"), "")
+    expected |= dict.fromkeys(("plan", "train"), f"needs einops, jsonargparse and docstring_parser{where}")
+    assert lacking == expected | {"tests": f"needs pytest and einops{where}"}
+
+
+def test_sections_without_a_model_import_nothing_more() -> None:
+    """Beside torch, triton, transformers and peft."""
+    modules = [f"rankfold.benchmarking.{name}" for name in ("machine_speed", "kernels.section", "lora_tax")]
+    absent = sorted({name for part in PARTS for name in part.packages})
+    code = f"import sys; sys.modules |= dict.fromkeys({absent}); import {', '.join(modules)}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("part", MEMORY_PARTS, ids=lambda part: part.name)
@@ -236,6 +247,14 @@ def test_figures_of_a_step() -> None:
 def test_figures_of_a_section_with_one_table() -> None:
     record = {"section": "tower", "options": {"repeats": 9}, "rows": [["forward", "3 ms"], ["both", "9 ms"]]}
     assert key_figures(record) == "forward 3 ms; both 9 ms"
+
+
+def test_figures_of_a_section_with_contestants() -> None:
+    columns = ["op", "size", "contestant", "median ms", "min ms"]
+    table = {"columns": columns, "rows": [["qkv, forward", "8192x4096x6144", "fold", "0.52", "0.51"]]}
+    assert key_figures({"section": "kernels", "tables": [table]}) == "qkv, forward fold 0.52 ms"
+    speeds = {"columns": ["", "measured", "unit", "the planner assumes"], "rows": [["copy", "4210", "GB/s", "4300"]]}
+    assert key_figures({"section": "machine-speed", **speeds}) == "copy 4210 GB/s"
 
 
 def test_figures_are_held_against_their_targets() -> None:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.choices import RECOMPUTE_LEVELS
 from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
 from engine.config.train import TrainOptions
 from engine.layers.recompute import Level, MemoryPlan
 from engine.planning.kernel_times import KernelTime, kernel_times, lora_tax
@@ -156,3 +157,13 @@ def test_the_page_sums_to_the_predicted_step() -> None:
     time = predict_time(best.workload, best.layout, best.memory, answer.machine)
     assert total == pytest.approx(1e3 * (time.step - time.gradients), rel=0.005)
     assert "The layers take" in page
+    assert "of the speed of products, counting" in page
+
+
+def test_a_share_of_faster_products_says_of_which_it_is_one() -> None:
+    """Beside those in 16 bits, a step with products in FP8 can come to more than all of their speed."""
+    config = _config(512, lora=LoraOptions(rank=16), model=ModelOptions(path="m", dtype="bfloat16", base_dtype="fp8"))
+    page = time_by_kernel.report_answer(
+        answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine="h100-80")
+    )
+    assert " TFLOP/s (1," in page and " in FP8), " in page and "of the speed of products in 16 bits, counting" in page

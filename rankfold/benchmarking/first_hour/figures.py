@@ -45,7 +45,14 @@ def _step(record: dict[str, Any]) -> str:
 
 
 def _rows(tables: list[dict[str, Any]]) -> str:
-    """Returns the first figure of the first rows: enough to see that there is one."""
-    rows = [row for table in tables for row in table.get("rows", ())]
-    shown = [f"{row[0]} {row[1]}" for row in rows[:3]]
+    """Returns the main figure of the first rows: enough to see that there is one."""
+    rows = [(table.get("columns", ()), row) for table in tables for row in table.get("rows", ())]
+    shown = [_figure(list(columns), row) for columns, row in rows[:3]]
     return "; ".join(shown) + (f"; {len(rows) - 3} more rows" if len(rows) > 3 else "")
+
+
+def _figure(columns: list[str], row: list[str]) -> str:
+    """Returns what a row is about, who took part where several did, and the figure behind that."""
+    if "median ms" in columns:
+        return f"{row[0]} {row[columns.index('contestant')]} {row[columns.index('median ms')]} ms"
+    return " ".join(row[: 3 if "unit" in columns else 2])

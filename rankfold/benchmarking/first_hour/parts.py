@@ -71,8 +71,16 @@ class Part:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Names of what it imports beside torch, triton, transformers, peft and pytest: what reads configurations."""
-        return ("jsonargparse", "docstring_parser") if self.tool in ("plan", "train") else ()
+        """Names of what it imports beside torch, triton, transformers and peft."""
+        match self.tool:
+            case "machine-speed" | "kernels" | "lora-tax":
+                return ()
+            case "tests":
+                return "pytest", "einops"
+            case "plan" | "train":  # they read configurations
+                return "einops", "jsonargparse", "docstring_parser"
+            case _:
+                return ("einops",)
 
 
 _FOLDERS = {"RUN": SMALL_LLAMA, "EXPERTS": SMALL_MIXTURE}

@@ -38,7 +38,7 @@ SECONDS = 540.0
 """Seconds that one part may take."""
 PASSED, LEFT_OUT = "passed", "left out"
 """Statuses: a part that ran to its end, and one for which this machine has too few GPUs, too little memory, GPUs that
-are too old, or no package that reads configurations."""
+are too old, or a package that is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,8 @@ def _what_is_missing(part: Part, here: Gpus) -> str:
         needed, found = (".".join(map(str, one)) for one in (part.capability, here.capability))
         return f"needs a GPU of compute capability {needed}, here it has {found}"
     lacking = [name for name in part.packages if find_spec(name) is None]
-    return f"needs {' and '.join(lacking)}, not installed for {sys.executable}" if lacking else ""
+    names = " and ".join(filter(None, (", ".join(lacking[:-1]), *lacking[-1:])))
+    return f"needs {names}, not installed for {sys.executable}" if lacking else ""
 
 
 def _require_gpu() -> Gpus:

@@ -24,8 +24,6 @@ MAY_WAIT = {
     (f"{_GUARDS}/replicas.py", "ReplicaGuard.finish"): Wait("copies differ, which ends the run", within=True),
     (f"{_GUARDS}/liveness.py", "LivenessGuard.verdict"): Wait("once in a run", within=True),
     (f"{_GUARDS}/liveness.py", "LivenessGuard._look"): Wait("twice in a run, for masters in host memory", within=True),
-    (f"{_GUARDS}/run_guards.py", "Guards.begin"): Wait("before the loop", within=True),
-    (f"{_GUARDS}/run_guards.py", "Guards.finish"): Wait("after the loop", within=True),
     (f"{_GUARDS}/nonfinite.py", "Locator.locate"): Wait("a step that was not finite is computed again", within=True),
     ("engine/layers/rounding.py", "RoundingReport.error"): Wait("once, what rounding did in the first step"),
     (f"{_TRAINING}/router_load.py", "RouterLoad.take_rows"): Wait("with a checkpoint"),
@@ -38,5 +36,4 @@ MAY_WAIT = {
     (f"{_TRAINING}/rollouts/sampler.py", "Sampler.sample"): Wait("completions go to all ranks"),
     ("engine/inference/generate.py", "Generator._continues"): Wait("whether ranks with other prompts go on"),
     ("engine/inference/model_part.py", "InferenceStage._choose"): Wait("tokens go to the host"),
-    ("engine/inference/model_part.py", "InferenceStage.move"): Wait("between two tokens", within=True),
 }

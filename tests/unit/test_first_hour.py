@@ -245,8 +245,8 @@ def test_figures_of_a_step() -> None:
 
 
 def test_figures_of_a_section_with_one_table() -> None:
-    record = {"section": "tower", "options": {"repeats": 9}, "rows": [["forward", "3 ms"], ["both", "9 ms"]]}
-    assert key_figures(record) == "forward 3 ms; both 9 ms"
+    record = {"section": "tower", "columns": ["", "ms", "over"], "rows": [["forward", "3", "1"], ["both", "9", "1"]]}
+    assert key_figures({**record, "options": {"repeats": 9}}) == "forward 3 ms; both 9 ms"
 
 
 def test_figures_of_a_section_with_contestants() -> None:

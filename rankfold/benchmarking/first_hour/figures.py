@@ -55,4 +55,6 @@ def _figure(columns: list[str], row: list[str]) -> str:
     """Returns what a row is about, who took part where several did, and the figure behind that."""
     if "median ms" in columns:
         return f"{row[0]} {row[columns.index('contestant')]} {row[columns.index('median ms')]} ms"
-    return " ".join(row[: 3 if "unit" in columns else 2])
+    if "unit" in columns:
+        return " ".join(row[:3])
+    return " ".join((*row[:2], *columns[1:2]))

@@ -7,7 +7,7 @@ backend by its axes, which is what NCCL's watchdog prints, and is connected befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -18,6 +18,13 @@ from torch import Tensor
 from engine.distributed.failures import communicating
 from engine.distributed.ranks import AXES, RankGrid, kv_replica_ranks
 
+Counts = Sequence[Sequence[int]]
+"""Rows for each expert of each rank."""
+
+ExpertRows = Callable[[int, int], tuple[Counts, Counts]]
+"""From the numbers of this rank's rows and of all experts: the rows that it sends, and those that it receives from each
+rank for each of its own experts."""
+
 
 class Unconnected(dist.ProcessGroup):
     """Stands in for the process group of ranks that do not exist: what is sent over it is done at once. Results have
@@ -26,11 +33,17 @@ class Unconnected(dist.ProcessGroup):
     Args:
         size: number of ranks, of which this is the first.
         arrives: called with each tensor that another rank would write.
+        rows: of rows for experts, how many go to and come from each rank, see `ExpertRows`.
     """
 
-    def __init__(self, size: int, arrives: Callable[[Tensor], None]) -> None:
+    def __init__(self, size: int, arrives: Callable[[Tensor], None], rows: ExpertRows | None = None) -> None:
         super().__init__(0, size)
-        self.arrives = arrives
+        self.arrives, self._rows = arrives, rows
+
+    def rows(self, num_rows: int, num_experts: int) -> tuple[Counts, Counts]:
+        """Returns what `rows` says."""
+        assert self._rows is not None, "no rows for experts are expected here"
+        return self._rows(num_rows, num_experts)
 
 
 @dataclass(frozen=True, slots=True)

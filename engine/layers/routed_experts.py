@@ -118,13 +118,12 @@ class GroupedLinear(ShardedModule):
         adapters = expert_adapters(prefix, leaves, spec, fused, num_experts, build.plan)
         rank = sum(adapter.rank for adapter in adapters)
         padded = -(-rank // GROUPED_MULTIPLE) * GROUPED_MULTIPLE
-        if build.device.type == "cuda":
-            self._check_device(rows * len(leaves))
         self.encoded = self._encode()
         self._sharing = sharing(build.plan.experts, reads_stream=spec.dim == 0)
         beside = 0 if self._sharing.b else padded
         holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
         self.storage = holder.empty((len(experts), rows * len(leaves), self._in + beside))
+        self.check_products(build.device.type)
         blocks: Blocks = ()
         if self.encoded is None:
             blocks = tuple(self._own_weights(expert, rows) for expert in self._experts)
@@ -184,14 +183,20 @@ class GroupedLinear(ShardedModule):
         experts.announce(together=_is_gpu(self._build))
         return experts
 
-    def _check_device(self, rows: int) -> None:
-        """Checks what torch's grouped product takes on a GPU."""
+    def check_products(self, device_type: str) -> None:
+        """Checks what torch's grouped product takes on a GPU; a CPU's takes everything.
+
+        Raises:
+            UserError: another dtype, or a number of features.
+        """
+        if device_type != "cuda":
+            return
         if self._build.dtype != torch.bfloat16:
             raise UserError(
                 "the model has experts that a router chooses, whose products a GPU has in bfloat16 alone: set "
                 "model.dtype to bfloat16."
             )
-        for size in (rows, self._in):
+        for size in (self.storage.shape[1], self._in):
             if size % GROUPED_MULTIPLE:
                 raise UserError(
                     f"{self._prefix} has linears of {size} features on a rank, but products of experts on a GPU need a "
@@ -368,7 +373,7 @@ class RoutedMLP(nn.Module):
         layout = build.layout
         axes, rule, intermediate = layout.expert_axes, sizes.rule, sizes.intermediate
         tp, self._ep = axes.tp, axes.ep
-        self._cut = not layout.routes_apart
+        self.routes_apart = layout.routes_apart
         here = rule.num_experts // self._ep.size
         experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
         self._layout = layout
@@ -412,15 +417,20 @@ class RoutedMLP(nn.Module):
                 intermediate=sizes.shared,
                 bias=False,
                 first_site=shared_site,
-                build=inner if self._cut else build,
+                build=build if self.routes_apart else inner,
             )
             if sizes.gates_shared:
                 self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
 
+    def check_products(self, device_type: str) -> None:
+        """Checks that a device has products of such experts; see `GroupedLinear.check_products`."""
+        for linear in (self.gate_up, self.down):
+            linear.check_products(device_type)
+
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         layout = self._layout
         x = made_input(u, source, layout.kernels)
-        if not self._cut:
+        if self.routes_apart:
             return self._whole(x, context)
         x = to_partial(x, layout.tp, splits_tokens=layout.splits_tokens)
         y = self._routed(x, context)
@@ -451,7 +461,7 @@ class RoutedMLP(nn.Module):
         if context.trains:
             ends = slots.groups.ends
             self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
-        exchange = plan_exchange(slots.groups, self._ep, loops=self._loops)
+        exchange = plan_exchange(slots, self._ep, loops=self._loops)
         leaves = (*self.gate_up.leaves, *self.down.leaves)
         operands = self.gate_up.operands, self.down.operands
         return routed_experts(x, weights, slots, *operands, context, leaves, exchange, gated=self._gated)

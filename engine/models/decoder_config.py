@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from engine.errors import UserError
 from engine.layers.latent_attention import LatentSizes
 from engine.layers.routed_experts import RoutedSizes
 from engine.layers.vision import VisionConfig
@@ -204,3 +205,28 @@ class DecoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(replace(self, vision=None))  # which config.json describes
+
+
+def check_expert_ranks(config: DecoderConfig, *, expert: int, folds: bool) -> None:
+    """Checks that the experts divide over their ranks.
+
+    Args:
+        expert: ranks over which they are divided.
+        folds: whether they are spread over other ranks than the rest of the model.
+
+    Raises:
+        UserError: there are none, or their number does not divide.
+    """
+    if not folds:
+        return
+    if config.routed is None:
+        option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
+        raise UserError(
+            f"parallel.{option}, but this {config.family} model has no experts that a router chooses: leave "
+            f"parallel.{option.split()[0]} out."
+        )
+    if (count := config.routed.rule.num_experts) % expert:
+        raise UserError(
+            f"parallel.expert is {expert}, which does not divide the model's {count} experts: use a "
+            f"parallel.expert that divides {count}."
+        )

@@ -18,6 +18,7 @@ Legend: N rows of this rank's tokens, R rows that have arrived, E experts, e of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 
 from engine.distributed.collectives import all_to_all
-from engine.distributed.mesh import Axis
+from engine.distributed.mesh import Axis, Unconnected
 from engine.ops.grouped_products import RowGroups
+from engine.ops.routing import Slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,21 +70,27 @@ class Exchange:
         return all_to_all(ordered, self.axis, sent=self.received, received=self.sent)
 
 
-def plan_exchange(groups: RowGroups, axis: Axis, *, loops: bool) -> Exchange:
+def plan_exchange(slots: Slots, axis: Axis, *, loops: bool) -> Exchange:
     """Tells the ranks how many rows come to each expert. Collective.
 
     Args:
-        groups: rows of this rank's tokens for each of all experts.
+        slots: of this rank's tokens, sorted by expert, of all experts.
         axis: the ranks, each with as many experts as the others, in order.
         loops: as of `row_groups`.
     """
+    groups = slots.groups
     if axis.size == 1:
         return Exchange(axis=axis, groups=groups)
     counts_E = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64))
     here = counts_E.shape[0] // axis.size
     equal = (here,) * axis.size
     arriving = all_to_all(counts_E, axis, sent=equal, received=equal)
-    sent, received = torch.stack((counts_E, arriving)).view(2, axis.size, here).tolist()  # the host waits here
+    sent: Sequence[Sequence[int]]
+    received: Sequence[Sequence[int]]
+    if isinstance(axis.group, Unconnected):
+        sent, received = axis.group.rows(slots.order_N.shape[0], counts_E.shape[0])
+    else:
+        sent, received = torch.stack((counts_E, arriving)).view(2, axis.size, here).tolist()  # the host waits here
     sizes = [sum(counts) for counts in received]
     experts_R = torch.arange(here, device=arriving.device).repeat(axis.size)
     experts_R = torch.repeat_interleave(experts_R, arriving, output_size=sum(sizes))

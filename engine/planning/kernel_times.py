@@ -98,7 +98,7 @@ def _timed(part: tuple[str, str], launch: Launch, count: int, machine: Machine) 
         count=count,
         seconds=count * limits[limit],
         limit="attention" if limit == "products" and "attention" in launch.kind else limit,
-        evenness=machine.evenness(*launch.result) if launch.result is not None else 1.0,
+        evenness=machine.evenness(*launch.result, launch.products) if launch.result is not None else 1.0,
     )
 
 

@@ -54,7 +54,9 @@ class Launch:
         name: of the operation, without sizes.
         nbytes: read and written.
         flops: of its products.
-        result: rows and columns of a matrix product, which decide how evenly it fills a device; None for all else.
+        result: rows and columns of a matrix product, which decide how evenly it fills a device; None for all else. Of
+            products of many experts in one launch, those of each: as many of the rows as of any other.
+        products: how many of them.
         kind: "product", "fp8 product", "attention" and "packed attention" run at the speeds that a device has for them,
             "kernel" at that of memory unless its arithmetic takes longer.
         count: launches.
@@ -66,6 +68,7 @@ class Launch:
     result: tuple[int, int] | None = None
     kind: str = "kernel"
     count: int = 1
+    products: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +78,15 @@ class PieceLaunches:
     Args:
         forward, backward: in their order; what is recomputed is in `backward`.
         weights: of the gradients of weights that train in full.
+        exchanged_forward, exchanged_backward: bytes that arrive in each all-to-all of rows for experts, those of this
+            rank's own tokens among them; no launches.
     """
 
     forward: tuple[Launch, ...]
     backward: tuple[Launch, ...] = ()
     weights: tuple[Launch, ...] = ()
+    exchanged_forward: tuple[int, ...] = ()
+    exchanged_backward: tuple[int, ...] = ()
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -333,7 +340,10 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
         flops = 2.0 * inner * (out.numel() if out.dim() == 2 else out[0].numel())
         rows, columns = out.shape[-2:]
         shape = f"grouped_mm [{rows}, {inner}] [{inner}, {columns}]"
-        return Launch(shape, _moved((left, right)) + _moved((out,)), flops, (rows, columns), "product")
+        experts = out.shape[0] if out.dim() == 3 else right.shape[0]
+        each = (rows, columns) if out.dim() == 3 else (-(-rows // experts), columns)
+        moved = _moved((left, right)) + _moved((out,))
+        return Launch(shape, moved, flops, each, "product", products=experts)
     results = list(_tensors(out))
     if name in _PICK_ROWS:
         return Launch(name, 2 * _moved(results) + _moved(operands[1:]))

@@ -73,18 +73,22 @@ class Machine:
     attention: AttentionSpeed = AttentionSpeed()
     packed_attention: AttentionSpeed = AttentionSpeed()
 
-    def evenness(self, rows: int, columns: int) -> float:
+    def evenness(self, rows: int, columns: int, products: int = 1) -> float:
         """Returns how evenly a product's tiles fill the device, beside those of 8192 x 8192: 1 where as evenly.
 
         In the last wave some multiprocessors have no tile; of the two shapes of tiles the better counts.
-        """
-        return self._filled(rows, columns) / self._filled(8192, 8192)
 
-    def _filled(self, rows: int, columns: int) -> float:
+        Args:
+            rows, columns: of the result.
+            products: how many of that size one launch computes.
+        """
+        return self._filled(rows, columns, products) / self._filled(8192, 8192, 1)
+
+    def _filled(self, rows: int, columns: int, products: int) -> float:
         if not self.processors:
             return 1.0
-        tiles = [-(-rows // height) * -(-columns // width) for height, width in TILES]
-        area = [rows * columns / (height * width) for height, width in TILES]
+        tiles = [products * -(-rows // height) * -(-columns // width) for height, width in TILES]
+        area = [products * rows * columns / (height * width) for height, width in TILES]
         return max(
             used / (-(-count // self.processors) * self.processors) for used, count in zip(area, tiles, strict=True)
         )

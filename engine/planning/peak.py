@@ -8,8 +8,10 @@ device's context and its communicators, and what a caching allocator holds witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from engine.kernels.reference_quantize import CHUNK
 from engine.layers.recompute import MemoryPlan
@@ -36,7 +38,7 @@ from engine.planning.ledger import (
 from engine.planning.messages import messages_held
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
 from engine.planning.rank_layout import Layout, Workload
-from engine.planning.shapes import WIDE, Parameters
+from engine.planning.shapes import WIDE, Parameters, RegionKey
 from engine.planning.stage_bytes import StageBytes, stage_bytes
 from engine.planning.traces import RankModel, rank_model
 
@@ -79,6 +81,8 @@ class PeakEstimate:
         save: peak while a checkpoint is written.
         host: bytes of host memory that is offloaded to, beside all this.
         pipeline_rank: the rank whose peak this is.
+        worst: the peak where the tokens of all ranks that experts are divided over choose this rank's; None where they
+            are not divided. All else is of tokens that choose evenly.
     """
 
     parts: Parts
@@ -88,6 +92,7 @@ class PeakEstimate:
     save: int
     host: int = 0
     pipeline_rank: int = 0
+    worst: int | None = None
 
     @property
     def step(self) -> int:
@@ -116,8 +121,16 @@ def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> li
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
-    model = rank_model(workload, layout.parallel)
     memory.check_layers(workload.decoder.num_layers)
+    found = _estimates(workload, layout, memory)
+    if layout.parallel.expert == 1:
+        return found
+    worst = _estimates(replace(workload, routing="worst"), layout, memory)
+    return [replace(one, worst=crowded.peak) for one, crowded in zip(found, worst, strict=True)]
+
+
+def _estimates(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
+    model = rank_model(workload, layout.parallel)
     plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
     return [_Rank(workload, layout, memory, model, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
 
@@ -130,7 +143,8 @@ class _Rank:
     ) -> None:
         self._workload, self._layout, self._memory, self._model = workload, layout, memory, model
         self._plan, self._rank, self._shape = plan, rank, model.shape
-        self._sharding = STATE_SHARDING[layout.parallel.shard if layout.data_and_context > 1 else "none"]
+        self._copies = layout.copies
+        self._sharding = STATE_SHARDING[layout.parallel.shard if max(self._copies.values()) > 1 else "none"]
         self._stages = plan.stages(rank)
 
     def estimate(self) -> PeakEstimate:
@@ -149,21 +163,25 @@ class _Rank:
             pipeline_rank=self._rank,
         )
 
-    def _groups(self) -> Iterator[Parameters]:
+    def _units(self) -> Iterator[tuple[Parameters, ...]]:
         """Yields the parameters of this rank's layers and ends, in the order of forward."""
         shape = self._shape
         for stage in self._stages.values():
             if stage.embedding:
-                yield shape.embedding_parameters
+                yield (shape.embedding_parameters,)
             yield from shape.layer_parameters[stage.first : stage.last]
             if stage.head:
-                yield shape.head_parameters
+                yield (shape.head_parameters,)
                 if shape.tied and not stage.embedding and not self._plan.ends_meet:
-                    yield shape.embedding_parameters  # the copy of a tied head
+                    yield (shape.embedding_parameters,)  # the copy of a tied head
 
-    def _regions(self) -> dict[object, int]:
+    def _groups(self) -> Iterator[Parameters]:
+        """Yields the same, what other ranks hold copies of by itself."""
+        return chain.from_iterable(self._units())
+
+    def _regions(self) -> dict[RegionKey, int]:
         """Returns the number of elements of each region of the optimizer."""
-        regions: dict[object, int] = {}
+        regions: dict[RegionKey, int] = {}
         for group in self._groups():
             for key, count in group.trained.items():
                 regions[key] = regions.get(key, 0) + count
@@ -172,21 +190,19 @@ class _Rank:
     def _static(self) -> dict[str, int]:
         """Counts weights in the model's dtype, and masters, gradients and two moments of what trains in fp32."""
         item, groups = self._workload.dtype.itemsize, list(self._groups())
-        flat = WIDE * sum(self._regions().values())
-        ranks = self._layout.data_and_context
-
-        def held(sharded: bool, count: int) -> int:
-            return -(-count // ranks) if sharded else count
-
+        beside = self._beside()
         whole = item * sum(one.whole for one in groups)
-        base = sum(one.base_bytes(item) for one in groups) + self._beside() - whole
-        adapters = item * sum(one.adapters for one in groups)
+        base, adapters = Counter({"dp_cp": beside - whole}), Counter[str]()
+        for one in groups:
+            base[one.data] += one.base_bytes(item)
+            adapters[one.data] += item * one.adapters
+        flat = self._flat()
         parts = {
-            WEIGHTS: held(self._sharding.weights, base) + whole,
-            ADAPTERS: held(self._sharding.weights, adapters),
-            MASTERS: held(self._sharding.masters, flat),
-            GRADIENTS: held(self._sharding.gradients, flat),
-            OPTIMIZER: held(self._sharding.moments, 2 * flat),
+            WEIGHTS: self._held(self._sharding.weights, base) + whole,
+            ADAPTERS: self._held(self._sharding.weights, adapters),
+            MASTERS: self._held(self._sharding.masters, flat),
+            GRADIENTS: self._held(self._sharding.gradients, flat),
+            OPTIMIZER: 2 * self._held(self._sharding.moments, flat),
             DECODED: self._scratch(),
         }
         if self._workload.offload_weights:
@@ -196,6 +212,17 @@ class _Rank:
             parts[MASTERS] = parts[MASTERS] // WIDE * item if self._sharding.masters else 0
             parts[OPTIMIZER] = device_bytes(self._largest_span())
         return added(parts)
+
+    def _flat(self) -> Counter[str]:
+        """Returns the bytes of a flat fp32 buffer over what trains, by the axis that gradients are summed over."""
+        flat = Counter[str]()
+        for (data, *_), count in self._regions().items():
+            flat[data] += WIDE * count
+        return flat
+
+    def _held(self, sharded: bool, nbytes: Mapping[str, int]) -> int:
+        """Returns what this rank holds of bytes that are counted by axis: its part, where they are sharded."""
+        return sum(-(-count // self._copies[data]) if sharded else count for data, count in nbytes.items())
 
     def _beside(self) -> int:
         """Counts the frozen parameters outside the decoder, divided over ranks like those of layers."""
@@ -218,10 +245,15 @@ class _Rank:
 
     def _largest_span(self) -> int:
         """Returns the elements of the largest span of this rank's masters; see `engine.optim.flat.Span`."""
-        largest = max(self._regions().values(), default=0)
-        if self._sharding.masters and not self._sharding.gradients:
-            largest = min(largest, self._bucket())
-        return -(-largest // self._layout.data_and_context) if self._sharding.masters else largest
+        sharded, bucket = self._sharding.masters, self._bucket()
+        limit = bucket if sharded and not self._sharding.gradients else None
+        return max(
+            (
+                self._held(sharded, {data: count if limit is None else min(count, limit)})
+                for (data, *_), count in self._regions().items()
+            ),
+            default=0,
+        )
 
     def _host(self) -> int:
         """Counts the host memory of offloaded weights, masters and moments."""
@@ -229,8 +261,7 @@ class _Rank:
         if self._workload.offload_weights:
             weights = sum(group.moved_bytes(self._workload.dtype.itemsize) for group in self._groups())
         if self._workload.offload_optimizer:
-            state = NUM_STATES * WIDE * sum(self._regions().values())
-            state = -(-state // self._layout.data_and_context) if self._sharding.masters else state
+            state = NUM_STATES * self._held(self._sharding.masters, self._flat())
         return weights + state
 
     def _load(self, static: Parts) -> int:
@@ -253,14 +284,19 @@ class _Rank:
         item = self._workload.dtype.itemsize
         if self._sharding.weights or self._workload.offload_weights:
             layers = [
-                one.moved_bytes(item)
+                sum(one.moved_bytes(item) for one in unit)
                 if self._workload.offload_weights
-                else one.base_bytes(item) + (one.adapters - one.whole) * item
-                for one in self._groups()
+                else sum(
+                    one.base_bytes(item) + (one.adapters - one.whole) * item
+                    for one in unit
+                    if self._copies[one.data] > 1
+                )
+                for unit in self._units()
             ]
             weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
         if self._sharding.gradients:
-            whole = sum(self._regions().values())
+            # what one rank has all the data of is whole anyway
+            whole = sum(count for (data, *_), count in self._regions().items() if self._copies[data] > 1)
             gradients = whole if microbatches > 1 else min(whole, (MAX_IN_FLIGHT + 2) * self._bucket())
         return {COMMUNICATION: weights, GRADIENTS: gradients * WIDE}
 
@@ -310,7 +346,8 @@ class _Rank:
             squared = 8 * min(SQUARED_AT_ONCE, max(self._regions().values(), default=0))
         gathered = 0
         if self._sharding.masters:
-            gathered = (PREFETCHED + 1) * self._bucket() * self._workload.dtype.itemsize
+            whole = sum(self._regions().values())
+            gathered = min(whole, (PREFETCHED + 1) * self._bucket()) * self._workload.dtype.itemsize
         without_whole = without(batches, {GRADIENTS: batches[GRADIENTS]})
         yield "optimizer step", added(without_whole, {TEMPORARY: squared})
         yield "optimizer step", added(without_whole, {COMMUNICATION: gathered})

@@ -30,11 +30,6 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
             f"objective.name is {config.objective.name}, which samples completions beside training on them: memory and "
             "time are not predicted for such runs."
         )
-    if config.parallel.expert > 1:
-        raise UserError(
-            f"parallel.expert is {config.parallel.expert}: memory and time of experts that are divided over ranks "
-            "depend on the text, and are not predicted."
-        )
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
     native = optimizer == "native" or (optimizer == "auto" and device_type == "cpu")

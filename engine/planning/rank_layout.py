@@ -9,6 +9,7 @@ import torch
 from engine.config.parallel import ParallelOptions
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
+from engine.planning.expert_rows import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,14 @@ class Layout:
         """The number of ranks that sum gradients."""
         return self.data * self.parallel.context
 
+    @property
+    def copies(self) -> dict[str, int]:
+        """The number of ranks that hold copies of parameters for different tokens, by the name that `ShardSpec.data`
+        has for them: of experts that are spread over other ranks than the rest "edp"."""
+        parallel, ranks = self.parallel, self.data_and_context
+        whole = ranks if parallel.cuts_experts else ranks * parallel.tensor
+        return {"dp_cp": ranks, "edp": whole // parallel.expert if parallel.folds_experts else 1}
+
     def label(self) -> str:
         """Returns a label such as "tensor 2, pipeline 4x2, data 1"."""
         parallel = self.parallel
@@ -41,6 +50,10 @@ class Layout:
         if parallel.context > 1:
             parts.append(f"context {parallel.context}")
         parts.append(f"data {self.data}")
+        if parallel.folds_experts:
+            parts.append(f"expert {parallel.expert}")
+        if parallel.folds_experts and parallel.tensor > 1:
+            parts.append("experts cut" if parallel.cuts_experts else "experts whole")
         if parallel.shard != "none":
             parts.append(f"shard {parallel.shard}")
         return ", ".join(parts)
@@ -70,6 +83,7 @@ class Workload:
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
         offload_weights: whether frozen weights are kept in host memory.
         offload_optimizer: whether masters and moments do.
+        routing: how tokens choose among experts that are divided over ranks.
     """
 
     decoder: DecoderConfig
@@ -91,6 +105,7 @@ class Workload:
     square_sum_writes: bool = True
     offload_weights: bool = False
     offload_optimizer: bool = False
+    routing: Routing = "balanced"
 
     @property
     def document_length(self) -> int:

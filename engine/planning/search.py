@@ -1,8 +1,9 @@
 """Searches the layouts of a number of devices that fit their memory, and ranks them by predicted step time.
 
 Every factorisation into tensor x context x pipeline x data ranks is tried, with and without sequence parallelism, with
-one and with two stages a pipeline rank, and with the least recomputation that fits; where that is not none, with
-offload and fewer bits, too. Layouts that a rule of the configuration refuses are listed with the reason.
+one and with two stages a pipeline rank, with the experts of a mixture whole or cut and divided over every number of
+ranks, and with the least recomputation that fits; where that is not none, with offload and fewer bits, too. Layouts
+that a rule of the configuration refuses are listed with the reason.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.ops.attention.ulysses import check_context_heads
 from engine.optim.state_sharding import ShardLevel
+from engine.planning.expert_rows import Routing
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import PeakEstimate, predict_layout
 from engine.planning.rank_layout import Layout, Workload
@@ -42,6 +44,7 @@ class SearchRequest:
         recompute: the levels to try; all by default.
         offload: what may be offloaded to host memory: "weights", "optimizer" and "activations".
         stored: the dtypes to try for kept activations; None is their own.
+        routing: under which a layout must fit where experts are divided over ranks; see engine.planning.expert_rows.
     """
 
     config: RunConfig
@@ -51,10 +54,12 @@ class SearchRequest:
     recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
     offload: tuple[str, ...] = ()
     stored: tuple[torch.dtype | None, ...] = (None,)
+    routing: Routing = "balanced"
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether it fits the device and host memory."""
-        return candidate.estimate.peak <= self.capacity and candidate.host <= self.host_capacity
+        peak = candidate.estimate.peak if self.routing == "balanced" else candidate.worst
+        return peak <= self.capacity and candidate.host <= self.host_capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +79,11 @@ class Candidate:
     estimate: PeakEstimate
     estimates: tuple[PeakEstimate, ...]
     time: StepTime | None = None
+
+    @property
+    def worst(self) -> int:
+        """The peak of the pipeline rank with the highest one under the worst routing."""
+        return max(estimate.peak if estimate.worst is None else estimate.worst for estimate in self.estimates)
 
     @property
     def host(self) -> int:
@@ -128,7 +138,7 @@ def search(wanted: SearchRequest, workload: Workload, machine: Machine) -> Searc
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
-    for layout in layouts(wanted.devices):
+    for layout in layouts(wanted.devices, has_experts=workload.decoder.routed is not None):
         try:
             _check(wanted, workload, layout)
             tried = _least_sharding(wanted, workload, layout)
@@ -168,8 +178,12 @@ def _seconds(candidate: Candidate) -> tuple[float, int]:
     return round(candidate.time.step, 6), candidate.estimate.peak
 
 
-def layouts(devices: int) -> Iterator[Layout]:
-    """Yields all layouts, simple ones first."""
+def layouts(devices: int, *, has_experts: bool = False) -> Iterator[Layout]:
+    """Yields all layouts, simple ones first.
+
+    Args:
+        has_experts: the model is a mixture, whose experts may be spread over other ranks than the rest.
+    """
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for pipeline in divisors:
         for context in divisors:
@@ -179,12 +193,26 @@ def layouts(devices: int) -> Iterator[Layout]:
                 data = devices // (pipeline * context * tensor)
                 for sequence in (None, False) if tensor > 1 else (None,):
                     for virtual in (1, 2) if pipeline > 1 else (None,):
-                        yield Layout(
-                            parallel=ParallelOptions(
-                                tensor=tensor, sequence=sequence, pipeline=pipeline, virtual=virtual, context=context
-                            ),
-                            data=data,
+                        plain = ParallelOptions(
+                            tensor=tensor, sequence=sequence, pipeline=pipeline, virtual=virtual, context=context
                         )
+                        yield Layout(parallel=plain, data=data)
+                        for expert, cut in _expert_ranks(tensor, data * context) if has_experts else ():
+                            yield Layout(parallel=replace(plain, expert=expert, expert_tensor=cut), data=data)
+
+
+def _expert_ranks(tensor: int, copies: int) -> Iterator[tuple[int, int]]:
+    """Yields the ranks over which experts may be divided, and the tensor ranks that share each expert: all ways but the
+    one in which experts are spread like the rest of the model.
+
+    Args:
+        copies: data and context parallel ranks.
+    """
+    for cut in dict.fromkeys((1, tensor)):
+        ranks = copies * tensor // cut
+        for expert in range(1, ranks + 1):
+            if ranks % expert == 0 and (expert > 1 or cut < tensor):
+                yield expert, cut
 
 
 def _check(wanted: SearchRequest, workload: Workload, layout: Layout) -> None:
@@ -239,7 +267,8 @@ def _least_sharding(wanted: SearchRequest, workload: Workload, layout: Layout) -
     """Returns the candidates of a layout: unsharded, and with a higher level of sharding where that needs less
     recomputation, or fits at all; and where something must be recomputed, with offload and fewer bits instead."""
     tried: list[Candidate] = []
-    levels: tuple[ShardLevel, ...] = ("none", "gradients", "parameters") if layout.data_and_context > 1 else ("none",)
+    sharded = max(layout.copies.values()) > 1
+    levels: tuple[ShardLevel, ...] = ("none", "gradients", "parameters") if sharded else ("none",)
     others: list[tuple[Layout, _Placement]] = []
     for level in levels:
         own = replace(layout, parallel=replace(layout.parallel, shard=level))
@@ -267,8 +296,8 @@ def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layou
     def candidate(level: Level, layers: int | None = None) -> Candidate:
         memory = MemoryPlan(recompute=level, recompute_layers=layers, offload=place.offload, stored_dtype=place.stored)
         estimates = tuple(predict_layout(place.workload, layout, memory))
-        worst = max(estimates, key=lambda estimate: estimate.peak)
-        return Candidate(layout=layout, workload=place.workload, memory=memory, estimate=worst, estimates=estimates)
+        fullest = max(estimates, key=lambda estimate: estimate.peak)
+        return Candidate(layout=layout, workload=place.workload, memory=memory, estimate=fullest, estimates=estimates)
 
     tried = [candidate(level) for level in _LIGHT if level in wanted.recompute]
     fitting = [one for one in tried if wanted.holds(one)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 import torch
@@ -14,7 +15,7 @@ from engine.layers.experts import ExpertPair
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.routed_experts import GroupedLinear
+from engine.layers.routed_experts import GroupedLinear, RoutedMLP
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.quantized_products import require_product_sizes
@@ -26,8 +27,9 @@ DECODED = ("nf4", "int8")
 WIDE = 4
 """Bytes of statistics, and of what norms, losses and the optimizer compute in."""
 
-RegionKey = tuple[tuple[str, ...], tuple[str, ...], bool]
-"""The key of one region of the optimizer; see engine.optim.flat_layout."""
+RegionKey = tuple[str, tuple[str, ...], tuple[str, ...], bool]
+"""The key of one region of the optimizer, which begins with the axis that gradients are summed over; see
+engine.optim.flat_layout."""
 
 
 _Linear = ColumnParallelLinear | RowParallelLinear | GroupedLinear
@@ -66,6 +68,8 @@ class LayerShape:
         vision: the linears of the vision expert; empty without one.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
+        routes_apart: each tensor rank has tokens of its own before whole experts; see engine.layers.routed_experts.
+        has_shared: whether all tokens share an expert beside those that a router chooses.
     """
 
     qkv: LinearShape
@@ -76,6 +80,8 @@ class LayerShape:
     trains: bool
     cross: tuple[LinearShape, ...] = ()
     vision: tuple[LinearShape, ...] = ()
+    routes_apart: bool = False
+    has_shared: bool = False
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -87,6 +93,7 @@ class Parameters:
     """Parameters of a layer or an end: elements stored in the model's dtype, and what the optimizer holds of them.
 
     Args:
+        data: name of the axis of the ranks that hold copies of them, see `ShardSpec.data`.
         base: elements of weights, norms and biases, but for those that are stored encoded.
         adapters: elements of A and B, folded columns and their padding included.
         trained: region of the optimizer -> elements, each parameter aligned.
@@ -98,6 +105,7 @@ class Parameters:
         whole: elements, of `base` and `adapters`, that stay on every rank where weights are sharded.
     """
 
+    data: str
     base: int
     adapters: int
     trained: dict[RegionKey, int]
@@ -123,6 +131,7 @@ class ModelShape:
 
     Args:
         kinds: for each layer the number of the first one that is like it.
+        layer_parameters: of each layer; of one with experts that are spread over other ranks, the others and theirs.
         embedding_trains: whether the embedding's matrix, an adapter on it, or anything of a vision model does.
         encoder_trains: whether anything of the encoder of pictures that layers attend to does.
         embedding_parameters: of the embedding, and of a vision model and an encoder, which are beside it on the first
@@ -133,7 +142,7 @@ class ModelShape:
     hidden: int
     layers: tuple[LayerShape, ...]
     kinds: tuple[int, ...]
-    layer_parameters: tuple[Parameters, ...]
+    layer_parameters: tuple[tuple[Parameters, ...], ...]
     embedding_trains: bool
     encoder_trains: bool
     embedding_parameters: Parameters
@@ -157,10 +166,13 @@ class ModelShape:
         """Whether no matrix of a layer trains, adapters aside."""
         return not any(linear.trained_rows for layer in self.layers for linear in layer.linears)
 
-    def trained_elements(self) -> int:
-        """Returns the number of trained elements on this rank, alignment included."""
-        groups = (*self.layer_parameters, self.embedding_parameters, self.head_parameters)
-        return sum(sum(group.trained.values()) for group in groups)
+    def trained_elements(self) -> dict[str, int]:
+        """Returns the number of trained elements on this rank, alignment included, by the axis that their gradients are
+        summed over."""
+        elements: dict[str, int] = {}
+        for group in (*chain(*self.layer_parameters), self.embedding_parameters, self.head_parameters):
+            elements[group.data] = elements.get(group.data, 0) + sum(group.trained.values())
+        return elements
 
 
 def model_shape(
@@ -235,6 +247,8 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         down=down,
         kv_width=attention.num_kv_heads * attention.head_dim,
         trains=any(entry.sink is not None for entry in shard_entries(layer)),
+        routes_apart=isinstance(mlp, RoutedMLP) and mlp.routes_apart,
+        has_shared=isinstance(mlp, RoutedMLP) and mlp.shared is not None,
         cross=() if cross is None else tuple(map(_linear, (cross.query, cross.key_value, cross.dense))),
         vision=tuple(map(_linear, vision)),
     )
@@ -265,25 +279,35 @@ def _linears(layer: DecoderLayer) -> tuple[_Linear, ...]:
 
 def _check_products(model: Decoder, device_type: str) -> None:
     device = torch.device(device_type)
+    for mlp in (layer.mlp for layer in model.layers if isinstance(layer.mlp, RoutedMLP)):
+        mlp.check_products(device_type)
     for entry in encoded_entries(model):
         rows, columns = entry.spec.local_shape
         require_product_sizes(entry.encoding.name, rows, columns, device, entry.name)
 
 
-def _layer_parameters(layer: DecoderLayer) -> Parameters:
-    """Returns a layer's parameters, with what of it is stored encoded."""
-    found = _parameters(shard_entries(layer))
-    sizes = [entry.parameter.nbytes for entry in encoded_memories(layer)]
-    largest = [prod(entry.spec.local_shape) for entry in encoded_entries(layer)]
-    return replace(
-        found,
-        encoded=sum(sizes),
-        encoded_moved=sum(size for size in sizes if size >= STAYS_BELOW),
-        largest=max([found.largest, *largest]),
+def _layer_parameters(layer: DecoderLayer) -> tuple[Parameters, ...]:
+    """Returns a layer's parameters, with what of it is stored encoded, by the ranks that hold copies."""
+    plain, memories, encoded = (
+        list(each) for each in (shard_entries(layer), encoded_memories(layer), encoded_entries(layer))
     )
+    groups = []
+    for data in dict.fromkeys(entry.spec.data for entry in (*plain, *memories)):
+        found = _parameters([entry for entry in plain if entry.spec.data == data], data)
+        sizes = [entry.parameter.nbytes for entry in memories if entry.spec.data == data]
+        largest = [prod(entry.spec.local_shape) for entry in encoded if entry.spec.data == data]
+        groups.append(
+            replace(
+                found,
+                encoded=sum(sizes),
+                encoded_moved=sum(size for size in sizes if size >= STAYS_BELOW),
+                largest=max([found.largest, *largest]),
+            )
+        )
+    return tuple(groups)
 
 
-def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
+def _parameters(entries: Iterable[ShardEntry], data: str = "dp_cp") -> Parameters:
     """Counts each storage once: sections share one, and the columns of folded adapters lie in it."""
     storages: dict[int, int] = {}
     sharing: dict[int, list[ShardEntry]] = {}
@@ -298,10 +322,11 @@ def _parameters(entries: Iterable[ShardEntry]) -> Parameters:
         if entry.name.rpartition(".")[2] not in LORA_LEAVES:
             base += size
         if entry.sink is not None:
-            key = entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2
+            key = data, entry.spec.grad_reduce, entry.spec.replicated, len(entry.spec.global_shape) < 2
             trained[key] = trained.get(key, 0) + -(-size // ALIGNMENT) * ALIGNMENT
     moved = [key for key, held in sharing.items() if is_kept_in_host_memory(held)]
     return Parameters(
+        data=data,
         base=base,
         adapters=sum(storages.values()) - base,
         trained=trained,

@@ -3,9 +3,10 @@ bubble.
 
 What a layer and the ends launch is counted while the engine's own code runs on the meta device (`launches.py`). Each
 launch takes the longer of its arithmetic and its memory traffic, at the speed that the machine reaches; a product whose
-tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks are exposed.
-Keys of ring attention are hidden behind the attention of a block, and gradient reductions behind one backward, so that
-only the excess counts. The schedule's bubble comes from `engine.pipeline.simulate`. Copies from and to host memory are
+tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks, and
+exchanges of rows with the ranks of their experts, are exposed; rows are taken to spread evenly over experts. Keys of
+ring attention are hidden behind the attention of a block, and gradient reductions behind one backward, so that only the
+excess counts. The schedule's bubble comes from `engine.pipeline.simulate`. Copies from and to host memory are
 hidden behind a layer's arithmetic, each direction by itself. The host's time, stragglers and the loader cost nothing
 here: a real step is slower, and figures of two layouts are meant to be compared with each other.
 """
@@ -69,7 +70,7 @@ def launch_limits(launch: Launch, machine: Machine) -> dict[str, float]:
         share = machine.attention if launch.kind == "attention" else machine.packed_attention
         speed *= share.backward if launch.name == "attention backward" else share.forward
     if launch.result is not None:
-        speed *= machine.evenness(*launch.result)
+        speed *= machine.evenness(*launch.result, launch.products)
     return {
         "memory": launch.nbytes / (machine.copies * 1e9),
         "products": launch.flops / (speed * 1e12) if launch.flops else 0.0,
@@ -113,7 +114,7 @@ class _Times:
         self._item = int(workload.dtype.itemsize)
         self._model, self._tokens, self.message = model, model.tokens, model.stream + model.encoded
         self._keys_sent = _keys_sent(workload, parallel.context)
-        self._gathers = layout.data_and_context if parallel.shard == "parameters" else 1
+        self._copies = layout.copies if parallel.shard == "parameters" else {}
         self._gather_wire = machine.wire(layout.world_size) * 1e9
         self._splits = parallel.sequence_parallel
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
@@ -151,7 +152,26 @@ class _Times:
 
     def _mlp_links(self, layer: LayerShape, *, last: bool = True) -> float:
         """Returns the seconds of the collectives around the MLP (not recomputed: `last`)."""
+        if layer.routes_apart:
+            # a shared expert is an ordinary MLP; tokens that were not apart before meet again behind the experts
+            joins = self.sequence_links(1) if last and not self._splits else 0.0
+            return joins + (self.sequence_links(1 + last) if layer.has_shared else 0.0)
         return self.gathered_input(layer.gate_up) + (self.sequence_links(1) if last else 0.0)
+
+    def _exchange(self, sizes: Iterable[int]) -> float:
+        """Returns the seconds of exchanges of rows with the ranks of their experts.
+
+        As many rows go to each rank as to any other. What goes to other nodes goes by the network, while the rest goes
+        over the links within the node.
+
+        Args:
+            sizes: bytes of each that arrive, those of this rank's own tokens among them.
+        """
+        ranks = self._parallel.expert
+        apart = self._ranks if self._parallel.cuts_experts else 1
+        near = min(ranks, max(1, self._machine.node_size // apart))
+        rank = sum(sizes) / ranks / 1e9
+        return max((near - 1) * rank / self._machine.link, (ranks - near) * rank / self._machine.network)
 
     def _layer(self, layer: LayerShape, launches: PieceLaunches, level: Level) -> PieceTime:
         """Returns the work of a layer, without what comes from or goes to host memory and other data ranks."""
@@ -160,8 +180,11 @@ class _Times:
             self._seconds(one for one in each if "attention" in one.kind)
             for each in (launches.forward, launches.backward)
         )
-        links = self.sequence_links(6 if layer.cross else 4)
+        links = self.sequence_links(4 if layer.cross else 2)
+        links += self._mlp_links(layer) if layer.routes_apart else self.sequence_links(2)
+        links += self._exchange(launches.exchanged_backward)
         recomputed = _RECOMPUTED.get(level, ())
+        ahead_links = self._attention_links(layer) + self._mlp_links(layer) + self._exchange(launches.exchanged_forward)
         again = Work()
         if recomputed:
             links += self._attention_links(layer, last=len(recomputed) > 1)
@@ -169,7 +192,7 @@ class _Times:
         if "mlp" in recomputed:
             links += self._mlp_links(layer, last=False)
         return PieceTime(
-            Work(forward, self._attention_links(layer) + self._mlp_links(layer)) + self._keys(layer, 1, ahead),
+            Work(forward, ahead_links) + self._keys(layer, 1, ahead),
             Work(backward, links) + self._keys(layer, 2, back) + again,
             self._seconds(launches.weights),
         )
@@ -191,8 +214,9 @@ class _Times:
             trace = self._model.layer(kind, plan, needs=True)
             kept = total(trace.kept) if self._memory.offload else 0
             found = self._layer(layer, trace.launches, level)
-            forward, backward = (self._gathered(layer, parameters, work) for work in (found.forward, found.backward))
-            weights = parameters.moved_bytes(self._item) if self._workload.offload_weights else 0
+            forward, backward = (self._gathered(parameters, work) for work in (found.forward, found.backward))
+            moved = sum(one.moved_bytes(self._item) for one in parameters)
+            weights = moved if self._workload.offload_weights else 0
             sent, fetched = (kept, weights + kept) if self._memory.offload else (0, weights)
             self._known[key] = PieceTime(
                 forward + self._behind(max(sent, weights), forward),
@@ -225,11 +249,13 @@ class _Times:
         seconds = nbytes / (self._machine.host * 1e9)
         return Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
-    def _gathered(self, layer: LayerShape, parameters: Parameters, work: Work) -> Work:
+    def _gathered(self, parameters: Iterable[Parameters], work: Work) -> Work:
         """Returns `work` with the layer's weight gather, which the layer before it hides."""
-        elements = sum(linear.outputs * (linear.inputs + linear.extra) for linear in layer.linears)
-        nbytes = parameters.encoded or self._item * elements
-        seconds = nbytes * (self._gathers - 1) / self._gathers / self._gather_wire
+        seconds = 0.0
+        for one in parameters:
+            ranks = self._copies.get(one.data, 1)
+            nbytes = one.base_bytes(self._item) + one.adapters * self._item
+            seconds += nbytes * (ranks - 1) / ranks / self._gather_wire
         return work + Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
 
@@ -319,11 +345,12 @@ def _gradients(
 ) -> float:
     """Returns the seconds of gradient reductions that exceed a backward, and of the update: masters, moments and
     gradients are read and written once, or masters and moments are copied from host memory and back."""
-    elements = shape.trained_elements() / layout.parallel.pipeline
-    ranks = layout.data_and_context
     wire = machine.wire(layout.world_size) * 1e9
-    sums = 2 * (ranks - 1) / ranks * WIDE * elements / wire
-    own = elements / (ranks if layout.parallel.shard != "none" else 1)
+    sums = own = 0.0
+    for data, count in shape.trained_elements().items():
+        elements, ranks = count / layout.parallel.pipeline, layout.copies[data]
+        sums += 2 * (ranks - 1) / ranks * WIDE * elements / wire
+        own += elements / (ranks if layout.parallel.shard != "none" else 1)
     update = 8 * WIDE * own / (machine.copies * 1e9)
     if workload.offload_optimizer:
         update = max(update, 3 * WIDE * own / (machine.host * 1e9))

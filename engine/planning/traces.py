@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
 from engine.config.parallel import ParallelOptions
-from engine.distributed.mesh import Axis, Unconnected, shape_mesh
+from engine.distributed.mesh import Axis, ExpertAxes, ExpertRows, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers.context import TensorLayout
@@ -29,15 +29,16 @@ from engine.layers.module import shard_entries
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.load_balance import LoadBalance
+from engine.planning.expert_rows import expert_rows
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
-from engine.planning.shapes import model_shape
+from engine.planning.shapes import ModelShape, model_shape
 from engine.tile_shares import deal_out
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
@@ -136,9 +137,9 @@ class RankModel:
     """
 
     def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
+        check_expert_ranks(workload.decoder, expert=parallel.expert, folds=parallel.folds_experts)
         self._workload, self._parallel = workload, parallel
-        layout = _layout(workload, parallel)
-        self.shape = model_shape(workload.decoder, workload.plan, layout, workload.device_type, workload.dtype)
+        self.shape = _rank_shape(replace(workload, routing="balanced"), parallel)
         columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
@@ -268,6 +269,8 @@ class _Tracer:
         self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
         self._needs, self._saved, self._defers = needs, saved, defers
         self._away, self._recording = _UncountedTransfer(), Recording()
+        self._exchanged: list[int] = []
+        """Bytes of each exchange of rows for experts since the last look."""
         self._counter = LaunchCounter(packed=workload.document_length < workload.seq_length)
         self._layout = _counted(_layout(workload, parallel, self._on_receive), self._counter)
         self._batch = partial(_batch, workload, parallel.context)
@@ -285,10 +288,11 @@ class _Tracer:
             x = self._input(batch)
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
             counter.launches.clear()
+            self._exchanged.clear()
             with nullcontext() if self._saved else torch.no_grad():
                 y = body(model, batch, context, x)
             goes_back = self._saved and y.requires_grad
-            forward = tuple(counter.launches)
+            forward = PieceLaunches(forward=tuple(counter.launches), exchanged_forward=tuple(self._exchanged))
             end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))
             made = {recording.number(y), recording.number(end)}
             del x, y
@@ -300,11 +304,12 @@ class _Tracer:
                 kept=recording.held(kept),
                 keeps_input=given in kept,
                 away=self._away.nbytes,
-                launches=PieceLaunches(forward=forward),
+                launches=forward,
             )
             if not goes_back:
                 return trace
             counter.launches.clear()
+            self._exchanged.clear()
             end.backward()
             ((gradient, begin),) = arrived
             backward = {
@@ -312,7 +317,12 @@ class _Tracer:
                 for holds_x, holds_dy in product((False, True), repeat=2)
             }
             left = recording.held(recording.alive() - before - made)
-            launches = PieceLaunches(forward=forward, backward=tuple(counter.launches), weights=tuple(counter.weights))
+            launches = replace(
+                forward,
+                backward=tuple(counter.launches),
+                weights=tuple(counter.weights),
+                exchanged_backward=tuple(self._exchanged),
+            )
             return replace(trace, backward=backward, left=left, launches=launches)
 
     def _model(self) -> Decoder:
@@ -363,8 +373,10 @@ class _Tracer:
         started: Tensor = _Start.apply(x.requires_grad_())
         return started
 
-    def _on_receive(self, tensor: Tensor) -> None:
+    def _on_receive(self, axis: str, tensor: Tensor) -> None:
         self._recording.name([self._recording.number(tensor)], COMMUNICATION)
+        if axis == "ep":
+            self._exchanged.append(tensor.nbytes)
 
 
 def _logit_widths(model: Decoder) -> frozenset[int]:
@@ -481,17 +493,29 @@ def _bidirectional(workload: Workload, document_lengths: tuple[int, ...]) -> Bid
 
 
 def _layout(
-    workload: Workload, parallel: ParallelOptions, on_receive: Callable[[Tensor], None] | None = None
+    workload: Workload, parallel: ParallelOptions, on_receive: Callable[[str, Tensor], None] | None = None
 ) -> TensorLayout:
-    """Returns the build context of a rank; `on_receive` is called with what other ranks would write."""
+    """Returns the build context of a rank; `on_receive` is called with the axis and what its other ranks would
+    write."""
     decoder = workload.decoder
     mesh = shape_mesh(RankGrid(tp=parallel.tensor, cp=parallel.context), num_kv_heads=decoder.num_kv_heads)
 
-    def joined(axis: Axis) -> Axis:
-        return axis if axis.size == 1 or on_receive is None else replace(axis, group=Unconnected(axis.size, on_receive))
+    def joined(axis: Axis, rows: ExpertRows | None = None) -> Axis:
+        if axis.size == 1 or on_receive is None:
+            return axis
+        return replace(axis, group=Unconnected(axis.size, partial(on_receive, axis.name), rows))
 
+    tp, experts = joined(mesh.tp), None
+    if decoder.routed is not None:
+        rows = expert_rows(workload.routing, per_token=decoder.routed.rule.per_token, ranks=parallel.expert)
+        experts = ExpertAxes(
+            ep=joined(Axis("ep", parallel.expert), rows),
+            tp=tp if parallel.cuts_experts else Axis("tp"),
+            data="edp" if parallel.folds_experts else "dp_cp",
+        )
     return TensorLayout(
-        tp=joined(mesh.tp),
+        tp=tp,
+        experts=experts,
         kv_replica=mesh.kv_replica,
         # a tied head lies on another pipeline rank than the embedding
         pp_ends=Axis("pp_ends", 2 if decoder.tied_embeddings and parallel.pipeline > 1 else 1),
@@ -529,8 +553,16 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
         context=parallel.context,
         context_method=parallel.context_method,
         lora_reduce=parallel.lora_reduce,
+        expert=parallel.expert,
+        expert_tensor=parallel.tensor if parallel.cuts_experts else 1,
     )
     return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
+
+
+@lru_cache(maxsize=256)
+def _rank_shape(workload: Workload, parallel: ParallelOptions) -> ModelShape:
+    layout = _layout(workload, parallel)
+    return model_shape(workload.decoder, workload.plan, layout, workload.device_type, workload.dtype)
 
 
 _rank_model = lru_cache(maxsize=256)(RankModel)

@@ -9,13 +9,11 @@ from typing import cast
 
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
-from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
-from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
 from engine.ops.attention.ulysses import check_context_heads
 from engine.training.base_encoding import check_base
@@ -99,27 +97,6 @@ def model_source(config: RunConfig) -> ModelSource:
     return ModelSource(model=weights.model, weights=weights)
 
 
-def check_experts(parallel: ParallelOptions, decoder: DecoderConfig) -> None:
-    """Checks that the experts divide over their ranks.
-
-    Raises:
-        UserError: there are none, or their number does not divide.
-    """
-    if not parallel.folds_experts:
-        return
-    if decoder.routed is None:
-        option = f"expert is {parallel.expert}" if parallel.expert > 1 else "expert_tensor is 1"
-        raise UserError(
-            f"parallel.{option}, but this {decoder.family} model has no experts that a router chooses: leave "
-            f"parallel.{option.split()[0]} out."
-        )
-    if (count := decoder.routed.rule.num_experts) % parallel.expert:
-        raise UserError(
-            f"parallel.expert is {parallel.expert}, which does not divide the model's {count} experts: use a "
-            f"parallel.expert that divides {count}."
-        )
-
-
 def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:
     """Plans what the run does with the model, and checks that the model fits the layout.
 
@@ -129,7 +106,7 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     """
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
-    check_experts(parallel, decoder)
+    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.folds_experts)
     check_balance(config, decoder)
     model_here = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan)
     entries = list(shard_entries(model_here))

@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="predict for this run file, on --gpus ranks, instead of searching",
     )
+    parser.add_argument(
+        "--routing",
+        default="balanced",
+        choices=("balanced", "worst"),
+        help="of a mixture of experts divided over ranks, what must fit: tokens that spread evenly, or all of them on "
+        "the experts of one rank (default balanced)",
+    )
     parser.add_argument("--measure", action="store_true", help="with --config: also take real steps on this device")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="alternatives to show (default 5)")
     parser.add_argument("--probe", action="store_true", help="take real steps with 2 and with 4 layers on this device")

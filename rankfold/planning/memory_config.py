@@ -30,7 +30,7 @@ from engine.training.module_plan import training_plan
 from rankfold.planning import time_by_kernel
 from rankfold.planning.memory_measure import measure
 from rankfold.planning.memory_question import GIB, measured_cpu, read_config
-from rankfold.planning.memory_report import part_table, table
+from rankfold.planning.memory_report import part_table, routing_sentence, table
 
 _STEPS = 4
 """Steps of a measurement; the last one counts."""
@@ -57,6 +57,8 @@ def report(arguments: argparse.Namespace) -> str:
     peak, capacity = candidate.estimate.peak / GIB, arguments.gpu_memory * (1 - arguments.reserve / 100)
     verdict = "fits" if peak <= capacity else "does not fit"
     lines += ["", f"{peak:.2f} GiB at most: {verdict} {arguments.gpu_memory:g} GiB less {arguments.reserve:g}%."]
+    if routing := routing_sentence(candidate, capacity * GIB):
+        lines[-1] += routing
     if arguments.by_kernel:
         workload = candidate.workload
         lines += ["", time_by_kernel.report(candidate, workload.decoder, workload.plan, machine)]

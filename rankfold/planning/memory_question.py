@@ -28,6 +28,7 @@ from engine.layers.recompute import Level
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
+from engine.planning.expert_rows import Routing
 from engine.planning.machine import MACHINES, Machine, machine_for
 from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Workload
@@ -70,11 +71,13 @@ class Allowed:
         recompute: levels.
         offload: of PLACES.
         stored: of STORED_DTYPES.
+        routing: under which it must fit.
     """
 
     recompute: tuple[Level, ...] = RECOMPUTE_LEVELS
     offload: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
+    routing: Routing = "balanced"
 
 
 def ask(arguments: argparse.Namespace) -> Answer:
@@ -115,6 +118,7 @@ def ask(arguments: argparse.Namespace) -> Answer:
             recompute=_levels(arguments.recompute),
             offload=_chosen("--offload", arguments.offload, PLACES),
             stored=_chosen("--activation-dtype", arguments.activation_dtype, tuple(STORED_DTYPES)),
+            routing=arguments.routing,
         ),
         beside=int(arguments.beside),
         tiles_per_row=arguments.tiles,
@@ -202,6 +206,7 @@ def answer_for(
         recompute=allowed.recompute,
         offload=allowed.offload,
         stored=(None, *(STORED_DTYPES[name] for name in allowed.stored)),
+        routing=allowed.routing,
     )
     return Answer(
         hf_config=hf_config,

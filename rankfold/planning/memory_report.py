@@ -21,6 +21,8 @@ from rankfold.planning.memory_question import GIB, Answer
 
 _SHOWN_GIB = 0.005
 """The smallest number that a table does not show as 0.00."""
+WORST = "all tokens on its experts"
+"""Name of the row of peaks under the worst routing, where experts are divided over ranks."""
 _PER_LAYER_LIMIT = 8
 """Maximum number of pipeline ranks with a column each."""
 
@@ -94,7 +96,22 @@ def _chosen(answer: Answer, best: Candidate) -> str:
         f"pipeline bubble {time.bubble:.1%}\n"
         f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden "
         f"behind compute; gradient reduction and update {time.gradients:.2g} s{_host(answer, best)}"
+        f"{routing_sentence(best, answer.capacity)}"
     )
+
+
+def routing_sentence(found: Candidate, capacity: float) -> str:
+    """Returns the line that says how uneven a router may be; nothing where experts are not divided.
+
+    Args:
+        capacity: bytes of a device that may be used.
+    """
+    even, worst, ranks = found.estimate.peak, found.worst, found.layout.parallel.expert
+    if ranks == 1:
+        return ""
+    title = f"\nrouting: {even / GIB:.1f} GiB where tokens spread evenly over the {ranks} ranks of the experts, "
+    title += f"{worst / GIB:.1f} GiB where all choose those of one rank, which "
+    return title + ("fits too" if worst <= capacity else "does not fit")
 
 
 def _host(answer: Answer, best: Candidate) -> str:
@@ -132,6 +149,8 @@ def part_table(candidate: Candidate) -> str:
     rows.append(("the peak is in", *(one.moment for one in shown)))
     rows.append(("while loading", *(f"{one.load / GIB:.2f}" for one in shown)))
     rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
+    if any(one.worst is not None for one in shown):
+        rows.append((WORST, *(f"{(one.worst or one.peak) / GIB:.2f}" for one in shown)))
     if any(one.host for one in shown):
         rows.append(("in host memory", *(f"{one.host / GIB:.2f}" for one in shown)))
     return table(rows)

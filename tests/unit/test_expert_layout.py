@@ -8,10 +8,13 @@ import pytest
 
 from engine.config.parallel import ParallelOptions
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig
-from engine.training.start_model import check_experts
+from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from tests.distributed.cases import small_config
 from tests.distributed.sharded_runs import ROUTED
+
+
+def _check(parallel: ParallelOptions, decoder: DecoderConfig) -> None:
+    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.folds_experts)
 
 
 @pytest.mark.parametrize(
@@ -26,9 +29,9 @@ def test_experts_that_cannot_be_divided_are_refused(
     decoder: DecoderConfig, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        check_experts(ParallelOptions(**options), decoder)
+        _check(ParallelOptions(**options), decoder)
 
 
 @pytest.mark.parametrize("options", [{"expert": 5}, {"tensor": 2}, {"tensor": 2, "expert_tensor": 1}, {}])
 def test_others_are_not(options: dict[str, Any]) -> None:
-    check_experts(ParallelOptions(**options), ROUTED)
+    _check(ParallelOptions(**options), ROUTED)

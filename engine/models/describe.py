@@ -82,5 +82,9 @@ def active_parameters(config: DecoderConfig) -> int:
     total = num_parameters(config)
     if config.routed is None:
         return total
-    rule, layers = config.routed.rule, config.num_layers - len(config.routed.dense_layers)
-    return total - layers * (rule.num_experts - rule.per_token) * 3 * config.hidden * config.routed.intermediate
+    routed = config.routed
+    layers = config.num_layers - len(routed.dense_layers)
+    expert = 3 * config.hidden * routed.intermediate
+    if routed.has_biases:
+        expert += 2 * routed.intermediate + config.hidden
+    return total - layers * (routed.rule.num_experts - routed.rule.per_token) * expert

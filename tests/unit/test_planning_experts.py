@@ -1,8 +1,9 @@
-"""What the planner says of experts that are divided over ranks: against real ranks that send each other rows, and
-arithmetic by hand."""
+"""What the planner says of experts that are divided over ranks: against real ranks that send each other rows, by hand,
+and against transformers' counts of published models."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from engine.config.lora import LoraOptions
 from engine.config.parallel import ParallelOptions
 from engine.distributed.transfer_meter import METER
 from engine.errors import UserError
 from engine.layers.recompute import MemoryPlan
+from engine.models.describe import active_parameters, num_parameters
+from engine.models.families import family_of
 from engine.ops import routing
 from engine.ops.routing import RoutingRule
 from engine.planning.expert_rows import Routing, expert_rows
@@ -30,11 +42,13 @@ from engine.planning.step_time import predict_time
 from engine.planning.traces import rank_model
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source
+from rankfold.planning import memory as memory_command
+from rankfold.planning import memory_config
 from rankfold.planning.memory_measure import measure
 from tests.spawning import spawn
 from tests.sweeps import sampled
 from tests.unit.test_planning_memory import ALL, CPU, EXACT, ROUGH, Case, _prediction
-from tests.unit.test_planning_search import FREE, _config, _workload
+from tests.unit.test_planning_search import FREE, ROOT, _config, _workload
 
 MIXTURE = {
     "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 704, "moe_intermediate_size": 192,
@@ -260,3 +274,54 @@ def test_experts_of_a_dense_model_are_refused() -> None:
     dense = {**MIXTURE, "model_type": "qwen3"}
     with pytest.raises(UserError, match="has no experts that a router chooses"):
         predict_layout(_workload(dense, _config()), Layout(parallel=ParallelOptions(expert=2), data=2), MemoryPlan())
+
+
+PUBLISHED: dict[str, PreTrainedConfig] = {
+    "Mixtral-8x7B": MixtralConfig(),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+    ),
+    "GLM-4.5-Air": Glm4MoeConfig(head_dim=128, attention_bias=True),
+    "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": GptOssConfig(),
+    "DeepSeek-V3": DeepseekV3Config(),
+}  # fmt: skip
+"""Of the others the classes' defaults are the published sizes."""
+BILLIONS = {
+    "Mixtral-8x7B": (46.7, 12.9), "Qwen3-30B-A3B": (30.5, 3.35), "GLM-4.5-Air": (106.9, 13.4),
+    "gpt-oss-20b": (20.9, 4.19), "gpt-oss-120b": (116.8, 5.71), "DeepSeek-V3": (671.0, 37.6),
+}  # fmt: skip
+"""Totals as published; active ones with the embedding, which some publishers leave out (gpt-oss: 3.6 and 5.1)."""
+
+
+@pytest.mark.parametrize("name", sampled(PUBLISHED, ["Mixtral-8x7B", "gpt-oss-20b"]))
+def test_total_and_active_parameters_are_those_of_transformers(name: str) -> None:
+    hf = PUBLISHED[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    total = sum(one.numel() for one in model.parameters())
+    routed = sum(one.numel() for key, one in model.named_parameters() if ".mlp.experts." in key)
+    sizes = hf.to_dict()
+    count = next(sizes[key] for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in sizes)
+    family, text = family_of(sizes)
+    decoder = family.config_from_hf(text)
+    found = num_parameters(decoder), active_parameters(decoder)
+    assert found == (total, total - routed + routed // count * sizes["num_experts_per_tok"])
+    assert [one / 1e9 for one in found] == pytest.approx(BILLIONS[name], rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "gpus, memory, options",
+    [(1, 139, ""), (8, 80, "parallel: {shard: gradients}\n"), (8, 80, "parallel: {expert: 8}\n")],
+)
+def test_the_example_fits(gpus: int, memory: int, options: str, tmp_path: Path) -> None:
+    """The files that examples/qwen3_30b_a3b/README.md names, on the machines that it names."""
+    written = (ROOT / "examples/qwen3_30b_a3b/run.yaml").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(written + options)
+    parser = argparse.ArgumentParser()
+    memory_command.add_arguments(parser)
+    model = str(ROOT / "examples/memory/models/qwen3-30b-a3b.json")
+    given = ["--config", str(tmp_path / "run.yaml"), "--model", model, "--gpus", str(gpus), "--gpu-memory", str(memory)]
+    assert f"fits {memory} GiB" in memory_config.report(parser.parse_args(given))

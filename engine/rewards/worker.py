@@ -81,9 +81,13 @@ def serve(descriptor: int, parent: int) -> None:
         try:
             functions, problems = _load_all(receive(connection))
             send(connection, problems)
+            own = os.getpid()
             while True:
                 request = receive(connection)
-                send(connection, _scored(functions[request.pop("function")], request))
+                reply = _scored(functions[request.pop("function")], request)
+                if os.getpid() != own:  # a copy that a function has forked, and that came back: it answers nobody
+                    os._exit(0)
+                send(connection, reply)
         except (Gone, ConnectionError):
             return
 
@@ -176,13 +180,14 @@ def _scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
             found = asyncio.run(_awaited(found))
         if not isinstance(found, Sequence) and hasattr(found, "tolist"):
             found = found.tolist()  # an array's or a tensor's
+        if isinstance(found, str) or not isinstance(found, Sequence):
+            return {"problem": f"it returned {_kind(found)}, not a list of rewards"}
+        if len(found) != count:
+            return {"problem": f"it returned {len(found)} rewards for {count} completion{'s' if count != 1 else ''}"}
+        # somebody else's too: what a number of theirs is may raise
+        return {"rewards": [_checked(one) for one in found]}
     except Exception as error:  # of a function of somebody else's
         return {"problem": f"it raised {_described(error)}"}
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        return {"problem": f"it returned {_kind(found)}, not a list of rewards"}
-    if len(found) != count:
-        return {"problem": f"it returned {len(found)} rewards for {count} completion{'s' if count != 1 else ''}"}
-    return {"rewards": [_checked(one) for one in found]}
 
 
 async def _awaited(promise: Any) -> Any:
@@ -197,7 +202,10 @@ def _checked(reward: Any) -> float | str | None:
         reward = reward.item()
     if not isinstance(reward, Real):
         return f"it returned {_kind(reward)}, not a number"
-    number = float(reward)
+    try:
+        number = float(reward)
+    except OverflowError:
+        return "it returned a number that is too large for a float"
     return number if math.isfinite(number) else f"it returned {number}, not a finite number"
 
 

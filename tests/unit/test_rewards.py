@@ -46,6 +46,14 @@ def misbehaves(completions, **columns):
         os._exit(3)
     if "crashes" in completions:
         os.kill(os.getpid(), signal.SIGSEGV)
+    if "forks" in completions:
+        if os.fork() == 0:
+            return [99.0] * len(completions)
+        os.wait()
+    if "huge" in completions:
+        return [10**400 if completion == "huge" else 1.0 for completion in completions]
+    if "two" in completions:
+        return [np.ones(2) if completion == "two" else 1.0 for completion in completions]
     if "twice" in completions:
         return [1.0] * (len(completions) + 1)
     if "text" in completions:
@@ -138,6 +146,8 @@ def test_rewards_do_not_depend_on_the_number_of_processes(file: Path, tmp_path: 
         ("nan", "it returned nan, not a finite number"),
         ("inf", "it returned inf, not a finite number"),
         ("word", "it returned a str, not a number"),
+        ("huge", "it returned a number that is too large for a float"),
+        ("two", "it raised ValueError: can only convert an array of size 1 to a Python scalar"),
     ],
 )
 def test_a_bad_completion_costs_itself(bad: str, words: str, file: Path) -> None:
@@ -146,6 +156,18 @@ def test_a_bad_completion_costs_itself(bad: str, words: str, file: Path) -> None
     assert np.array_equal(found.rewards[:, 0], [1.0, np.nan, 1.0], equal_nan=True)
     assert found.problems == (f"misbehaves gave no reward for a completion of data line 2: {words}",)
     assert found.num_failed == 1
+
+
+def test_a_copy_that_a_function_forks_answers_nobody(file: Path) -> None:
+    """Its 99 came first, and the function's own rewards were taken for those of the next call."""
+    sources = [RewardSource.parse(f"{file}:misbehaves")]
+    with RewardPool(sources, workers=1, timeout=10, columns=[]) as pool:
+        for completions in (["forks", "fine"], ["fine", "fine", "none"]):
+            scoring = pool.begin(samples(completions))
+            assert scoring.wait(30)
+            found = scoring.result()
+            expected = [np.nan if one == "none" else 1.0 for one in completions]
+            assert np.array_equal(found.rewards[:, 0], expected, equal_nan=True) and not found.problems
 
 
 def test_none_is_no_failure(file: Path) -> None:

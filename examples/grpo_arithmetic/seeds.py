@@ -15,7 +15,7 @@ from statistics import mean
 
 from examples.grpo_arithmetic.summary import ends
 
-FIGURE = "reward/exact_match"
+FIGURE = "rewards/exact_match/mean"
 SMOOTHED = 5
 """Steps of the moving mean that is drawn."""
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 260, 44, 14, 12, 34

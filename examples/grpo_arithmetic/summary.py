@@ -15,8 +15,8 @@ from statistics import mean
 def table(records: Sequence[dict[str, float]]) -> list[str]:
     """One line a figure: at the start and at the end."""
     steps = [record for record in records if "reward" in record]
-    shown = ("reward", "completion_length", "truncated", "uniform_groups")
-    names = [name for name in steps[0] if name.startswith(shown) and not name.endswith("seconds")]
+    shown = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio", "uniform_groups")
+    names = [name for name in steps[0] if name in shown or (name.startswith("rewards/") and name.endswith("mean"))]
     lines = [f"{'':28}{'first steps':>12}{'last steps':>12}"]
     for name in names:
         first, last = ends(steps, name)

@@ -12,39 +12,66 @@ from rankfold.reporting.layout import COLOURS, legend, table
 from rankfold.reporting.markup import EMPTY, element, together
 from rankfold.reporting.reading import Run
 
-_PART = "reward/"
+_PART = "rewards/"
 _MOST_PARTS = COLOURS - 1
 _FIRST, _LAST = 2, 8
 """Completions that are shown from the beginning and from the end of a run."""
 
 
 def rewards(runs: Sequence[Run]) -> Markup:
-    """Returns a chart of the mean reward and, of a single run, of what each function gave."""
+    """Returns a chart of the mean reward and, of a single run, of what each function gave and how much it varied."""
     if len(runs) > 1:
         return over_steps(runs, "reward", "mean reward", zero=False, show=_short)
     run = runs[0]
-    names = sorted({name for record in run.steps for name in record.figures if name.startswith(_PART)})
-    series = [Series(name="reward", points=run.series("reward"), colour=0)]
-    if len(names) > 1 or "reward" not in {name.removeprefix(_PART) for name in names}:
-        series += [
-            Series(name=name.removeprefix(_PART), points=run.series(name), colour=place)
+    figures = {name for record in run.steps for name in record.figures if name.startswith(_PART)}
+    names = sorted({name.removeprefix(_PART).rpartition("/")[0] for name in figures})
+    of_each = {
+        figure: [
+            Series(name=name, points=run.series(f"{_PART}{name}/{figure}"), colour=place)
             for place, name in enumerate(names[:_MOST_PARTS], 1)
         ]
-    drawn = line_chart(series, title="Reward by step", unit="mean reward", show=_short)
+        for figure in ("mean", "std")
+    }
+    means = [Series(name="reward", points=run.series("reward"), colour=0)]
+    means += of_each["mean"] if len(names) > 1 or "reward" not in names else []
+    deviations = [Series(name="reward", points=run.series("reward_std"), colour=0), *of_each["std"]]
+    drawn = line_chart(means, title="Reward by step", unit="mean reward", show=_short)
+    if not drawn:
+        return EMPTY
+    spread = line_chart(
+        deviations, title="Deviation by step", unit="standard deviation of the rewards", show=_short, from_zero=True
+    )
     left_out = len(names) - _MOST_PARTS
     more = element("p", f"{left_out} more functions are in the metrics.", class_="missing") if left_out > 0 else EMPTY
-    return together(legend([(one.name, one.colour) for one in series]), drawn, more) if drawn else EMPTY
+    return together(legend([(one.name, one.colour) for one in deviations]), drawn, spread, more)
 
 
 def completions(runs: Sequence[Run]) -> Markup:
     """Returns charts of the completions' length, of the share that no token ended, and of groups without a signal."""
     return _cells(
-        over_steps(runs, "completion_length", "tokens of a completion", show=_short),
-        over_steps(runs, "truncated", "share truncated", show=_short),
+        _lengths(runs),
+        over_steps(runs, "completions/clipped_ratio", "share truncated", show=_short),
         over_steps(runs, "uniform_groups", "share of prompts all of whose completions are equally good", show=_short),
         _if_any(runs, "groups_dropped", "prompts left out of the step", _short),
         _if_any(runs, "unscored", "share of completions without a reward", _short),
     )
+
+
+def _lengths(runs: Sequence[Run]) -> Markup:
+    """Returns a chart of the mean length and, of a single run, of the shortest and longest completions."""
+    if len(runs) > 1:
+        return over_steps(runs, "completions/mean_length", "tokens of a completion", show=_short)
+    kinds = {
+        "mean": "mean_length", "shortest": "min_length", "longest": "max_length",
+        "shortest that ended": "min_terminated_length", "longest that ended": "max_terminated_length",
+    }  # fmt: skip
+    series = [
+        Series(name=name, points=runs[0].series(f"completions/{figure}"), colour=place)
+        for place, (name, figure) in enumerate(kinds.items())
+    ]
+    unit = "tokens of a completion"
+    drawn = line_chart(series, title=f"{unit} by step", unit=unit, show=_short, from_zero=True)
+    return together(legend([(one.name, one.colour) for one in series if one.points]), drawn) if drawn else EMPTY
 
 
 def policy(runs: Sequence[Run]) -> Markup:
@@ -54,6 +81,7 @@ def policy(runs: Sequence[Run]) -> Markup:
         over_steps(runs, "kl", "divergence from the reference, nats a token", show=_short),
         _if_any(runs, "clip_region", "share of ratios clipped", _short),
         _if_any(runs, "clip_high", "share of ratios clipped above", _short),
+        _if_any(runs, "gamma_weight", "mean weight of a completion", _short),
     )
 
 

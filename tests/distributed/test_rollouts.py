@@ -32,7 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor, parameters": (4, {"parallel.tensor": 2, "parallel.shard": "parameters"}),
 }
 QUICK = ("tensor and sequence", "interleaved", "parameters", "tensor, one slot, unpacked")
-SAME = ("completions", "reward", "reward/ones", "reward/long", "completion_length", "truncated", "uniform_groups")
+SAME = (
+    "completions", "reward", "rewards/ones/mean", "rewards/long/std", "completions/mean_length",
+    "completions/max_terminated_length", "completions/clipped_ratio", "uniform_groups",
+)  # fmt: skip
 BOUND = 4e-6
 """Largest error of a log-probability, as the sampler and the trainer see it; see tests/unit/test_rollout_sampler.py."""
 STEPS = 3

@@ -46,9 +46,12 @@ def test_the_teacher_is_right_one_time_in_three(tmp_path: Path) -> None:
 
 
 def test_summary_by_hand() -> None:
-    steps = [{"step": step, "loss": 0.0, "reward": step / 10, "truncated": 0.5} for step in range(20)]
+    steps = [{"step": step, "loss": 0.0, "reward": step / 10, "uniform_groups": 0.5} for step in range(20)]
     lines = table([*steps, {"step": 3, "completion/1": "text"}])
-    assert [line.split() for line in lines[1:]] == [["reward", "0.0500", "1.8500"], ["truncated", "0.5000", "0.5000"]]
+    assert [line.split() for line in lines[1:]] == [
+        ["reward", "0.0500", "1.8500"],
+        ["uniform_groups", "0.5000", "0.5000"],
+    ]
 
 
 @pytest.mark.slow

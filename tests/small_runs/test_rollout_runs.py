@@ -39,9 +39,9 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     rewards = [record["reward"] for record in records(tmp_path / "run")]
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.1, rewards
     first = records(tmp_path / "run")[0]
-    assert first["reward"] == pytest.approx(first["reward/ones"] + 0.5 * first["reward/long"])
+    assert first["reward"] == pytest.approx(first["rewards/ones/mean"] + 0.5 * first["rewards/long/mean"])
     assert first["rollout_seconds"] > 0 and first["reward_seconds"] > 0 and first["training_seconds"] > 0
-    assert first["completion_length"] <= 6 and 0 <= first["truncated"] <= 1
+    assert first["completions/mean_length"] <= 6 and 0 <= first["completions/clipped_ratio"] <= 1
     assert len(texts(tmp_path / "run")) == 10
 
 
@@ -71,9 +71,9 @@ def test_completions_that_are_all_truncated_move_nothing(tmp_path: Path) -> None
     )  # fmt: skip
     run_here(settings)
     for record in records(tmp_path / "run"):
-        if record["truncated"] == 1:
+        if record["completions/clipped_ratio"] == 1:
             assert record["loss"] == 0 and record["grad_norm"] == 0 and "entropy" not in record
-    assert any(record["truncated"] == 1 for record in records(tmp_path / "run"))
+    assert any(record["completions/clipped_ratio"] == 1 for record in records(tmp_path / "run"))
 
 
 def test_entropies_are_computed_where_somebody_wants_them(tmp_path: Path) -> None:

@@ -371,9 +371,11 @@ def test_a_run_that_samples_its_completions(tmp_path: Path) -> None:
     for step in range(1, 13):
         lines.append(
             _record(
-                step, reward=0.1 * step, rollout_seconds=0.1, reward_seconds=0.05, completion_length=7.0,
-                truncated=0.25, uniform_groups=0.5, groups_dropped=0.0, unscored=0.0, entropy=1.5,
-                **{"reward/f": 0.1 * step, "reward/g": 0.0},
+                step, reward=0.1 * step, rollout_seconds=0.1, reward_seconds=0.05, uniform_groups=0.5,
+                groups_dropped=0.0, unscored=0.0, entropy=1.5,
+                **{"rewards/f/mean": 0.1 * step, "rewards/g/mean": 0.0, "rewards/f/std": 0.2, "rewards/g/std": 0.3},
+                **{f"completions/{name}_length": size for name, size in (("mean", 7.0), ("min", 2.0), ("max", 9.0))},
+                **{"completions/clipped_ratio": 0.25, "completions/min_terminated_length": 3.0},
             )
         )  # fmt: skip
         lines.append({"step": step, "completion/1": f"f 1: <b>prompt</b> {step} -> answer"})

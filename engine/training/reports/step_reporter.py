@@ -26,8 +26,13 @@ from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
 from engine.training.step_source import StepSource
 
-SHOWN_OF_ROWS = "reward"
-"""The figure of a step's rows that a progress line shows."""
+SHOWN_OF_ROWS = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "completions/min_length": "min_length",
+    "completions/max_length": "max_length",
+}
+"""The figures of a step's rows that a progress line shows, and what it calls them."""
 
 
 class RunClock:
@@ -202,7 +207,7 @@ class StepReporter:
             tokens=tokens,
             seconds=seconds,
             memory=memory,
-            more={name: value for name, value in ready.of_rows.items() if name == SHOWN_OF_ROWS}
+            more={SHOWN_OF_ROWS[name]: value for name, value in ready.of_rows.items() if name in SHOWN_OF_ROWS}
             | figures_to_show(self._training.objective, named),
         )
         self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)

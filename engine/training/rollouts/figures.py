@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.rewards.pool import Sample
 from engine.training.rollouts.buffer import Buffer
@@ -17,10 +18,23 @@ OVERLONG = "overlong/penalty"
 def step_figures(
     buffer: Buffer, prompts: range, names: Sequence[str], weights: Sequence[float], *, dropped: int
 ) -> dict[str, float]:
-    """Returns the figures of a step's completions, by name: reward (mean of the sums, penalty included), reward_std,
-    reward/NAME (mean of each function's, without its weight), unscored (share without a reward), completion_length
-    (mean tokens), truncated (share that no token ended), uniform_groups (share of prompts all of whose completions are
-    equally good), and groups_dropped.
+    """Returns the figures of a step's completions, by name; those that TRL has too by its names, and as it defines
+    them:
+
+    | name                                           | of                                                        |
+    |------------------------------------------------|-----------------------------------------------------------|
+    | reward, reward_std                             | the weighted sums, penalty included                       |
+    | rewards/NAME/mean, rewards/NAME/std            | what each function gave, without its weight               |
+    | unscored                                       | share of completions without a reward                     |
+    | completions/mean_length, min_length,           | tokens of a completion                                    |
+    | completions/max_length                         |                                                           |
+    | completions/clipped_ratio                      | share that no token ended                                 |
+    | completions/mean_terminated_length,            | tokens of those that a token ended; 0 where there is none |
+    | min_terminated_length, max_terminated_length   |                                                           |
+    | uniform_groups                                 | share of prompts all of whose completions are equally good |
+    | groups_dropped                                 | prompts left out                                          |
+
+    Means of nothing, and deviations of fewer than two numbers, are NaN.
 
     Args:
         prompts: of the buffer, those of the step.
@@ -34,20 +48,27 @@ def step_figures(
     unscored = np.isnan(rewards_NF[:, : len(weights)]).all(axis=1)
     totals = np.nansum(rewards_NF * factors, axis=1)[~unscored]
     completions = buffer.completions[places]
-    figures = {
-        "reward": float(totals.mean()) if len(totals) else float("nan"),
-        "reward_std": float(totals.std(ddof=1)) if len(totals) > 1 else 0.0,
-    }
+    figures = dict(zip(("reward", "reward_std"), _mean_and_deviation(totals), strict=True))
     for name, column in zip(names, rewards_NF.T, strict=True):
-        known = column[~np.isnan(column)]
-        figures[f"reward/{name}"] = float(known.mean()) if len(known) else float("nan")
+        mean, deviation = _mean_and_deviation(column[~np.isnan(column)])
+        figures |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": deviation}
+    truncated = np.array([one.truncated for one in completions])
+    lengths = np.array([len(one.tokens) for one in completions])
+    ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
+    for kind, some in (("length", lengths), ("terminated_length", ended)):
+        for name, value in (("mean", some.mean()), ("min", some.min()), ("max", some.max())):
+            figures[f"completions/{name}_{kind}"] = float(value)
     return figures | {
         "unscored": float(unscored.mean()),
-        "completion_length": float(np.mean([len(one.tokens) for one in completions])),
-        "truncated": float(np.mean([one.truncated for one in completions])),
+        "completions/clipped_ratio": float(truncated.mean()),
         "uniform_groups": float(buffer.uniform[prompts.start : prompts.stop].mean()),
         "groups_dropped": float(dropped),
     }
+
+
+def _mean_and_deviation(values: NDArray[np.float64]) -> tuple[float, float]:
+    mean = float(values.mean()) if len(values) else float("nan")
+    return mean, float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
 
 def told(samples: Sequence[Sample], buffer: Buffer, names: Sequence[str], count: int) -> list[str]:

@@ -35,7 +35,7 @@ ADAPTER_READERS: tuple[AdapterReader, ...] = get_args(AdapterReader)
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 """What is spread over data-parallel ranks; each spreads more than the one before it."""
 
-PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo"]
+PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "luspo", "vespo"]
 """How the losses of a completion's tokens become one number."""
 RatioLevel = Literal["token", "sequence"]
 """What has an importance ratio: each token, or a completion as a whole."""

@@ -50,6 +50,7 @@ class StandIn:
         tokens: what /tokenize answers; None tokenizes.
         takes_adapters: whether the paths of adapters are there.
         max_rank: of an adapter.
+        key: what calls must carry; None for nothing. The answer to others has what they carried.
     """
 
     model: Path
@@ -63,6 +64,7 @@ class StandIn:
     tokens: list[int] | None = None
     takes_adapters: bool = True
     max_rank: int = 64
+    key: str | None = None
     calls: list[Called] = field(default_factory=list)
     adapters: dict[str, str] = field(default_factory=dict)
     mangle: Callable[[dict[str, Any]], None] | None = None
@@ -87,7 +89,11 @@ class StandIn:
                 self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def _answer(self, body: dict[str, Any]) -> None:
-                status, reply = outer.reply(self.path, body)
+                given = self.headers["Authorization"]
+                if outer.key is not None and given != f"Bearer {outer.key}":
+                    status, reply = 401, {"error": f"Unauthorized: {given}"}
+                else:
+                    status, reply = outer.reply(self.path, body)
                 data = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
                 try:
                     self.send_response(status)

@@ -20,7 +20,7 @@ class SamplingSettings:
     """How tokens are sampled.
 
     Args:
-        temperature, top_k, top_p: see `engine.config.rollout.RolloutOptions`.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `engine.config.rollout.RolloutOptions`.
         max_tokens: of a completion.
         ends: tokens that end one, ascending.
     """
@@ -28,6 +28,8 @@ class SamplingSettings:
     temperature: float
     top_k: int | None
     top_p: float
+    min_p: float
+    repetition_penalty: float
     max_tokens: int
     ends: tuple[int, ...]
 
@@ -71,7 +73,7 @@ class Dialect(Protocol):
     owner: str
     """What it calls itself in its list of models."""
     logps_are_cut: bool
-    """Whether log-probabilities at the sampling temperature are of the distribution that top_k and top_p leave."""
+    """Whether log-probabilities at the sampling temperature are of what top_k, top_p and min_p leave."""
     how_to_scale: str
     """What makes it give log-probabilities at the sampling temperature."""
     how_to_load: str
@@ -148,7 +150,7 @@ class Vllm:
                 "temperature": settings.temperature,
                 "top_k": settings.top_k or 0,
                 "top_p": settings.top_p,
-                **_NEUTRAL,
+                **_shaping(settings),
                 "seed": question.seed,
                 "logprobs": 0,  # of the sampled token alone
                 "return_token_ids": True,
@@ -212,7 +214,7 @@ class Sglang:
             "temperature": settings.temperature,
             "top_k": settings.top_k or -1,
             "top_p": settings.top_p,
-            **_NEUTRAL,
+            **_shaping(settings),
             "sampling_seed": question.seed,
             # its ignore_eos would ignore these too
             "stop_token_ids": list(settings.ends),
@@ -262,6 +264,10 @@ class Sglang:
 LIKELIEST = 5
 """Tokens whose log-probabilities are looked at; servers give these unless they were started with a lower limit."""
 _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def _shaping(settings: SamplingSettings) -> dict[str, float]:
+    return _NEUTRAL | {"min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty}
 
 
 def _first(answer: Any, name: str) -> dict[str, Any]:

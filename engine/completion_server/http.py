@@ -17,6 +17,9 @@ _ATTEMPTS, _FIRST_PAUSE = 5, 0.25
 one."""
 _PASSING = frozenset((429, 500, 502, 503, 504))
 """Statuses after which the same call may succeed."""
+_KEY_WANTED = frozenset((401, 403))
+KEY_VARIABLE = "RANKFOLD_SERVER_KEY"
+"""The environment variable that has the API key."""
 _LONGEST_WORDS = 300
 
 
@@ -44,15 +47,16 @@ class HttpServer:
     Args:
         url: such as http://10.0.0.7:8000; a path /v1 at its end is left out.
         timeout: seconds that the server may take for the answer of a call.
+        key: the API key that calls carry; None for none. No message has it.
     """
 
-    def __init__(self, url: str, *, timeout: float) -> None:
+    def __init__(self, url: str, *, timeout: float, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         assert parts.hostname is not None, url
         self._connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path
-        self._timeout = timeout
+        self._timeout, self._key = timeout, key
         self._lock, self._open, self._closed = threading.Lock(), set[socket](), threading.Event()
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -86,11 +90,16 @@ class HttpServer:
             else:
                 if 200 <= status < 300:
                     return answer
-                words = _words(answer)
+                words = self._without_key(_words(answer))
                 said = f": {words}" if words else ""
                 refused = CallRefused(
                     f"{self.url} answers {path} with status {status}{said}", status=status, words=words
                 )
+                if status in _KEY_WANTED:
+                    what = "is not the one that it" if self._key else "is not set, and it"
+                    raise UserError(
+                        f"{self.url} refuses the run ({status}): {KEY_VARIABLE} {what} asks for: export it."
+                    )
                 if status not in _PASSING:
                     raise refused
             if self._closed.is_set():
@@ -120,6 +129,8 @@ class HttpServer:
                     raise Closed
                 self._open.add(link)
             headers = {} if data is None else {"Content-Type": "application/json"}
+            if self._key is not None:
+                headers["Authorization"] = f"Bearer {self._key}"
             connection.request("GET" if data is None else "POST", self._prefix + path, body=data, headers=headers)
             answer = connection.getresponse()
             return answer.status, _decoded(answer.read())
@@ -128,6 +139,9 @@ class HttpServer:
                 with self._lock:
                     self._open.discard(link)
             connection.close()
+
+    def _without_key(self, words: str) -> str:
+        return words if self._key is None else words.replace(self._key, "...")
 
 
 def _decoded(data: bytes) -> Any:

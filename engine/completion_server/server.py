@@ -52,11 +52,11 @@ class Asked:
     """
 
     def __init__(self, answers: Sequence[Future[Answer]]) -> None:
-        self._answers = answers
+        self.answers = answers
 
     def wait(self, seconds: float) -> bool:
         """Returns whether all are there, or one failed, within some seconds."""
-        done, left = wait(self._answers, seconds, return_when=FIRST_EXCEPTION)
+        done, left = wait(self.answers, seconds, return_when=FIRST_EXCEPTION)
         return not left or any(one.exception() is not None for one in done)
 
     def result(self) -> list[Answer]:
@@ -65,24 +65,25 @@ class Asked:
         Raises:
             UserError: one failed.
         """
-        done, _ = wait(self._answers, return_when=FIRST_EXCEPTION)
+        done, _ = wait(self.answers, return_when=FIRST_EXCEPTION)
         failed = [one for one in done if one.exception() is not None]
-        return [one.result() for one in failed or self._answers]
+        return [one.result() for one in failed or self.answers]
 
 
 class CompletionServer:
     """A server.
 
     Args:
-        options: rollout.server and what goes with it.
+        url: its address.
+        options: what goes with rollout.server.
         vocabulary: entries of the trained model's.
+        key: that it asks for; None for none.
     """
 
-    def __init__(self, options: RolloutOptions, *, vocabulary: int) -> None:
-        assert options.server is not None
+    def __init__(self, url: str, options: RolloutOptions, *, vocabulary: int, key: str | None = None) -> None:
         self._options, self._vocabulary = options, vocabulary
         self._dialect = dialect_of(options.server_kind)
-        self._http = HttpServer(options.server, timeout=options.server_timeout)
+        self._http = HttpServer(url, timeout=options.server_timeout, key=key)
         self._pool = ThreadPoolExecutor(options.slots, thread_name_prefix="rollout")
         self._model: str | None = None
 
@@ -122,12 +123,7 @@ class CompletionServer:
 
     def _cards(self) -> dict[str, dict[str, Any]]:
         """Returns what the server says of its models and adapters, by name."""
-        try:
-            listed = self._http.call("/v1/models")
-        except CallRefused as refusal:
-            if refusal.status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                raise
-            raise UserError(f"{refusal}: start the server without an API key, which a run has none of.") from None
+        listed = self._http.call("/v1/models")
         cards = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise UserError(
@@ -197,11 +193,13 @@ class CompletionServer:
                 f"rollout.temperature is {options.temperature:g}, and {url} gives log-probabilities of temperature 1: "
                 f"{dialect.how_to_scale}, or set rollout.temperature to 1."
             )
-        if scaled and dialect.logps_are_cut and (options.top_k is not None or options.top_p != 1):
+        cuts = options.top_k is not None or options.top_p != 1 or options.min_p != 0
+        shaped = (cuts and dialect.logps_are_cut) or options.repetition_penalty != 1
+        if scaled and shaped:
             raise UserError(
-                f"rollout.top_k or rollout.top_p is set, and {url} gives log-probabilities of what they leave, while "
-                "training sees the whole distribution: remove them, or set rollout.temperature to 1 and start the "
-                "server with --logprobs-mode raw_logprobs."
+                "rollout.top_k, rollout.top_p, rollout.min_p or rollout.repetition_penalty is set, and "
+                f"{url} gives log-probabilities of what they leave, while training sees the whole distribution: remove "
+                "them, or set rollout.temperature to 1 and start a vLLM server with --logprobs-mode raw_logprobs."
             )
 
     def _require_adapters(self) -> None:

@@ -14,6 +14,9 @@ SEQUENCE_RATIOS = ("gspo", "luspo")
 """Losses that are defined with one importance ratio for each completion."""
 REFERENCE_FREE = ("orpo", "simpo")
 POLICY_GRADIENT = ("grpo",)
+WITHOUT_LIMITS = ("sapo", "vespo")
+"""Losses that weigh ratios smoothly instead of clipping them."""
+VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +47,19 @@ class ObjectiveOptions:
             and the completions. "cispo" (2506.13585) divides as dapo does, and clips the importance ratio alone. "gspo"
             (2507.18071) divides as grpo does, with one importance ratio for each completion; "luspo" (2602.05261) has
             that ratio too, and divides by the completions alone. "sapo" (2511.20347) divides as grpo does, with a
-            smooth gate instead of clipping.
+            smooth gate instead of clipping. "vespo" (2602.10693) divides as dapo does, and weighs each completion by a
+            smooth function of its importance ratio instead of clipping.
         ratio_level: What has an importance ratio, for grpo: each "token", or a completion as a whole ("sequence"),
             with the mean of its tokens' logarithms. null is sequence for objective.loss_type gspo and luspo, which
             are that, and token for the others.
         sapo_temperature_pos: How steep the gate of sapo is in completions that were better than their group.
         sapo_temperature_neg: The same in the others.
+        vespo_k_pos: The larger, the less completions count for vespo that have become less likely, of those that were
+            no worse than their group. A weight of a completion whose likelihood has changed by w is
+            w^k exp(lambda (1 - w)).
+        vespo_lambda_pos: The larger, the less those count that have become more likely.
+        vespo_k_neg: As vespo_k_pos, of those that were worse.
+        vespo_lambda_neg: As vespo_lambda_pos, of those that were worse.
         epsilon: By how much the importance ratio may fall below 1 before it is clipped, for grpo.
         epsilon_high: By how much it may rise above 1; null is objective.epsilon. For cispo, which needs it, the largest
             ratio itself.
@@ -95,6 +105,10 @@ class ObjectiveOptions:
     ratio_level: RatioLevel | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     scale_rewards: RewardScale = "group"
     reward_aggregation: RewardAggregation = "sum_then_normalize"
     mask_truncated: bool = False
@@ -139,6 +153,7 @@ class ObjectiveOptions:
             ("ratio_level", self.ratio_level, None, POLICY_GRADIENT),
             ("sapo_temperature_pos", self.sapo_temperature_pos, 1.0, POLICY_GRADIENT),
             ("sapo_temperature_neg", self.sapo_temperature_neg, 1.05, POLICY_GRADIENT),
+            *((f"vespo_{name}", value, VESPO[name], POLICY_GRADIENT) for name, value in self._vespo().items()),
             ("scale_rewards", self.scale_rewards, "group", POLICY_GRADIENT),
             ("reward_aggregation", self.reward_aggregation, "sum_then_normalize", POLICY_GRADIENT),
             ("mask_truncated", self.mask_truncated, False, POLICY_GRADIENT),
@@ -168,13 +183,17 @@ class ObjectiveOptions:
 
     def _check_clipping(self) -> None:
         require_choice("objective.loss_type", self.loss_type, get_args(PolicyLoss))
-        require(
-            0 < self.epsilon < 1,
-            f"objective.epsilon is {self.epsilon}, but a number between 0 and 1 is expected: use for example 0.2.",
-        )
+        require_not_negative("objective.epsilon", self.epsilon, "use for example 0.2")
         if self.epsilon_high is not None:
-            require_positive("objective.epsilon_high", self.epsilon_high, "use for example 0.28")
+            wanted = require_positive if self.loss_type == "cispo" else require_not_negative
+            wanted("objective.epsilon_high", self.epsilon_high, "use for example 0.28")
         self._check_sapo()
+        self._check_vespo()
+        require(
+            self.loss_type not in WITHOUT_LIMITS or (self.epsilon, self.epsilon_high, self.delta) == (0.2, None, None),
+            f"objective.loss_type is {self.loss_type}, which has no limits: remove objective.epsilon, "
+            "objective.epsilon_high and objective.delta.",
+        )
         clips_alone = self.loss_type == "cispo"
         require(
             not clips_alone or self.epsilon_high is not None,
@@ -209,10 +228,25 @@ class ObjectiveOptions:
             f"objective.loss_type is {self.loss_type} and objective.sapo_temperature_pos and sapo_temperature_neg are "
             f"{temperatures[0]:g} and {temperatures[1]:g}, but they belong to sapo: remove them.",
         )
+
+    def _vespo(self) -> dict[str, float]:
+        return {name: getattr(self, f"vespo_{name}") for name in VESPO}
+
+    def _check_vespo(self) -> None:
+        for name, value in self._vespo().items():
+            wanted = require_not_negative if name.startswith("k") else require_positive
+            wanted(f"objective.vespo_{name}", value, f"use for example {VESPO[name]:g}")
+        is_vespo = self.loss_type == "vespo"
+        changed = next((name for name, value in self._vespo().items() if value != VESPO[name]), None)
         require(
-            not is_sapo or (self.epsilon, self.epsilon_high, self.delta) == (0.2, None, None),
-            "objective.loss_type is sapo, which has a gate and no limits: remove objective.epsilon, "
-            "objective.epsilon_high and objective.delta.",
+            is_vespo or changed is None,
+            f"objective.vespo_{changed} is set and objective.loss_type is {self.loss_type}, but it belongs to vespo: "
+            "remove it.",
+        )
+        require(
+            not is_vespo or not self.importance_correction.startswith("sequence"),
+            f"objective.loss_type is vespo and objective.importance_correction is {self.importance_correction}, but "
+            "this loss multiplies corrections of single tokens: use token_truncate or token_mask.",
         )
 
     def _check_rewards(self) -> None:

@@ -25,12 +25,12 @@ SAID: dict[str, tuple[str, ...]] = {
         "reference", "loss_type", "epsilon", "epsilon_high", "delta", "kl_bias_correction", "scale_rewards",
         "num_iterations", "top_entropy_quantile", "importance_correction", "importance_max", "importance_min",
         "ratio_level", "sapo_temperature_pos", "sapo_temperature_neg", "reward_aggregation", "mask_truncated",
-        "off_policy_threshold",
+        "off_policy_threshold", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
     ),
     "rollout": (
         "rewards", "reward_weights", "num_generations", "max_completion_length", "temperature", "top_k", "top_p",
-        "steps_per_generation", "overlong_buffer", "drop_uniform_groups", "server", "overlap", "mismatch",
-        "mismatch_bound",
+        "min_p", "repetition_penalty", "steps_per_generation", "overlong_buffer", "drop_uniform_groups", "server",
+        "overlap", "mismatch", "mismatch_bound",
     ),
     "data": (
         "mix", "validation", "validation_split", "format", "seq_length", "packing", "overlong", "mask_prompt",

@@ -35,9 +35,13 @@ class RolloutOptions:
         temperature: Logits are divided by it, in sampling and in training alike.
         top_k: Sample from the k most likely tokens alone; null for all. Training sees the whole distribution.
         top_p: Sample from the most likely tokens whose probabilities together reach this alone; 1 for all.
+        min_p: Sample from tokens alone that are at least this many times as likely as the most likely one; 0 for all.
+        repetition_penalty: Logits of tokens that prompt or completion already have are divided by it in sampling where
+            they are positive, and multiplied where not (1909.05858); 1 for none. Training sees them as they are.
         steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
         slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
-            kept in memory. With rollout.server, those that it is asked for at a time.
+            kept in memory. With rollout.server, those that each server is asked for at a
+            time.
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion has whole; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave prompts out of a step all of whose completions have the same reward, so that nothing
@@ -46,8 +50,10 @@ class RolloutOptions:
         reward_timeout: Seconds that a call of a reward function may take, which has all completions of its share of the
             prompts, 1 / rollout.reward_workers of a generation batch.
         show: Completions to log of each generation batch, with their rewards.
-        server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000;
-            null for none. Before each rollout it loads the adapters as they are then.
+        server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000, or
+            of several, with commas between them; null for none. Before each rollout they load the adapters as they are
+            then, and each samples the completions of a share of the prompts. The API key that they ask for is read from
+            RANKFOLD_SERVER_KEY in the environment.
         server_kind: Whose server it is, "vllm" or "sglang".
         server_model: The model's name on the server; null for the only one that it serves.
         server_timeout: Seconds that the server may take for one completion, or to load an adapter.
@@ -68,6 +74,8 @@ class RolloutOptions:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     steps_per_generation: int = 1
     slots: int = 32
     overlong_buffer: int | None = None
@@ -95,6 +103,12 @@ class RolloutOptions:
             f"rollout.top_p is {self.top_p}, but a share above 0 and up to 1 is expected: use for example 0.95, or 1 "
             "for all tokens.",
         )
+        require(
+            0 <= self.min_p <= 1,
+            f"rollout.min_p is {self.min_p}, but a share from 0 to 1 is expected: use for example 0.05, or 0 for all "
+            "tokens.",
+        )
+        require_positive("rollout.repetition_penalty", self.repetition_penalty, "use for example 1.1, or 1 for none")
         require_at_least("rollout.steps_per_generation", self.steps_per_generation, 1, "use for example 1")
         require_at_least("rollout.slots", self.slots, 1, "use for example 32")
         if self.overlong_buffer is not None:
@@ -133,12 +147,26 @@ class RolloutOptions:
         require_choice("rollout.mismatch", self.mismatch, get_args(Mismatch))
         require_positive("rollout.server_timeout", self.server_timeout, "use for example 600")
         require_positive("rollout.mismatch_bound", self.mismatch_bound, "use for example 0.1")
-        if self.server is not None:
+        if self.server is None:
+            return
+        require(
+            "@" not in self.server,
+            "rollout.server has a user name or a password before an @, which would be in files and in the log: remove "
+            "them, and export an API key as RANKFOLD_SERVER_KEY.",
+        )
+        for url in self.servers or (self.server,):
             require(
-                is_web_address(self.server),
-                f"rollout.server is {self.server}, but the address of a server is expected: write for example "
-                "http://10.0.0.7:8000.",
+                is_web_address(url),
+                f"rollout.server is {self.server}, but the address of a server is expected, or several with commas "
+                "between them: write for example http://10.0.0.7:8000.",
             )
+        twice = next((url for url, count in Counter(self.servers).items() if count > 1), None)
+        require(twice is None, f"rollout.server has {twice} twice: remove one of them.")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses in `server`."""
+        return tuple(url.strip().rstrip("/") for url in (self.server or "").split(",") if url.strip())
 
     @property
     def corrects_sampler(self) -> bool:

@@ -78,7 +78,9 @@ def _compared(rewards: NDArray[np.float64], group: int) -> tuple[NDArray[np.floa
     judged = ~np.isnan(grouped)
     counts = judged.sum(axis=1, keepdims=True)
     known = np.where(judged, grouped, 0.0)
-    differences = np.where(judged, known - known.sum(axis=1, keepdims=True) / np.maximum(counts, 1), 0.0)
+    # exactly 0 where all are equal, whose mean may be rounded: losses and figures ask for the sign
+    moves = judged & _varies(grouped)[:, None]
+    differences = np.where(moves, known - known.sum(axis=1, keepdims=True) / np.maximum(counts, 1), 0.0)
     deviations = np.sqrt(np.square(differences).sum(axis=1, keepdims=True) / np.maximum(counts - 1, 1))
     return differences / (deviations + _SMALLEST), differences
 

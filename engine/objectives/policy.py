@@ -20,18 +20,22 @@ p_old it is p itself, without gradient. With n the target tokens of a completion
 | gspo    | as grpo, with r = exp(mean of p - p_old over the completion)        | arXiv 2507.18071 |
 | luspo   | sum l / completions, with the ratio of gspo                         | arXiv 2602.05261 |
 | sapo    | as grpo, with l = -4 s(t (r - 1)) A / t + b k, s the sigmoid        | arXiv 2511.20347 |
+| vespo   | as dapo, with l = -g A p + b k, no gradient through g               | arXiv 2602.10693 |
 
-t is the setting's temperature for A > 0, or the other. Any loss may have the ratio of gspo. The first term of l may
-count only where the entropy of the distribution is among the highest (2506.01939), and in completions with A >= 0 or
-from which the model is not far (the mean of p_old - p is at most the threshold, 2512.02556). It may be weighed with
-w = exp(p_old - p_sampled), which corrects for a sampler that is not the trainer: of each token or of the whole
-completion, cut off at limits, or 0 outside of them (fengyao.notion.site/off-policy-rl).
+t is the setting's temperature for A > 0, or the other. g = u^c exp(a (1 - u)) for the ratio u = exp(sum of p - p_old)
+of the whole completion, with c and a the settings' pair for A >= 0, or the other. Any loss may have the ratio of gspo.
+The first term of l may count only where the entropy of the distribution is among the highest (2506.01939), and in
+completions with A >= 0 or from which the model is not far (the mean of p_old - p is at most the threshold, 2512.02556;
+of p_sampled - p where another program samples). It may be weighed with w = exp(p_old - p_sampled), which corrects for a
+sampler that is not the trainer: of each token or of the whole completion, cut off at limits, or 0 outside of them
+(fengyao.notion.site/off-policy-rl). vespo has w in u instead.
 
 Legend: T tokens held here, N completions of the micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,7 +52,9 @@ from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
 from engine.objectives.quantile import quantile
 
-DIVIDED_BY_TOKENS: tuple[PolicyLoss, ...] = ("dapo", "cispo")
+DIVIDED_BY_TOKENS: tuple[PolicyLoss, ...] = ("dapo", "cispo", "vespo")
+_FARTHEST, _NEVER = 20.0, math.log(1e-8)
+"""Limits of the logarithm of a ratio of vespo: of each token, and of what is multiplied together."""
 
 
 def row_weight(loss: PolicyLoss) -> RowWeight:
@@ -65,6 +71,7 @@ class PolicySettings:
         level: what has a ratio.
         epsilon, epsilon_high, delta: limits of the ratio; delta None for none.
         temperature_pos, temperature_neg: of sapo.
+        gamma_pos, gamma_neg: exponents (c, a) of vespo.
         beta: weight of the divergence; 0 does not compute it.
         kl_bias_correction: whether the divergence is multiplied by the ratio.
         temperature: logits are divided by it.
@@ -72,6 +79,7 @@ class PolicySettings:
         top_entropy_quantile: share of the tokens whose first term counts.
         reports_entropy: whether the mean entropy is a figure.
         off_policy_threshold: see the module; None for none.
+        samples_elsewhere: whether another program samples, whose p_sampled says how far the model is from a completion.
         correction: how w is made.
         importance_min, importance_max: the limits of w; None for none.
     """
@@ -83,6 +91,8 @@ class PolicySettings:
     delta: float | None = None
     temperature_pos: float = 1.0
     temperature_neg: float = 1.05
+    gamma_pos: tuple[float, float] = (2.0, 3.0)
+    gamma_neg: tuple[float, float] = (3.0, 2.0)
     beta: float = 0.0
     kl_bias_correction: bool = True
     temperature: float = 1.0
@@ -90,6 +100,7 @@ class PolicySettings:
     top_entropy_quantile: float = 1.0
     reports_entropy: bool = True
     off_policy_threshold: float | None = None
+    samples_elsewhere: bool = False
     correction: ImportanceCorrection = "none"
     importance_min: float | None = None
     importance_max: float | None = 3.0
@@ -168,9 +179,10 @@ class PolicyGradient:
         "sampler_ratio",
         "sampler_difference",
         "importance_weight",
+        "gamma_weight",
     )
-    """Sums over target tokens, but for the number of completions, and for clipped ratios of whole completions, which
-    are one a completion; see `named`."""
+    """Sums over target tokens, but for the number of completions, for clipped ratios of whole completions, which are
+    one a completion, and for g, which is; see `named`."""
     maxima: tuple[str, ...] = ("sampler_ratio_max", "sampler_difference_max")
     shown: tuple[str, ...] = ("kl", "entropy", "length")
     loss_at_chance: float | None = None
@@ -207,17 +219,23 @@ class PolicyGradient:
         ratio_T = (tokens.mean_of_each(log_ratio_T) if settings.level == "sequence" else log_ratio_T).exp()
         advantages_T = tokens.each(completions.advantages)
 
-        losses_T = self._surrogate(ratio_T, logps_T, advantages_T)
+        sampled_T = completions.sampled_logps_BS.flatten()
+        # a sampler may not have said how likely a token was
+        difference_T = (old_T - sampled_T).nan_to_num(nan=0.0) * tokens.weights_T
+        weight_T = self._importance_weight(difference_T, tokens)
+        gammas = None
+        if settings.loss == "vespo":
+            gammas = self._gammas(log_ratio_T.detach(), weight_T, completions.advantages, tokens)
+            losses_T = -tokens.each(gammas) * advantages_T * logps_T
+        else:
+            losses_T = self._surrogate(ratio_T, logps_T, advantages_T)
         if entropies_T is not None and settings.top_entropy_quantile < 1.0:
             losses_T = losses_T * self._least_sure(entropies_T, tokens.weights_T > 0)
-        # a sampler may not have said how likely a token was
-        difference_T = (old_T - completions.sampled_logps_BS.flatten()).nan_to_num(nan=0.0) * tokens.weights_T
         if settings.off_policy_threshold is not None:
-            # from the sampler, where it is another one: log(p_sampled / p) is log(p_old / p) less the difference
-            away_T = -log_ratio_T.detach() - (0.0 if settings.correction == "none" else difference_T)
+            before_T = sampled_T if settings.samples_elsewhere else old_T
+            away_T = (before_T - logps_T.detach()).nan_to_num(nan=0.0)
             losses_T = losses_T * self._on_policy(away_T, advantages_T, tokens)
-        weight_T = self._importance_weight(difference_T, tokens)
-        if weight_T is not None:
+        if weight_T is not None and gammas is None:
             losses_T = losses_T * weight_T
         divergence_T = None
         if settings.beta:
@@ -231,7 +249,9 @@ class PolicyGradient:
             losses_T = losses_T + settings.beta * divergence_T
 
         loss = (losses_T * self._shares(tokens, completions)).sum()
-        figures = self._figures(tokens, ratio_T, advantages_T, entropies_T, divergence_T, difference_T, weight_T)
+        figures = self._figures(
+            tokens, ratio_T, advantages_T, entropies_T, divergence_T, difference_T, weight_T, gammas
+        )
         held = tokens.weights_T > 0
         outliers = (difference_T.exp(), difference_T.abs())
         maxima = torch.stack([torch.where(held, one_T, -torch.inf).max() for one_T in outliers])
@@ -249,6 +269,25 @@ class PolicyGradient:
         if settings.delta is not None:
             ratio_T = ratio_T.clamp(max=settings.delta)
         return -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+
+    def _gammas(self, log_ratio_T: Tensor, weight_T: Tensor | None, advantages: Tensor, tokens: _Tokens) -> Tensor:
+        """Returns g of each completion, fp32 [N] without gradient.
+
+        Args:
+            log_ratio_T: p - p_old.
+            weight_T: w, of each token; None where nothing is corrected.
+            advantages: of the completions.
+        """
+        logs_T = log_ratio_T.clamp(-_FARTHEST, _FARTHEST)
+        if weight_T is not None:
+            logs_T = logs_T + weight_T.log().clamp(_NEVER, _FARTHEST)
+        sums = all_reduce(tokens.held_sums(logs_T * tokens.weights_T, len(tokens.lengths)), self._cp)
+        log_ratios = sums.clamp(_NEVER, _FARTHEST)
+        (k_pos, lambda_pos), (k_neg, lambda_neg) = self.settings.gamma_pos, self.settings.gamma_neg
+        powers = torch.where(advantages >= 0, k_pos, k_neg)
+        decays = torch.where(advantages >= 0, lambda_pos, lambda_neg)
+        # as TRL has it, what is too large for fp32 counts as nothing
+        return (powers * log_ratios + decays * (1 - log_ratios.exp())).exp().nan_to_num(posinf=0.0)
 
     def _least_sure(self, entropies_T: Tensor, held_T: Tensor) -> Tensor:
         """Returns which tokens have the highest entropies of this micro-batch on all data-parallel ranks."""
@@ -311,6 +350,7 @@ class PolicyGradient:
         divergence_T: Tensor | None,
         difference_T: Tensor,
         weight_T: Tensor | None,
+        gammas: Tensor | None,
     ) -> Tensor:
         """Returns fp32 [metrics], in their order."""
         settings, weights_T = self.settings, tokens.weights_T
@@ -333,7 +373,8 @@ class PolicyGradient:
         found = torch.stack(columns).sum(dim=1)
         # all ranks of a row have the same completions
         completions = torch.full_like(found[:1], len(tokens.lengths) / self._cp.size)
-        return torch.cat((found[:1], completions, found[1:]))
+        gamma = torch.zeros_like(completions) if gammas is None else gammas.sum()[None] / self._cp.size
+        return torch.cat((found[:1], completions, found[1:], gamma))
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
         """Returns what is reported: means over the target tokens of the global batch, and the largest of them.
@@ -348,10 +389,13 @@ class PolicyGradient:
         if self.settings.level == "sequence":
             figures |= {name: figures[name] * tokens / completions for name in ("clip_low", "clip_high")}
         figures["clip_region"] = figures["clip_low"] + figures["clip_high"]
-        if self.settings.loss in ("cispo", "sapo"):
+        figures["gamma_weight"] *= tokens / completions
+        if self.settings.loss in ("cispo", "sapo", "vespo"):
             del figures["clip_low"], figures["clip_region"]
-        if self.settings.loss == "sapo":
+        if self.settings.loss in ("sapo", "vespo"):
             del figures["clip_high"]
+        if self.settings.loss != "vespo":
+            del figures["gamma_weight"]
         if not self.settings.reports_entropy:
             del figures["entropy"]
         if not self.settings.beta:

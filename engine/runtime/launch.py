@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed.failures import communicating
+from engine.errors import UserError
 from engine.runtime.network import interface_towards, name_is_usable
 from engine.runtime.rendezvous import meet
 from engine.telemetry.ending import end_with_parent, joins_others
@@ -54,6 +55,18 @@ def ranks_of_this_node() -> int:
 def local_rank() -> int:
     """This process's number among those of its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def secret_from_environment(name: str) -> str | None:
+    """Returns what a header of HTTP may carry of a variable; None where it is not set, or empty.
+
+    Raises:
+        UserError: it has characters that no header carries. The sentence has none of them.
+    """
+    value = os.environ.get(name, "").strip()
+    if not all(" " < character < "\x7f" for character in value):
+        raise UserError(f"{name} has spaces or characters that are not ASCII, which no API key has: correct it.")
+    return value or None
 
 
 def rank_from_environment() -> int:

@@ -248,6 +248,7 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "vllm_importance_sampling_clip_min": "objective.importance_min",
         "sapo_temperature_pos": "objective.sapo_temperature_pos",
         "sapo_temperature_neg": "objective.sapo_temperature_neg",
+        **{f"vespo_{name}": f"objective.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
         "mask_truncated_completions": "objective.mask_truncated",
         "off_policy_mask_threshold": "objective.off_policy_threshold",
         "multi_objective_aggregation": "objective.reward_aggregation",
@@ -260,9 +261,9 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
             given["loss_type"] = "gspo"
         elif given["loss_type"] != "luspo":
             levels = {"objective.ratio_level": "sequence"}
-    if not job.corrects:
+    if not given.pop("vllm_importance_sampling_correction", job.corrects):
         assert not any(name.startswith("vllm") for name in given)
-    return levels | {
+    return levels | ({"rollout.server": "http://nobody"} if job.corrects else {}) | {
         "model.path": str(folder / "model"), "model.dtype": "float32", "lora.init_from": str(folder / "adapter"),
         "lora.rank": 4, "lora.alpha": 8, "lora.targets": json.dumps(TARGETS),
         "data.train": "none", "data.seq_length": 16,

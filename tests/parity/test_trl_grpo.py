@@ -41,6 +41,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.06, "epsilon_high": 0.1},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.06, "epsilon_high": 0.1},
     "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.3, "sapo_temperature_neg": 2.0},
+    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_lambda_neg": 1.2},
+    "wide": {"loss_type": "grpo", "epsilon": 1.2, "epsilon_high": 0.0},
 }
 SAMPLER = {"vllm_importance_sampling_clip_max": 1.5}
 JOBS: dict[str, Job] = {
@@ -67,13 +69,18 @@ JOBS: dict[str, Job] = {
         iterations=2,
         corrects=True,
     ),
+    "far from a sampler that is not corrected": Job(
+        settings={**LOSSES["dapo"], "off_policy_mask_threshold": 0.1, "vllm_importance_sampling_correction": False},
+        iterations=2,
+        corrects=True,
+    ),
     "each reward": Job(
         settings={**LOSSES["dapo"], "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, -0.4]},
         iterations=2,
     ),
     "least sure": Job(settings={**LOSSES["dapo"], "top_entropy_quantile": 0.3, "beta": 0.3}, iterations=2),
     **{
-        f"{mode}{' gspo' if loss == 'gspo' else ''}": Job(
+        f"{mode}{f' {loss}' if loss in ('gspo', 'vespo') else ''}": Job(
             settings={**LOSSES[loss], "vllm_importance_sampling_mode": mode, **SAMPLER, **limits},
             iterations=2,
             corrects=True,
@@ -87,11 +94,15 @@ JOBS: dict[str, Job] = {
             ),
             ("sequence_truncate", "grpo", {}),
             ("sequence_mask", "grpo", {"vllm_importance_sampling_clip_max": 30.0}),
+            ("token_mask", "vespo", {}),
             ("sequence_mask", "gspo", {"vllm_importance_sampling_clip_max": 30.0}),
         )
     },
 }
-QUICK = ("gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward", "far from a sampler")
+QUICK = (
+    "gspo twice", "cispo parts", "least sure", "sequence_mask", "masked bnpo", "each reward",
+    "far from a sampler that is not corrected", "token_mask vespo",
+)  # fmt: skip
 FEW = 6
 CANCELS = 5e-6
 """Largest error of a loss: it is what remains of terms of order 1 with either sign, each right to some roundings."""
@@ -119,6 +130,7 @@ NAMES = {
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
     "clip_region": "clip_ratio/region_mean",
+    "gamma_weight": "vespo/phi_seq_mean",
 }
 
 
@@ -127,13 +139,15 @@ def test_losses_figures_and_gradients_are_trls(name: str, workspace: Path) -> No
     job, expected = JOBS[name], theirs(workspace, name, FEW)
     settings = engine_settings(workspace, job)
     losses, figures, gradients, _ = engine_steps(workspace, settings, FEW)
-    assert losses == pytest.approx(expected.losses, rel=1e-5, abs=CANCELS)
+    # terms of vespo are of order 5, and their weights multiply the rounding of nine log-ratios by its exponents
+    looser = 5 if job.settings["loss_type"] == "vespo" else 1
+    assert losses == pytest.approx(expected.losses, rel=1e-5, abs=CANCELS * looser)
     for ours, theirs_ in zip(gradients, expected.gradients, strict=True):
         found = assemble([ours])
         assert found.keys() == theirs_.keys()
         errors = {key: relative(found[key], value) for key, value in theirs_.items()}
         print(f"{name}: largest gradient deviation {max(errors.values()):.1e}")
-        assert max(errors.values()) < 1e-5, sorted(errors.items(), key=lambda item: -item[1])[:3]
+        assert max(errors.values()) < 1e-5 * looser, sorted(errors.items(), key=lambda item: -item[1])[:3]
     if job.parts > 1:
         return  # TRL's figures are means of the micro-batches' means
     for ours, theirs_ in zip(figures, expected.figures, strict=True):
@@ -141,11 +155,13 @@ def test_losses_figures_and_gradients_are_trls(name: str, workspace: Path) -> No
             assert (figure in ours) == (trls in theirs_), (figure, sorted(ours), sorted(theirs_))
             if figure in ours:
                 assert ours[figure] == pytest.approx(theirs_[trls], rel=1e-4, abs=1e-5), figure
-    if job.iterations > 1 and job.settings["loss_type"] not in ("cispo", "sapo"):
+    if job.iterations > 1 and job.settings["loss_type"] not in ("cispo", "sapo", "vespo"):
         assert max(one["clip_region"] for one in figures) > 0, "a ratio that is never clipped says little"
     if job.settings.get("beta"):
         assert figures[-1]["kl"] > 1e-3, "a divergence of 0 would say nothing"
-    if job.corrects and job.settings["vllm_importance_sampling_mode"].endswith("mask"):
+    if "vllm_importance_sampling_mode" in job.settings and job.settings["vllm_importance_sampling_mode"].endswith(
+        "mask"
+    ):
         assert any(one["importance_weight"] > 0 for one in figures)
 
 

@@ -115,7 +115,9 @@ def _post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 def _asked(**changes: object) -> dict[str, Any]:
-    settings = SamplingSettings(temperature=0.7, top_k=None, top_p=1.0, max_tokens=6, ends=(0,))
+    settings = SamplingSettings(
+        temperature=0.7, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=6, ends=(0,)
+    )
     return Vllm().sample_base("base", Question(PROMPT, 5), settings).body | changes
 
 

@@ -114,6 +114,49 @@ def test_training_is_that_of_own_rollouts(server: StandIn, tmp_path: Path) -> No
         torch.testing.assert_close(own_masters[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+KEY = "sk-nobody-may-read-this"
+
+
+def test_two_servers_with_a_key_sample_what_one_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each has every adapter, and whole groups of every second prompt. The key stands nowhere in the run's folder or
+    log. Without the header the run is refused; dealt out one by one, completions of a prompt go to both."""
+    with StandIn(model) as alone:
+        run_here(settings(tmp_path / "one", alone, train__steps=2))
+    with StandIn(model, key=KEY) as first, StandIn(model, key=KEY) as second:
+        both = settings(tmp_path / "two", first, train__steps=2) | {"rollout.server": f"{first.url},{second.url}/"}
+        with pytest.raises(UserError, match=r"refuses the run \(401\): RANKFOLD_SERVER_KEY is not set, and it asks"):
+            run_here(both)
+        monkeypatch.setenv("RANKFOLD_SERVER_KEY", KEY[:-1])
+        with pytest.raises(UserError, match="RANKFOLD_SERVER_KEY is not the one that it asks for: export it") as error:
+            run_here(both)
+        assert KEY[:-1] not in str(error.value)
+        monkeypatch.setenv("RANKFOLD_SERVER_KEY", KEY)
+        run_here(both)
+        for number, server in enumerate((first, second)):
+            seeds = {one.body["seed"] for one in server.asked}
+            places = {2 * pair + member for pair in (number, number + 2) for member in range(2)}
+            assert seeds == {completion_seed(5, generation, place) for generation in range(2) for place in places}
+            assert server.adapters == {}
+    known = ("loss", "reward", "completions/mean_length", "sampler_difference_max")
+    found, expected = (records(tmp_path / name / "run") for name in ("two", "one"))
+    assert [[one[name] for name in known] for one in found] == [[one[name] for name in known] for one in expected]
+    files = [path.read_bytes() for path in (tmp_path / "two" / "run").rglob("*") if path.is_file()]
+    assert len(files) > 3 and not any(KEY.encode() in data for data in files)
+    assert KEY not in "".join(capfd.readouterr())
+
+
+def test_truncated_completions_that_are_masked_are_compared(
+    server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the trainer says of them was 0, and every run with a server was warned, or ended, where it masks."""
+    run_here(settings(tmp_path, server, train__steps=1, objective__mask_truncated="true", rollout__mismatch="stop"))
+    (found,) = records(tmp_path / "run")
+    assert found["completions/clipped_ratio"] > 0 and found["sampler_outside"] == 0
+    assert "lie" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

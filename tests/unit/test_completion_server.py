@@ -22,7 +22,9 @@ from engine.errors import UserError
 from tests.completion_stand_in import Reply, StandIn
 from tests.served_runs import served_settings
 
-SETTINGS = SamplingSettings(temperature=0.7, top_k=None, top_p=1.0, max_tokens=6, ends=(0,))
+SETTINGS = SamplingSettings(
+    temperature=0.7, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=6, ends=(0,)
+)
 PROMPT = (1, 11, 1, 12)
 TEXT = "0+0="
 
@@ -54,7 +56,7 @@ def stand_in(request: pytest.FixtureRequest, place: Path) -> Iterator[StandIn]:
 
 def opened(stand_in: StandIn, **options: Any) -> CompletionServer:
     given = {"server": stand_in.url, "server_kind": stand_in.kind, "server_timeout": 20.0, "slots": 4} | options
-    return CompletionServer(RolloutOptions(**given), vocabulary=16)
+    return CompletionServer(str(given["server"]), RolloutOptions(**given), vocabulary=16)
 
 
 def sampled(stand_in: StandIn, place: Path, count: int = 4, **options: Any) -> list[Any]:
@@ -306,9 +308,7 @@ def test_an_adapter_that_the_server_does_not_see(stand_in: StandIn, place: Path)
 
 def test_a_server_that_asks_for_a_key(stand_in: StandIn) -> None:
     stand_in.fault = lambda path, body, count: (401, {"error": "Unauthorized"})
-    with pytest.raises(
-        UserError, match="/v1/models with status 401: Unauthorized: start the server without an API key"
-    ):
+    with pytest.raises(UserError, match=r"refuses the run \(401\): RANKFOLD_SERVER_KEY is not set, and it asks for"):
         checked(stand_in)
 
 

@@ -56,6 +56,8 @@ def test_advantages_are_differences_from_the_group() -> None:
     whole = np.std([x for x in rewards if x == x], ddof=1) + 1e-4
     scaled = advantages(rewards, group=3, scale="batch").of_completions
     np.testing.assert_allclose(scaled, np.array(differences) / whole, rtol=1e-6)
+    equal = advantages([0.7 * 1.1 - 0.1] * 3, group=3, scale="group").of_completions  # whose mean is rounded
+    assert equal.tolist() == [0, 0, 0]
     nobody = advantages([float("nan")] * 2, group=2, scale="group")
     assert nobody.of_completions.tolist() == [0, 0] and nobody.varies.tolist() == [False]
 
@@ -162,8 +164,8 @@ def _of_parts(logits: Tensor, labels: Tensor, kernels: LossKernels) -> Tensor:
 
 
 def test_figures_are_means_over_what_they_are_of() -> None:
-    """tokens, completions, clipped low and high, entropy, kl, ratio, difference, weight: as a step divides them."""
-    sums = [24.0, 4.0, 6.0, 3.0, 48.0, 12.0, 36.0, 2.4, 18.0]
+    """tokens, completions, clipped low and high, entropy, kl, ratio, difference, weight, g: as a step divides them."""
+    sums = [24.0, 4.0, 6.0, 3.0, 48.0, 12.0, 36.0, 2.4, 18.0, 3.0]
     token_level = PolicyGradient(PolicySettings(beta=0.1, correction="token_mask"), cp=ALONE, dp=ALONE)
     expected = {
         "clip_low": 0.25, "clip_high": 0.125, "clip_region": 0.375, "entropy": 2.0, "kl": 0.5, "sampler_ratio": 1.5,
@@ -176,6 +178,8 @@ def test_figures_are_means_over_what_they_are_of() -> None:
     sequences = PolicyGradient(PolicySettings(loss="gspo", level="sequence"), cp=ALONE, dp=ALONE)
     found = sequences.named([one / 4 for one in [24.0, 4.0, 1.0, 2.0, *sums[4:]]])
     assert (found["clip_low"], found["clip_high"], found["entropy"]) == (0.25, 0.5, 2.0)
+    vespo = PolicyGradient(PolicySettings(loss="vespo"), cp=ALONE, dp=ALONE).named(sums)
+    assert vespo["gamma_weight"] == 0.75 and "clip_high" not in vespo and "gamma_weight" not in found
     assert "kl" not in found and "importance_weight" not in found
     assert "clip_low" not in PolicyGradient(PolicySettings(loss="cispo"), cp=ALONE, dp=ALONE).named(sums)
     assert token_level.named([0.0] * len(sums)) == {}
@@ -191,7 +195,7 @@ def test_options_reach_the_objective() -> None:
     assert isinstance(built, PolicyGradient) and built.compares_with_base and built.temperature == 0.7
     assert built.settings == PolicySettings(
         loss="gspo", level="sequence", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7,
-        max_completion_length=9, correction="token_mask",
+        max_completion_length=9, samples_elsewhere=True, correction="token_mask",
     )  # fmt: skip
     plain = build_objective(ObjectiveOptions(name="grpo"), cp=ALONE, dp=ALONE)
     assert not plain.compares_with_base and not ObjectiveOptions(name="grpo").has_reference
@@ -202,8 +206,14 @@ def test_options_reach_the_objective() -> None:
     ("options", "words"),
     [
         ({"beta": -0.1}, "objective.beta is -0.1"),
-        ({"epsilon": 1.0}, "objective.epsilon is 1.0"),
-        ({"epsilon_high": 0.0}, "objective.epsilon_high is 0.0"),
+        ({"epsilon": -0.1}, "objective.epsilon is -0.1"),
+        ({"epsilon_high": -0.1}, "objective.epsilon_high is -0.1"),
+        ({"loss_type": "cispo", "epsilon_high": 0.0}, "objective.epsilon_high is 0.0"),
+        ({"loss_type": "vespo", "epsilon": 0.3}, "objective.loss_type is vespo, which has no limits"),
+        ({"vespo_k_pos": 1.0}, "objective.vespo_k_pos is set and objective.loss_type is dapo"),
+        ({"loss_type": "vespo", "vespo_lambda_neg": 0.0}, "objective.vespo_lambda_neg is 0.0"),
+        ({"loss_type": "vespo", "importance_correction": "sequence_mask"}, "use token_truncate or token_mask"),
+        ({"name": "dpo", "vespo_k_pos": 1.0}, "belongs to grpo"),
         ({"loss_type": "cispo"}, "set objective.epsilon_high to for example 5.0"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "has no lower limit"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 9.0}, "remove objective.delta"),

@@ -80,6 +80,20 @@ def test_log_probabilities_are_the_trainers(run: PreparedRun, slots: int) -> Non
         assert [own[start] for start in starts] == pytest.approx([trainers[start] for start in starts], abs=5e-7)
 
 
+def test_what_is_left_out_of_sampling_is_in_its_log_probabilities(run: PreparedRun) -> None:
+    """They are the trainer's, of the whole distribution, without min_p and the penalty. Recorded from the scores that
+    tokens are drawn from, they differ by 0.1 and more."""
+    prompts, repeats = prompts_of(run, 6), {}
+    for name, changes in {"plain": {}, "min_p": {"min_p": 0.9}, "penalty": {"repetition_penalty": 1e6}}.items():
+        found = sampled(run, prompts, **changes)
+        own = [float(one) for completion in found for one in completion.logps]
+        assert own == pytest.approx(of_trainer(run, prompts, found, packing=True), abs=BOUND[8])
+        repeats[name] = sum(len(one.tokens) - len({*one.tokens.tolist()}) for one in found)
+        # the likeliest of 16 tokens has at least a 16th
+        assert (min(own) > np.log(0.9 / 16)) == (name == "min_p")
+    assert repeats["penalty"] < repeats["plain"] / 2
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_numbers_do_not_depend_on_slots_or_neighbours(run: PreparedRun, temperature: float) -> None:
     """A prompt alone and among others: the same tokens and the same bits. With fewer slots, to rounding. They differ

@@ -60,6 +60,8 @@ class Sampler:
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
             seed=config.train.seed % 2**32,
         )
         # ranks that gather a layer's weights from each other, or send each other tokens for experts, do so in each pass

@@ -21,7 +21,9 @@ import numpy as np
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.completion_server.dialects import Answer, Question, SamplingSettings
-from engine.completion_server.server import Asked, CompletionServer, Shown
+from engine.completion_server.http import KEY_VARIABLE
+from engine.completion_server.server import Asked, Shown
+from engine.completion_server.several import CompletionServers
 from engine.config.rollout import RolloutOptions
 from engine.config.run import RunConfig
 from engine.data.prompts import Prompt, PromptSet
@@ -32,7 +34,7 @@ from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.refusals import reading, writing
 from engine.files.staging import partial_folder
-from engine.runtime.launch import Launch
+from engine.runtime.launch import Launch, secret_from_environment
 from engine.training.build import Training
 from engine.training.rollouts.ends import completion_ends
 from engine.training.rollouts.sampler import Sampled
@@ -111,8 +113,9 @@ def check_server(
     """
     problem: str | None = None
     if launch.rank == 0:
-        server = CompletionServer(config.rollout, vocabulary=model.decoder.vocab_size)
+        server: CompletionServers | None = None
         try:
+            server = CompletionServers(config.rollout, vocabulary=model.decoder.vocab_size, key=_key())
             settings = sampling_settings(config.rollout, completion_ends(model.path, tokenizer))
             text = " ".join(tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED])
             shown = Shown(config.data.seq_length, text, tokenizer.encode(text), prompts.prompts[0].ids)
@@ -121,9 +124,15 @@ def check_server(
         except UserError as error:
             problem = str(error)
         finally:
-            server.close()
+            if server is not None:
+                server.close()
     if (told := broadcast_object(problem)) is not None:
         raise UserError(str(told))
+
+
+def _key() -> str | None:
+    """Returns the servers' API key, of which nothing is written anywhere."""
+    return secret_from_environment(KEY_VARIABLE)
 
 
 def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
@@ -136,6 +145,8 @@ def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> Sampling
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
         max_tokens=rollout.max_completion_length,
         ends=tuple(sorted(ends)),
     )
@@ -174,9 +185,9 @@ class ServedSampler:
         self._prefix = f"rankfold-{run}-"
         # another name in each start of the run: the server may still know what the last one's adapters computed
         self._start = f"{self._prefix}{secrets.token_hex(3)}-"
-        self._server: CompletionServer | None = None
+        self._server: CompletionServers | None = None
         if launch.rank == 0:
-            self._server = CompletionServer(rollout, vocabulary=training.source.model.decoder.vocab_size)
+            self._server = self._servers(rollout)
         self._loaded: tuple[int, Path] | None = None
         """The adapter that the server has: steps that it was trained for, and its folder."""
         self._begun: Begun | None = None
@@ -255,7 +266,7 @@ class ServedSampler:
             return
         rollout = self._config.rollout
         quick = replace(rollout, server_timeout=min(_LAST_SECONDS, rollout.server_timeout))
-        server = CompletionServer(quick, vocabulary=self._training.source.model.decoder.vocab_size)
+        server = self._servers(quick)
         with suppress(UserError):
             server.unload_all(self._prefix)
         server.close()
@@ -263,6 +274,10 @@ class ServedSampler:
         if rollout.adapter_dir is None:
             with suppress(OSError):  # the run may have written none
                 self._parent.rmdir()
+
+    def _servers(self, rollout: RolloutOptions) -> CompletionServers:
+        vocabulary = self._training.source.model.decoder.vocab_size
+        return CompletionServers(rollout, vocabulary=vocabulary, key=_key())
 
     def _name(self, step: int) -> str:
         return f"{self._start}step{step}"

@@ -339,7 +339,8 @@ class RolloutSource:
         """Returns what the trainer says of the completions before the first step on them. Collective."""
         buffer = self._buffer
         assert buffer is not None
-        dataset = self._dataset(range(len(buffer.prompts)))
+        # of truncated completions too, which are compared with what sampled them
+        dataset = self._dataset(range(len(buffer.prompts)), masks=False)
         logps = token_logps(self._config, self._training, dataset)
         ends = dataset.starts + dataset.lengths
         return tuple(
@@ -405,8 +406,12 @@ class RolloutSource:
     def _is_trained(self, completion: Sampled) -> bool:
         return not (completion.truncated and self._config.objective.mask_truncated)
 
-    def _dataset(self, prompts: Sequence[int]) -> TokenDataset:
-        """Returns the completions of some prompts of the buffer as rows."""
+    def _dataset(self, prompts: Sequence[int], *, masks: bool = True) -> TokenDataset:
+        """Returns the completions of some prompts of the buffer as rows.
+
+        Args:
+            masks: whether what is not trained on has no targets.
+        """
         buffer, config = self._buffer, self._config
         assert buffer is not None
         documents, old = [], []
@@ -420,7 +425,7 @@ class RolloutSource:
                         tokens=one.tokens.tolist(),
                         sampled_logps=one.logps.tolist(),
                         advantage=float(buffer.advantages[place]),
-                        trained=self._is_trained(one),
+                        trained=self._is_trained(one) or not masks,
                     )
                 )
                 if buffer.old_logps is not None:

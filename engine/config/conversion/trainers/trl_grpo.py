@@ -27,7 +27,7 @@ _SAMPLER = "completions are sampled by the model that trains, in its layout: rol
 _NO_EVALUATION = "rollouts are not evaluated"
 _ELSEWHERE = "rewards.py"
 """A file for the functions of a script, which must not run when they are loaded."""
-_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
 @sets("objective.loss_type")
@@ -121,6 +121,10 @@ OWN: dict[str, Rule] = {
     "importance_sampling_level": option("objective.ratio_level", lambda given: str(given.value)),
     "sapo_temperature_neg": option("objective.sapo_temperature_neg", number),
     "sapo_temperature_pos": option("objective.sapo_temperature_pos", number),
+    **{
+        f"vespo_{name}": option(f"objective.vespo_{name}", number)
+        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    },
     "scale_rewards": scale_rewards,
     "multi_objective_aggregation": option("objective.reward_aggregation", lambda given: str(given.value)),
     "mask_truncated_completions": option("objective.mask_truncated", truth),
@@ -139,10 +143,15 @@ OWN: dict[str, Rule] = {
     "generation_batch_size": fact("generation_batch", whole, "rollout.steps_per_generation"),
     "chat_template_kwargs": chat_arguments,
     "disable_dropout": disable_dropout,
-    "min_p": shared.off_or_lack("rollout.top_p and rollout.top_k are all there is"),
-    "repetition_penalty": shared.only(1.0, "tokens are sampled as the model has them"),
-    "generation_kwargs": shared.off_or_lack("rollout.temperature, top_p and top_k are all there is"),
-    "sync_ref_model": shared.off_or_lack("the reference is the model without its adapters, which stays"),
+    "min_p": _number_or_none("rollout.min_p"),
+    "repetition_penalty": option("rollout.repetition_penalty", number),
+    "generation_kwargs": shared.off_or_lack(
+        "rollout.temperature, top_p, top_k, min_p and repetition_penalty are all there is"
+    ),
+    "sync_ref_model": shared.off_or_lack(
+        "the reference is the model without its adapters, which does not move, and which TRL does not move either "
+        "where there are adapters"
+    ),
     "cast_lm_head_to_fp32": shared.off_or_lack("the head computes in model.dtype, and its loss in float32"),
     "entropy_coef": shared.off_or_lack("the loss has no term of the entropy, which is reported"),
     "use_adaptive_entropy": shared.off_or_lack("the loss has no term of the entropy, which is reported"),
@@ -160,7 +169,6 @@ OWN: dict[str, Rule] = {
     "vllm_*": dropped(_SAMPLER),
     "use_vllm": dropped(_SAMPLER),
     "use_liger_loss": dropped(shared.KERNELS),
-    "vespo_*": dropped("of a loss that is not there"),
     "entropy_*": dropped("the loss has no term of the entropy, which is reported"),
     "log_completions": dropped("rollout.show says how many completions of a generation batch are logged"),
     "num_completions_to_print": dropped("rollout.show says how many completions of a generation batch are logged"),
@@ -219,6 +227,12 @@ OWN_DEFAULTS: dict[str, Default | Ours] = {
     "rollout.temperature": Default(1.0, "GRPOConfig.temperature"),
     "rollout.top_p": Default(1.0, "GRPOConfig.top_p"),
     "rollout.top_k": Default(None, "GRPOConfig.top_k = 0"),
+    "rollout.min_p": Default(0.0, "GRPOConfig.min_p = None"),
+    "rollout.repetition_penalty": Default(1.0, "GRPOConfig.repetition_penalty"),
+    "objective.vespo_k_pos": Default(2.0, "GRPOConfig.vespo_k_pos"),
+    "objective.vespo_lambda_pos": Default(3.0, "GRPOConfig.vespo_lambda_pos"),
+    "objective.vespo_k_neg": Default(3.0, "GRPOConfig.vespo_k_neg"),
+    "objective.vespo_lambda_neg": Default(2.0, "GRPOConfig.vespo_lambda_neg"),
     "rollout.steps_per_generation": Default(1, "GRPOConfig.steps_per_generation = gradient_accumulation_steps"),
     "rollout.rewards": Ours("functions have to be named"),
     "rollout.reward_weights": Default([], "GRPOConfig.reward_weights = None"),

@@ -87,6 +87,19 @@ def test_entropies_are_computed_where_somebody_wants_them(tmp_path: Path) -> Non
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_end_tokens_that_the_model_does_not_have_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Names that are no tokens were left out unseen, or were a traceback in a list."""
+    settings = rollout_settings(tmp_path, train__steps=1)
+    ends = tmp_path / "model" / "generation_config.json"
+    ends.write_text('{"eos_token_id": [0, 99]}', encoding="utf-8")
+    run_here(settings)
+    assert "names token 99 as one that ends completions, but its vocabulary has 16 entries" in capfd.readouterr().err
+    for value in ('"x"', '[0, "x"]', "[null]"):
+        ends.write_text(f'{{"eos_token_id": {value}}}', encoding="utf-8")
+        with pytest.raises(UserError, match="has eos_token_id .*, but a token id or a list of them is expected"):
+            run_here(settings | {"checkpoint.dir": tmp_path / "other"})
+
+
 def test_limits_without_effect_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = "have nothing to limit: with rollout.steps_per_generation 1 and objective.num_iterations 1"
     settings = rollout_settings(tmp_path, train__steps=1, objective__epsilon_high=0.28)

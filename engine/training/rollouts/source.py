@@ -78,7 +78,13 @@ class RolloutSource:
     ) -> None:
         self._config, self._training, self._loader, self._tokenizer = config, training, loader, tokenizer
         self._metrics, self._say = metrics, say
-        ends = completion_ends(training.source.model.path, tokenizer)
+        model = training.source.model
+        ends = completion_ends(model.path, tokenizer)
+        if outside := sorted(end for end in ends if not 0 <= end < model.decoder.vocab_size):
+            say(
+                f"warning: {model.path} names token {outside[0]} as one that ends completions, but its vocabulary has "
+                f"{model.decoder.vocab_size} entries: none ends with it"
+            )
         self._sampler: Sampler | None = None
         self._served: ServedSampler | None = None
         if config.rollout.server is None:

@@ -178,7 +178,7 @@ arguments = GRPOConfig(
     importance_sampling_level="sequence", scale_rewards=False, reward_weights=[1.0, 0.5], top_k=0, top_p=0.9,
     temperature=0.8, mask_truncated_completions=True, disable_dropout=True, use_vllm=True, vllm_mode="colocate",
     vllm_importance_sampling_correction=True, log_completions=True, eval_strategy="steps", eval_steps=10,
-    sync_ref_model=True, min_p=0.1, bf16=True,
+    sync_ref_model=True, min_p=0.1, repetition_penalty=1.2, vespo_k_pos=1.5, bf16=True,
 )
 trainer = GRPOTrainer(
     model="m", reward_funcs=[short, right], args=arguments, train_dataset=data, peft_config=peft_config
@@ -206,7 +206,8 @@ def test_trls_grpo(tmp_path: Path) -> None:
     assert (config.lora.rank, config.lora.dropout, config.optim.lr) == (32, 0.0, 2e-5)
     assert config.train.eval_every == 0 and config.data.validation is None
     lacking = [note.partition(" ")[0] for note in conversion.notes if "has no counterpart" in note]
-    assert lacking == ["eval_strategy", "sync_ref_model", "min_p"]
+    assert lacking == ["eval_strategy", "sync_ref_model"]
+    assert (rollout.min_p, rollout.repetition_penalty, objective.vespo_k_pos) == (0.1, 1.2, 2.0)
     assert any(line.startswith("rollout.rewards: put short, right into rewards.py") for line in conversion.to_fill)
 
 
@@ -214,6 +215,12 @@ def test_cispos_limit_is_trls(tmp_path: Path) -> None:
     """Where none is given it is epsilon; there is no lower one."""
     _, config = _converted(f"{LEAST[_GRPO]} --loss_type cispo --epsilon 0.3")
     assert (config.objective.epsilon, config.objective.epsilon_high) == (0.2, 0.3)
+
+
+def test_what_vespo_leaves_aside_is_left_out() -> None:
+    """The converted run was refused."""
+    _, config = _converted(f"{LEAST[_GRPO]} --loss_type vespo --epsilon 0.3 --delta 4 --vespo_lambda_neg 1.5")
+    assert (config.objective.epsilon, config.objective.delta, config.objective.vespo_lambda_neg) == (0.2, None, 1.5)
 
 
 def test_groups_that_a_batch_does_not_hold_are_said() -> None:

@@ -21,7 +21,7 @@ from engine.config.conversion.conversion import (
 from engine.config.conversion.given import Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import shared, trl
-from engine.config.objective import SEQUENCE_RATIOS
+from engine.config.objective import SEQUENCE_RATIOS, WITHOUT_LIMITS
 
 _SAMPLER = "completions are sampled by the model that trains, in its layout: rollout.slots says how many at a time"
 _NO_EVALUATION = "rollouts are not evaluated"
@@ -269,6 +269,12 @@ def complete(conversion: Conversion) -> None:
         conversion.imply("GRPOTrainer", "epsilon_high", "objective.epsilon_high", options.get("objective.epsilon", 0.2))
         if "objective.epsilon" in options:
             conversion.withdraw("objective.epsilon", "cispo has no lower limit")
+    loss = str(options.get("objective.loss_type", "dapo"))
+    for name in [name for name in options if loss != "vespo" and name.startswith("objective.vespo_")]:
+        conversion.withdraw(name, "of another loss")
+    for name in ("objective.epsilon", "objective.epsilon_high", "objective.delta"):
+        if loss in WITHOUT_LIMITS and name in options:
+            conversion.withdraw(name, f"{loss} has no limits")
     if facts.get("bias_correction") is False and options.get("objective.beta"):
         conversion.imply("derived", "use_bias_correction_kl", "objective.kl_bias_correction", False)
     if facts.get("no_dropout") and options.get("lora.dropout"):

@@ -18,7 +18,7 @@ widest, and the rest of it is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.choices import ExpertFactors
@@ -90,7 +90,7 @@ def expert_adapters(
     height = spec.local_shape[0]
     places = [(leaf, slice(i * height, (i + 1) * height), spec) for i, leaf in enumerate(leaves)]
     if fused is not None and any(plan.fused(f"{prefix}.{expert}.{fused}") for expert in range(num_experts)):
-        whole = concatenated([Section(name=leaf, spec=spec) for leaf in leaves], fused).spec
+        whole = replace(concatenated([Section(name=leaf, spec=spec) for leaf in leaves], fused).spec, data=spec.data)
         places.append((fused, slice(0, height * len(leaves)), whole))
     found = []
     for leaf, rows, own in places:

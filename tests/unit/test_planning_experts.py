@@ -32,7 +32,7 @@ from engine.models.families import family_of
 from engine.ops import routing
 from engine.ops.routing import RoutingRule
 from engine.planning.expert_rows import Routing, expert_rows
-from engine.planning.ledger import GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
+from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout
 from engine.planning.predict import workload_of
@@ -325,3 +325,16 @@ def test_the_example_fits(gpus: int, memory: int, options: str, tmp_path: Path) 
     model = str(ROOT / "examples/memory/models/qwen3-30b-a3b.json")
     given = ["--config", str(tmp_path / "run.yaml"), "--model", model, "--gpus", str(gpus), "--gpu-memory", str(memory)]
     assert f"fits {memory} GiB" in memory_config.report(parser.parse_args(given))
+
+
+@pytest.mark.parametrize("fused", ["none", "gate_up"])
+def test_no_part_of_an_expert_is_summed_over_other_ranks_than_its_own(fused: str) -> None:
+    """One adapter over gate and up is an expert's own too: what a rank holds of adapters falls with the experts."""
+    workload = _workload(MIXTURE, _config(lora=LoraOptions(rank=8, fused=fused, targets=("gate_proj", "up_proj"))))
+    whole, eighth = (
+        predict_layout(workload, Layout(parallel=ParallelOptions(expert=one), data=8), MemoryPlan())[0]
+        for one in (1, 8)
+    )
+    assert whole.static[ADAPTERS] == 8 * eighth.static[ADAPTERS]
+    trained = rank_model(workload, ParallelOptions(expert=8)).shape.trained_elements()
+    assert set(trained) == {"dp_cp", "edp"} and not trained["dp_cp"]

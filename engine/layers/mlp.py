@@ -57,4 +57,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        return self.down(self.gate_up(u, source, context), self._gated, context)
+        return self.finish(self.gate_up(u, source, context), context)
+
+    def finish(self, both: Tensor, context: TokenContext) -> Tensor:
+        """Returns the output for [gate(x) | up(x)]."""
+        return self.down(both, self._gated, context)

@@ -154,7 +154,9 @@ def apply_level(
             _wrap(attention, "o_proj", _last)
         else:
             _wrap(cross_attention, "dense", _last)
-    elif level == "full" and not isinstance(mlp, RoutedMLP):  # whose last product is not the region's last
+    elif level == "full" and isinstance(mlp, RoutedMLP):
+        mlp.ends_region = True  # its shared expert's output may be read again, by its gate
+    elif level == "full":
         for one in mlps:
             _wrap(one, "down", _last)
 

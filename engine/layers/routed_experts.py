@@ -42,7 +42,7 @@ from engine.ops.encoded_experts import EncodedExperts
 from engine.ops.expert_exchange import plan_exchange
 from engine.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
 from engine.ops.inputs import ClampedGLUInput, GivenInput, LinearInput, made_input
-from engine.ops.routed_experts import SWIGLU, Blocks, GroupedLowRank, GroupedOperands, routed_experts
+from engine.ops.routed_experts import SWIGLU, Blocks, GroupedLowRank, GroupedOperands, RoutedPass
 from engine.ops.routing import RoutingRule, sink_linear
 
 _ALL = slice(None)
@@ -374,6 +374,8 @@ class RoutedMLP(nn.Module):
         axes, rule, intermediate = layout.expert_axes, sizes.rule, sizes.intermediate
         tp, self._ep = axes.tp, axes.ep
         self.routes_apart = layout.routes_apart
+        self.ends_region = False
+        """Whether a region that backward recomputes ends with the output, which nobody reads a second time."""
         here = rule.num_experts // self._ep.size
         experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
         self._layout = layout
@@ -433,10 +435,13 @@ class RoutedMLP(nn.Module):
         if self.routes_apart:
             return self._whole(x, context)
         x = to_partial(x, layout.tp, splits_tokens=layout.splits_tokens)
-        y = self._routed(x, context)
-        if self.shared is not None:
-            shared = self.shared(x, GivenInput(), context)
-            y = y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+        routed, link = self._dispatch(x, context)
+        link, shared = self._compute(routed, link, x, context)
+        if shared is not None and self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        y = routed.combine(link)
+        if shared is not None:
+            y = y + shared
         return from_partial(y, layout.tp, splits_tokens=layout.splits_tokens)
 
     def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -445,23 +450,49 @@ class RoutedMLP(nn.Module):
         joins = not layout.splits_tokens
         own = split_tokens(x, layout.tp) if joins else x
         index = local_part(context.token_index, layout.tp) if joins else context.local_token_index
-        y = self._routed(own, replace(context, token_index=index))
-        if self.shared is None or self.shared_gate is None:
-            y = join_tokens(y, layout.tp) if joins else y
-            return y if self.shared is None else y + self.shared(x, GivenInput(), context)
-        gate = torch.sigmoid(self.shared_gate(own))
-        if joins:
+        routed, link = self._dispatch(own, replace(context, token_index=index))
+        gate = None if self.shared_gate is None else torch.sigmoid(self.shared_gate(own))
+        link, shared = self._compute(routed, link, x, context)
+        y = routed.combine(link)
+        if joins and gate is not None:
             y, gate = join_tokens(torch.cat([y, gate], dim=1), layout.tp).split([y.shape[1], 1], dim=1)
-        return y + gate * self.shared(x, GivenInput(), context)
+        elif joins:
+            y = join_tokens(y, layout.tp)
+        if shared is None:
+            return y
+        return y + (shared if gate is None else gate * shared)
 
-    def _routed(self, x: Tensor, context: TokenContext) -> Tensor:
-        """Returns what the experts that the router chooses make of these tokens."""
+    def _dispatch(self, x: Tensor, context: TokenContext) -> tuple[RoutedPass, Tensor]:
+        """Chooses experts for these tokens, and starts their rows on the way."""
         travels = self._ep.size > 1
         weights, slots = self.router(x, context, loops=self._loops and not travels)
         if context.trains:
             ends = slots.groups.ends
             self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
         exchange = plan_exchange(slots, self._ep, loops=self._loops)
-        leaves = (*self.gate_up.leaves, *self.down.leaves)
-        operands = self.gate_up.operands, self.down.operands
-        return routed_experts(x, weights, slots, *operands, context, leaves, exchange, gated=self._gated)
+        routed = RoutedPass(
+            slots,
+            self.gate_up.operands,
+            self.down.operands,
+            context,
+            (*self.gate_up.leaves, *self.down.leaves),
+            exchange,
+            gated=self._gated,
+            leaves_output=self.ends_region and context.repeats,
+        )
+        return routed, routed.dispatch(x, weights)
+
+    def _compute(
+        self, routed: RoutedPass, link: Tensor, x: Tensor, context: TokenContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the chosen experts, and the shared one of x while rows travel: one linear on their way to the
+        experts, the other on their way back. In backward, too, since that goes through them in the opposite order.
+
+        Returns:
+            What `RoutedPass.combine` is called with, and the shared expert's output.
+        """
+        if self.shared is None:
+            return routed.compute(link), None
+        both = self.shared.gate_up(x, GivenInput(), context)
+        link = routed.compute(link)
+        return link, self.shared.finish(both, context)

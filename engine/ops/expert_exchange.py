@@ -8,7 +8,8 @@ lie sorted by expert, to the rank of the expert, and gets from the others the ro
     outputs, by expert     -> by sender -> the all-to-all back               -> where the rows came from
 
 A rank then sums its tokens' outputs in the order of their choices, so that the result has the same bits for any number
-of ranks. Ranks and experts may have no rows: every rank starts every exchange, with nothing in it if need be.
+of ranks. Ranks and experts may have no rows: every rank starts every exchange, with nothing in it if need be. Exchanges
+of rows are started by one operation and waited for by a later one (see ops.routed_experts).
 
 The sizes of an uneven all-to-all are arguments of the host. So the host waits for the device once for each exchange
 that is planned, to read 2 E numbers: once a layer in forward, and again where backward recomputes the layer.
@@ -25,10 +26,33 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.distributed.collectives import all_to_all
+from engine.distributed.collectives import Handle, all_to_all, all_to_all_async
 from engine.distributed.mesh import Axis, Unconnected
 from engine.ops.grouped_products import RowGroups
 from engine.ops.routing import Slots
+
+
+class Arrival:
+    """Rows on their way, or rows that are where they belong.
+
+    Args:
+        rows: what the transfer writes into.
+        handle: of the transfer; None without one.
+        order: int64, the place in the order of arrival of each row; None where that is theirs.
+    """
+
+    __slots__ = ("_handle", "_order", "_rows")
+
+    def __init__(self, rows: Tensor, handle: Handle | None = None, order: Tensor | None = None) -> None:
+        self._rows, self._handle, self._order = rows, handle, order
+
+    def take(self) -> Tensor:
+        """Returns the rows in their order, once they are here; may be called once."""
+        if self._handle is not None:
+            self._handle.wait()
+        rows = self._rows
+        del self._rows  # their memory is given back, whoever still has this
+        return rows if self._order is None else rows.index_select(0, self._order)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,19 +79,19 @@ class Exchange:
         """Whether rows stay where they are."""
         return self.order_R is None
 
-    def out(self, rows_NF: Tensor) -> Tensor:
-        """Sends rows, or one number for each, to the ranks of their experts: [N, ...] -> [R, ...]. Collective."""
+    def out(self, rows_NF: Tensor) -> Arrival:
+        """Starts rows, or one number for each, on their way to the ranks of their experts: [N, ...] -> [R, ...].
+        Collective."""
         if self.order_R is None:
-            return rows_NF
-        arrived = all_to_all(rows_NF, self.axis, sent=self.sent, received=self.received)
-        return arrived.index_select(0, self.order_R)
+            return Arrival(rows_NF)
+        return Arrival(*all_to_all_async(rows_NF, self.axis, sent=self.sent, received=self.received), self.order_R)
 
-    def back(self, rows_RF: Tensor) -> Tensor:
-        """Sends rows back, the adjoint of `out`: [R, ...] -> [N, ...]. Collective."""
+    def back(self, rows_RF: Tensor) -> Arrival:
+        """Starts rows on their way back, the adjoint of `out`: [R, ...] -> [N, ...]. Collective."""
         if self.places_R is None:
-            return rows_RF
+            return Arrival(rows_RF)
         ordered = rows_RF.index_select(0, self.places_R)
-        return all_to_all(ordered, self.axis, sent=self.received, received=self.sent)
+        return Arrival(*all_to_all_async(ordered, self.axis, sent=self.received, received=self.sent))
 
 
 def plan_exchange(slots: Slots, axis: Axis, *, loops: bool) -> Exchange:

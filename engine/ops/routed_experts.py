@@ -35,7 +35,7 @@ from engine.kernels.records import AdapterPlace, InputUpdate
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.encoded_experts import EncodedExperts
-from engine.ops.expert_exchange import Exchange
+from engine.ops.expert_exchange import Arrival, Exchange
 from engine.ops.grouped_products import (
     GradientBlock,
     RowGroups,
@@ -171,20 +171,23 @@ class GroupedOperands:
         mask = dropout_mask(site.key(rows.coordinates_N, self.in_features, rows.context.step))
         return x_NI.mul_(mask).mul_(site.scale) if gradient else (x_NI * mask).mul_(site.scale)
 
-    def forward(self, x_NI: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
-        """Returns y [N, O], and H [N, R], which is kept."""
+    def project(self, x_NI: Tensor, rows: _Rows) -> Tensor | None:
+        """Returns H [N, R], which is kept; None without adapters."""
+        if self.low_rank is None:
+            return None
+        return self.low_rank.scaled(self.low_rank.times_a(self.dropped(x_NI, rows), rows, self.kernels), rows)
+
+    def forward(self, x_NI: Tensor, h: Tensor | None, rows: _Rows) -> Tensor:
+        """Returns y [N, O], of x and H."""
         groups, low_rank = rows.groups, self.low_rank
-        h: Tensor | None = None
-        if low_rank is not None:
-            h = low_rank.scaled(low_rank.times_a(self.dropped(x_NI, rows), rows, self.kernels), rows)
-            if low_rank.b_OR is None:
-                x_NI = torch.cat([x_NI, h], dim=1)
+        if low_rank is not None and h is not None and low_rank.b_OR is None:
+            x_NI = torch.cat([x_NI, h], dim=1)
         y = self._product(x_NI, groups, transposed=True)
         if low_rank is not None and h is not None and low_rank.b_OR is not None:
             y.addmm_(h, low_rank.b_OR.t())
         if self.bias_EO is not None and self.adds_bias:
             add_grouped_rows(y, self.bias_EO, groups)
-        return y, h
+        return y
 
     def bias_dots(self, dy_NO: Tensor, rows: _Rows) -> Tensor | None:
         """Returns fp32 [N], the products of rows of dy with their experts' biases; None where none is added."""
@@ -257,14 +260,12 @@ class _Rows:
     """The rows of one micro-batch.
 
     Args:
-        slots: of this rank's tokens, sorted by expert.
-        exchange: between their ranks and those of the experts.
+        exchange: between the tokens' ranks and those of the experts.
         coordinates_N: int64, the dropout coordinate of each row at its expert, different for each token and expert;
             None without dropout.
         context: of the tokens.
     """
 
-    slots: Slots
     exchange: Exchange
     coordinates_N: Tensor | None
     context: TokenContext
@@ -275,42 +276,137 @@ class _Rows:
         return self.exchange.groups
 
 
-class _RoutedExperts(torch.autograd.Function):
+class RoutedPass:
+    """The experts of a mixture on the tokens of one micro-batch, in three steps: `dispatch`, `compute`, `combine`.
+
+    Where experts are divided over ranks, rows travel after the first and after the second, and in backward, which comes
+    in the opposite order, their gradients do. What the caller computes between two steps hides them in both directions,
+    since autograd goes back through what is ready latest first.
+
+    In autograd's graph the steps hang together by tensors without elements. What passes from one to the next is here:
+    the rows of a tensor that is on its way are not yet there, and their number is not that of the gradient's.
+
+    Args:
+        slots: of the router.
+        gate_up, down: this rank's part of the experts.
+        context: coordinates of the tokens.
+        leaves: every tensor in the operands that trains.
+        exchange: with the ranks that have the other experts.
+        gated: makes a from [gate | up].
+        leaves_output: nobody reads the output, because a recomputed region ends with it and this is its second run.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        gate_up: GroupedOperands,
+        down: GroupedOperands,
+        context: TokenContext,
+        leaves: tuple[Tensor, ...],
+        exchange: Exchange,
+        *,
+        gated: LinearInput = SWIGLU,
+        leaves_output: bool = False,
+    ) -> None:
+        self.gate_up, self.down = gate_up.in_context(context), down.in_context(context)
+        self.slots, self.exchange, self.gated, self.leaves_output = slots, exchange, gated, leaves_output
+        self._context, self._leaves = context, leaves
+        self.weights_TK: Tensor | None = None
+        self.wants_dx = False
+        """Whether the tokens have a gradient; known when their rows leave."""
+        # on the way to the experts: rows (this rank's tokens, where rows stay), their dropout coordinates, and in
+        # backward the gradients of outputs and the weights
+        self.x: Arrival | None = None
+        self.coordinates: Arrival | None = None
+        self.dy: Arrival | None = None
+        self.w: Arrival | None = None
+        # on the way back: outputs, and in backward the gradients of rows and of the weights
+        self.y: Arrival | None = None
+        self.dx: Arrival | None = None
+        self.d_weights: Arrival | None = None
+
+    def dispatch(self, x_TI: Tensor, weights_TK: Tensor) -> Tensor:
+        """Starts the rows of tokens on their way to their experts.
+
+        Args:
+            x_TI: all tokens.
+            weights_TK: of the router.
+
+        Returns:
+            What `compute` is called with, and that returns what `combine` is called with.
+        """
+        if self._context.training and (self.gate_up.drops or self.down.drops):
+            self.coordinates = self.exchange.out(self.slots.coordinates(self._context.token_index))
+        self.weights_TK = weights_TK.detach()
+        return _Dispatch.apply(x_TI, weights_TK, self)
+
+    def compute(self, link: Tensor) -> Tensor:
+        """Waits for the rows, computes the experts, and starts the outputs on their way back."""
+        coordinates = None if self.coordinates is None else self.coordinates.take()
+        rows = _Rows(exchange=self.exchange, coordinates_N=coordinates, context=self._context)
+        return _Compute.apply(link, self, rows, *self._leaves)
+
+    def combine(self, link: Tensor) -> Tensor:
+        """Waits for the outputs. Returns [T, I], this rank's part of the sum over tensor ranks."""
+        return _Combine.apply(link, self)
+
+
+def _taken(arrival: Arrival | None) -> Tensor:
+    assert arrival is not None
+    return arrival.take()
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weights_TK: Tensor, routed: RoutedPass) -> Tensor:
+        ctx.routed, ctx.dtype = routed, weights_TK.dtype
+        routed.wants_dx = ctx.needs_input_grad[0]
+        x = x_TI.detach()
+        routed.x = Arrival(x) if routed.exchange.stays else routed.exchange.out(routed.slots.gather(x))
+        return x_TI.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        routed: RoutedPass = ctx.routed
+        rows_TK = routed.slots.rows_TK
+        d_weights = _taken(routed.d_weights).index_select(0, rows_TK.flatten()).view_as(rows_TK)
+        d_input = routed.slots.combine(_taken(routed.dx)) if ctx.needs_input_grad[0] else None
+        return d_input, d_weights.to(ctx.dtype), None
+
+
+class _Compute(torch.autograd.Function):
     """The leaves (trainable tensors) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TI: Tensor,
-        weights_TK: Tensor,
-        rows: _Rows,
-        gate_up: GroupedOperands,
-        down: GroupedOperands,
-        gated: LinearInput,
-        *leaves: Tensor,
-    ) -> Tensor:
-        exchange = rows.exchange
-        x = exchange.out(rows.slots.gather(x_TI))
-        both, h = gate_up.forward(x, rows)
-        a, _ = gated.make(both, None, gate_up.kernels)
-        y, h_down = down.forward(a, rows)
-        ctx.save_for_backward(x_TI if exchange.stays else x, weights_TK, both, h, h_down)
-        ctx.rows, ctx.gate_up, ctx.down, ctx.gated, ctx.num_leaves = rows, gate_up, down, gated, len(leaves)
-        return rows.slots.combine(exchange.back(y), weights_TK)
+    def forward(ctx: Any, link: Tensor, routed: RoutedPass, rows: _Rows, *leaves: Tensor) -> Tensor:
+        gate_up, down, exchange = routed.gate_up, routed.down, routed.exchange
+        kept_x = _taken(routed.x)
+        x = routed.slots.gather(kept_x) if exchange.stays else kept_x
+        h = gate_up.project(x, rows)
+        both = gate_up.forward(x, h, rows)
+        a, _ = routed.gated.make(both, None, gate_up.kernels)
+        h_down = down.project(a, rows)
+        if not routed.leaves_output:
+            routed.y = exchange.back(down.forward(a, h_down, rows))
+        ctx.save_for_backward(kept_x, both, h, h_down)
+        ctx.routed, ctx.rows, ctx.num_leaves = routed, rows, len(leaves)
+        return link.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
-        kept_x, weights_TK, both, h, h_down = ctx.saved_tensors
-        rows, gate_up, down, gated = ctx.rows, ctx.gate_up, ctx.down, ctx.gated
-        slots, exchange = rows.slots, rows.exchange
-        w_N1 = exchange.out(weights_TK.flatten().index_select(0, slots.order_N))[:, None]
-        dy = exchange.out(slots.gather(dy_TO))
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        kept_x, both, h, h_down = ctx.saved_tensors
+        routed, rows = ctx.routed, ctx.rows
+        gate_up, down, gated = routed.gate_up, routed.down, routed.gated
+        slots, exchange = routed.slots, routed.exchange
         a, _ = gated.make(both, None, gate_up.kernels)
+        w_N1, dy = _taken(routed.w)[:, None], _taken(routed.dy)
+        if exchange.stays:
+            dy = slots.gather(dy)
         da, dh_down = down.gradient(dy, rows)
         dots, bias_dots = _dots(da, a), down.bias_dots(dy, rows)
         dots = dots if h_down is None else dots + _dots(dh_down, h_down)
-        d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
-        d_weights = d_weights.index_select(0, slots.rows_TK.flatten()).view_as(slots.rows_TK)
+        if ctx.needs_input_grad[0]:
+            routed.d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
         w = w_N1.to(dy.dtype)
         weighted = a * w if any(down.weight_blocks) else a  # which nobody reads where no weight trains
         down.add_weight_gradients(dy, weighted, None if h_down is None else h_down * w, rows)
@@ -324,48 +420,30 @@ class _RoutedExperts(torch.autograd.Function):
         del given, da, dh_down, a, dy
         x = slots.gather(kept_x) if exchange.stays else kept_x
         dx, dh = gate_up.gradient(d_both, rows)
-        gate_up.add_weight_gradients(d_both, x, h, rows)
+        gate_up.through_adapters(dx if routed.wants_dx else None, dh, x, rows)
+        if routed.wants_dx:
+            routed.dx = exchange.back(dx)
+        gate_up.add_weight_gradients(d_both, x, h, rows)  # while dx travels
         gate_up.add_bias_gradients(d_both, rows)
-        needs_dx = ctx.needs_input_grad[0]
-        gate_up.through_adapters(dx if needs_dx else None, dh, x, rows)
-        d_input = slots.combine(exchange.back(dx)) if needs_dx else None
-        return (d_input, d_weights.to(weights_TK.dtype), None, None, None, None, *([None] * ctx.num_leaves))
+        return (d_both.new_empty(0), None, None, *([None] * ctx.num_leaves))
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, routed: RoutedPass) -> Tensor:
+        ctx.routed = routed
+        return routed.slots.combine(_taken(routed.y), routed.weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
+        routed: RoutedPass = ctx.routed
+        slots, exchange = routed.slots, routed.exchange
+        assert routed.weights_TK is not None
+        routed.w = exchange.out(routed.weights_TK.flatten().index_select(0, slots.order_N))
+        routed.dy = Arrival(dy_TO) if exchange.stays else exchange.out(slots.gather(dy_TO))
+        return dy_TO.new_empty(0), None
 
 
 def _dots(left_NF: Tensor, right_NF: Tensor) -> Tensor:
     """Returns fp32 [N], the products of rows."""
     return (left_NF.to(torch.float32) * right_NF).sum(dim=1)
-
-
-def routed_experts(
-    x_TI: Tensor,
-    weights_TK: Tensor,
-    slots: Slots,
-    gate_up: GroupedOperands,
-    down: GroupedOperands,
-    context: TokenContext,
-    leaves: tuple[Tensor, ...],
-    exchange: Exchange,
-    *,
-    gated: LinearInput = SWIGLU,
-) -> Tensor:
-    """Computes the experts of a mixture.
-
-    Args:
-        x_TI: all tokens.
-        weights_TK, slots: of the router.
-        gate_up, down: this rank's part of the experts.
-        context: coordinates of the tokens.
-        leaves: every tensor in the operands that trains.
-        exchange: with the ranks that have the other experts.
-        gated: makes a from [gate | up].
-
-    Returns:
-        [T, I], this rank's part of the sum over tensor ranks.
-    """
-    gate_up, down = gate_up.in_context(context), down.in_context(context)
-    coordinates = None
-    if context.training and (gate_up.drops or down.drops):
-        coordinates = exchange.out(slots.coordinates(context.token_index))
-    rows = _Rows(slots=slots, exchange=exchange, coordinates_N=coordinates, context=context)
-    return _RoutedExperts.apply(x_TI, weights_TK, rows, gate_up, down, gated, *leaves)

@@ -16,6 +16,9 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.kernels.native.loader import native_status
 from engine.layers import host_storage
+from engine.layers.encoded_storage import encoded_entries
+from engine.layers.host_storage import HostFetch
+from engine.layers.module import shard_entries
 from engine.optim.backends import NATIVE, TORCH
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import SMALL, Layout, Run, assemble
@@ -39,9 +42,17 @@ LAYOUTS = {
     "pp2": Layout(case="adapters", grid=RankGrid(pp=2), layers=(1, 1)),
     "pp2, zb_v": Layout(case="deep, tied", grid=RankGrid(pp=2), layers=(1, 1, 1, 1), schedule="zb_v", accumulation=4),
     "cp2": Layout(case="adapters", grid=RankGrid(cp=2), recompute="full"),
+    "experts": Layout(case="four experts, adapters", grid=ONE),
+    "experts in nf4": Layout(case="routed blocks, adapters", grid=ONE, base="nf4"),
+    "ep2 of dp2, experts": Layout(case="four experts, adapters", grid=RankGrid(dp=2, ep=2), recompute="full"),
+    "ep2 of dp2, experts in nf4": Layout(case="routed blocks, adapters", grid=RankGrid(dp=2, ep=2), base="nf4"),
+    "ep2 of tp2, sequence, experts": Layout(
+        case="four experts, shared outer", grid=RankGrid(tp=2, ep=2, cuts_experts=False), sequence=True
+    ),
 }
 QUICK = (
     "adapters", "tied", "upper adapters", "bfloat16", "attention again", "kept in bfloat16", "all again", "tp2", "dp2",
+    "experts", "ep2 of dp2, experts in nf4",
 )  # fmt: skip
 LEVELS: dict[str, tuple[ShardLevel, ...]] = {"dp2": ("none", "optimizer", "gradients", "parameters")}
 OFFLOADS = {"weights": (True, False), "optimizer": (False, True), "both": (True, True)}
@@ -131,3 +142,37 @@ def test_frozen_weights_are_in_host_memory(name: str) -> None:
         trained_as_a_whole = LAYOUTS[name].case in ("everything", "tied", "deep, tied")
         assert (held == 0) == trained_as_a_whole
         assert rank[name, "none", "nothing"].held == rank[name, "none", "optimizer"].held == 0
+
+
+@pytest.mark.parametrize("name", ["experts", "experts in nf4"])
+def test_a_layers_experts_come_while_those_before_compute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No expert's frozen weight, plain or encoded, stays on the device, and the copies of a layer's start before the
+    experts of the layer before it compute."""
+    monkeypatch.setattr(host_storage, "STAYS_BELOW", 1)
+    run = Run(LAYOUTS[name], single_process_mesh(), "none", offload_weights=True)
+    plain = [one.parameter for one in run.entries if ".experts." in one.name and one.name.endswith("weight")]
+    frozen = plain or [one.memory for one in run.encoded if ".experts." in one.name]
+    assert len(frozen) == 2 * 3 * 4 and not any(map(run.kept.is_resident, frozen))
+    layers = run.stages.models()[0].layers
+    keys = [{part.untyped_storage()._cdata for part in _storages(layer.mlp)} for layer in layers]
+    events: list[str] = []
+    start = HostFetch.start
+
+    def noted(self: HostFetch) -> None:
+        if self._copies is None:
+            own = {one.whole.untyped_storage()._cdata for one in self._storages}
+            events.extend(f"fetch {layer}" for layer, held in enumerate(keys) if own & held)
+        start(self)
+
+    monkeypatch.setattr(HostFetch, "start", noted)
+    for layer, one in enumerate(layers):
+        one.mlp.register_forward_pre_hook(lambda *_, layer=layer: events.append(f"compute {layer}"))
+    run.gradients(1)
+    forward = ["fetch 0", "fetch 1", "compute 0", "compute 1"]
+    assert events[:4] == forward and events.count("fetch 0") == 2 * run.layout.accumulation
+
+
+def _storages(mlp: torch.nn.Module) -> list[torch.Tensor]:
+    """What the experts' weights lie in, plain or encoded."""
+    plain = [entry.parameter for entry in shard_entries(mlp) if entry.name.endswith("_proj.weight")]
+    return plain + [entry.memory for entry in encoded_entries(mlp)]

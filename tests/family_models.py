@@ -62,6 +62,7 @@ _LATENT = {
     "v_head_dim": 7,
 }
 _GLM4 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
+_V2 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1, **_LATENT}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -180,6 +181,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "truncate": True, "mscale": 0.7, "mscale_all_dim": 1.3},
         },
     ),
+    "deepseek v2": (
+        "DeepseekV2",
+        {
+            **_V2,
+            "q_lora_rank": 18,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek v2 greedy": (
+        "DeepseekV2",
+        {**_V2, "q_lora_rank": None, "n_routed_experts": 5, "num_experts_per_tok": 2},
+    ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
@@ -193,10 +213,12 @@ ROUTED = (
     "gpt oss",
     "deepseek v3",
     "deepseek v3 yarn",
+    "deepseek v2",
+    "deepseek v2 greedy",
 )
 """Those with experts that a router chooses."""
 
-_SEEDS = {"gpt oss": 2, "deepseek v3": 12}
+_SEEDS = {"gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
 """Seeds of models that otherwise say the same whatever they are asked."""
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}

@@ -30,7 +30,7 @@ _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.router"
 _STACKED_ALONE = ("gpt_oss",)
 """Families of which PEFT and servers read no adapters of single experts."""
-_OTHER_ROUTERS = ("glm4_moe", "deepseek_v3", "gpt_oss")
+_OTHER_ROUTERS = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours."""
 STACKED_IN_VLLM: frozenset[str] = frozenset()
 """Families whose experts vLLM knows stacked, so that it finds PEFT's stacks."""

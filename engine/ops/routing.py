@@ -37,7 +37,8 @@ class RoutingRule:
         scores: softmax over all experts, sigmoid of each, or softmax over the chosen alone, which are then compared by
             their logits.
         num_groups, kept_groups: groups of neighbouring experts, and how many of them a token chooses from: those whose
-            two best experts together score highest.
+            best experts together score highest.
+        group_best: how many experts a group is compared by.
         factor: on the weights.
         has_bias: on the logits.
         has_correction: each expert has a number that is added to its score where experts are compared, and nowhere
@@ -52,6 +53,7 @@ class RoutingRule:
     scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
     num_groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     factor: float = 1.0
     has_bias: bool = False
     has_correction: bool = False
@@ -150,7 +152,7 @@ def sink_bias(x_TE: Tensor, bias_E: Tensor, sink: GradientSink | None) -> Tensor
 def _kept_groups(compared_TE: Tensor, rule: RoutingRule) -> Tensor:
     """Returns what is compared, without the experts outside the groups that each token chooses from."""
     grouped = compared_TE.unflatten(1, (rule.num_groups, -1))
-    best = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rule.kept_groups, dim=-1).indices, True)
     return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
 

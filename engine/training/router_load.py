@@ -115,7 +115,9 @@ def check_balance(config: RunConfig, decoder: DecoderConfig) -> None:
         return
     why = "has no experts that a router chooses"
     if decoder.routed is not None:
-        why = "balances its experts by corrections of the routers' scores, which stay as they are, and has no such loss"
+        why = "has no such loss in transformers"
+        if decoder.routed.rule.has_correction:
+            why = "balances its experts by corrections of the routers' scores, which stay as they are"
     raise UserError(
         f"train.router_aux_loss_coef is {coefficient:g}, but this {decoder.family} model {why}: leave "
         "train.router_aux_loss_coef out."

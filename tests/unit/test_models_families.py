@@ -125,7 +125,7 @@ def test_real_configs_have_the_parameters_that_transformers_counts(name: str):
 def test_mixture_of_experts_and_the_like_are_refused_by_name():
     for config, words in (
         ({"model_type": "dots1", "n_routed_experts": 8}, "'dots1' .* no mixture-of-experts layers of this"),
-        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, "'deepseek_v2' .* no multi-head latent attention"),
+        ({"model_type": "minicpm3", "kv_lora_rank": 256}, "'minicpm3' .* no multi-head latent attention of this kind"),
         ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "'qwen3_next' .* no linear-attention"),
         ({"model_type": "minicpmv"}, "'minicpmv' and lacks scale_emb, scale_depth, dim_model_base"),
     ):
@@ -156,6 +156,15 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         (
             {"model_type": "deepseek_v3", "num_local_experts": 12},
             "12 experts and n_group 8, but groups have equally many",
+        ),
+        (
+            {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
+            "topk_method 'noaux_tc', but routers of deepseek_v2 are greedy or group_limited_greedy",
+        ),
+        ({"model_type": "deepseek_v2"}, "no num_experts_per_tok, which deepseek_v2 needs"),
+        (
+            {"model_type": "deepseek_v2", "num_experts_per_tok": 6, "norm_topk_prob": True},
+            "norm_topk_prob True, but that is not computed here",
         ),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 16, "n_group": 4, "topk_group": 1},

@@ -57,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "cogagent": Family(cogvlm.config_from_hf, cogvlm.AGENT_NAMES, cogvlm.AGENT_FUSED, cogvlm.unused),
     "cogvlm": Family(cogvlm.config_from_hf, cogvlm.NAMES, cogvlm.FUSED, cogvlm.unused),
     "cogvlm2": Family(cogvlm.config_from_hf, cogvlm.NAMES, cogvlm.FUSED, cogvlm.unused),
+    "deepseek_v2": Family(deepseek.v2_config_from_hf, deepseek.NAMES),
     "deepseek_v3": Family(deepseek.config_from_hf, deepseek.NAMES, unused=routed.later_tokens),
     "gemma2": Family(gemma2.config_from_hf, gemma2.NAMES),
     "gemma3_text": Family(gemma3.config_from_hf, gemma2.NAMES),
@@ -104,7 +105,7 @@ _MISSING = (
         "linear-attention or state-space layers",
         ("linear_num_key_heads", "ssm_cfg", "mamba_d_state", "mamba_n_heads"),
     ),
-    ("multi-head latent attention", ("kv_lora_rank",)),
+    ("multi-head latent attention of this kind", ("kv_lora_rank",)),
     ("vision tower or experts for image tokens", ("vision_config", "vision_encoder")),
 )
 """What the decoder lacks, and the config keys that tell that a model has it."""

@@ -212,7 +212,8 @@ def test_the_time_of_exchanges(ranks: int, near: int) -> None:
     full = predict_time(
         workload, Layout(parallel=ParallelOptions(expert=ranks), data=16), MemoryPlan(recompute="full"), machine
     )
-    assert full.links == pytest.approx(4 * 6 * links, rel=0.02)
+    # rows leave once more; outputs of the second run, which nobody reads, do not come back
+    assert full.links == pytest.approx(4 * 5 * links, rel=0.02)
 
 
 def test_whole_experts_need_no_sums_over_tensor_ranks() -> None:

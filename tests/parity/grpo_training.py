@@ -38,7 +38,8 @@ GROUPS, MEMBERS = 2, 4
 COUNT = GROUPS * MEMBERS
 STEPS, LR, EPS = 20, 2e-3, 1e-4
 """eps of AdamW: with a smaller one gradients of next to nothing step as far as their rounding says."""
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +85,29 @@ class Found(NamedTuple):
     adapter: dict[str, Tensor]
 
 
-def save_start(folder: Path) -> None:
-    """`model`: a small Llama; `adapter`: a PEFT folder whose B is drawn; `batches.json`: what was sampled."""
+def save_start(folder: Path, *, experts: bool = False) -> None:
+    """`model`: a small Llama; `adapter`: a PEFT folder whose B is drawn; `batches.json`: what was sampled.
+
+    Args:
+        experts: the model is a Mixtral, whose routers do not choose evenly; its adapters are on attention.
+    """
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.25, bos_token_id=1,
-        eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "initializer_range": 0.25, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    if experts:
+        mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **mixture))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.save_pretrained(folder / "model")
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    targets = ATTENTION if experts else TARGETS
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -149,7 +159,7 @@ def trl_steps(folder: Path, job: Job, steps: int, out: Path) -> Found:
     from datasets import Dataset
     from peft import LoraConfig
     from peft.utils import set_peft_model_state_dict
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer
 
@@ -208,9 +218,9 @@ def trl_steps(folder: Path, job: Job, steps: int, out: Path) -> Found:
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # which of them share a micro-batch is the data's order
     try:
         trainer = Given(
-            model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), reward_funcs=functions,
+            model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), reward_funcs=functions,
             args=arguments, train_dataset=rows, processing_class=tokenizer(),
-            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM"),
+            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=_targets(folder), task_type="CAUSAL_LM"),
         )  # fmt: skip
         set_peft_model_state_dict(trainer.model, load_file(folder / "adapter" / "adapter_model.safetensors"))
         trainer.use_vllm = job.corrects  # its probabilities are looked at, nothing is sampled
@@ -252,6 +262,7 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "mask_truncated_completions": "objective.mask_truncated",
         "off_policy_mask_threshold": "objective.off_policy_threshold",
         "multi_objective_aggregation": "objective.reward_aggregation",
+        "router_aux_loss_coef": "train.router_aux_loss_coef",
     }  # fmt: skip
     given = dict(job.settings)
     given.pop("reward_weights", None)
@@ -265,7 +276,7 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         assert not any(name.startswith("vllm") for name in given)
     return levels | ({"rollout.server": "http://nobody"} if job.corrects else {}) | {
         "model.path": str(folder / "model"), "model.dtype": "float32", "lora.init_from": str(folder / "adapter"),
-        "lora.rank": 4, "lora.alpha": 8, "lora.targets": json.dumps(TARGETS),
+        "lora.rank": 4, "lora.alpha": 8, "lora.targets": json.dumps(_targets(folder)),
         "data.train": "none", "data.seq_length": 16,
         "train.steps": STEPS, "train.global_batch_size": COUNT, "train.micro_batch_size": COUNT // job.parts,
         "optim.lr": LR, "optim.eps": EPS, "optim.schedule": "constant", "optim.weight_decay": 0,
@@ -273,6 +284,12 @@ def engine_settings(folder: Path, job: Job) -> dict[str, object]:
         "rollout.num_generations": MEMBERS, "rollout.max_completion_length": LONGEST,
         **{names[name]: json.dumps(value) if isinstance(value, bool) else value for name, value in given.items()},
     }  # fmt: skip
+
+
+def _targets(folder: Path) -> list[str]:
+    """The modules that have adapters."""
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    return sorted(settings["target_modules"])
 
 
 def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) -> tuple[Any, ...]:
@@ -331,7 +348,10 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
             )
             result = training.step(loader.batches(0), loader.target_count(0), config.optim.lr)
             losses.append(result.loss.item())
-            figures.append(training.objective.named(result.metrics.tolist()))
+            routers = (
+                {} if training.step.router_load is None else training.step.router_load.named(result.router.tolist())
+            )
+            figures.append({**training.objective.named(result.metrics.tolist()), **routers})
     return losses, figures, gradients, _copied(training.optimizer.flat.master_shards())
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.distributed.sharded_runs import assemble
 from tests.parity.grpo_training import (
+    COUNT,
     STEPS,
     Found,
     Job,
@@ -206,3 +207,47 @@ def test_whole_trainings_end_with_trls_adapter(name: str, layout: str, workspace
     print(f"{name}, {layout}: gradient {largest:.1e}, adapter {max(errors.values()):.1e}, which moved by {moved:.1e}")
     assert moved > 1e-2
     assert max(errors.values()) < 1e-5, sorted(errors.items(), key=lambda item: -item[1])[:3]
+
+
+BALANCE = 0.5
+BALANCED: dict[str, tuple[int, dict[str, object]]] = {
+    "one-process": (1, {}),
+    "one-process, two micro-batches": (1, {"train.micro_batch_size": COUNT // 2}),
+    "experts-2": (2, {"parallel.expert": 2, "train.micro_batch_size": COUNT // 2}),
+    "pipeline-2": (2, {"parallel.pipeline": 2}),
+}
+JOBS |= {
+    f"balanced {name}": Job(settings={**LOSSES[name], "beta": 0.3, "router_aux_loss_coef": BALANCE}, iterations=2)
+    for name in ("grpo", "dapo")
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    save_start(folder, experts=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", BALANCED)
+@pytest.mark.parametrize("name", ["balanced grpo", "balanced dapo"])
+def test_auxiliary_loss_of_routers_is_trls(name: str, layout: str, mixture: Path) -> None:
+    """In steps of both iterations of a generation batch. TRL has the whole batch at once, and reports one sum."""
+    job, expected = JOBS[name], theirs(mixture, name, FEW)
+    world, changes = BALANCED[layout]
+    settings = {**engine_settings(mixture, job), **changes}
+    if world == 1:
+        ranks = [engine_steps(mixture, settings, FEW)]
+    else:
+        ranks = spawn(engine_steps, world=world, args=(str(mixture), settings, FEW), timeout=300)
+    for losses, figures, *_ in ranks:
+        aux = [one["router_aux_loss"] for one in figures]
+        assert aux == pytest.approx([one["aux_loss"] for one in expected.figures], rel=1e-5)
+        whole = [loss + BALANCE * one for loss, one in zip(losses, aux, strict=True)]
+        assert whole == pytest.approx(expected.losses, rel=1e-5, abs=CANCELS)
+    for number, theirs_ in enumerate(expected.gradients):
+        found = assemble([rank[2][number] for rank in ranks])
+        errors = {key: relative(found[key], value) for key, value in theirs_.items()}
+        print(f"{name}, {layout}: largest gradient deviation {max(errors.values()):.1e}")
+        assert found.keys() == errors.keys() and max(errors.values()) < 1e-5, errors

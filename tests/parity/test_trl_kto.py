@@ -18,6 +18,8 @@ from engine.data.order import permutation
 from engine.data.tokenizer import load_tokenizer
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
+    BALANCE,
+    BALANCED,
     BATCH,
     LAYOUTS,
     NEEDS_TRL,
@@ -30,6 +32,7 @@ from tests.parity.trl_training import (
     train,
     trl_settings,
     trl_start,
+    with_balance,
 )
 from tests.sweeps import sampled
 
@@ -43,7 +46,12 @@ pytestmark = NEEDS_TRL
 def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
     """A small model, an adapter, and real answers, two of three liked."""
     folder = tmp_path_factory.mktemp("judged")
-    save_model_and_adapter(folder, data_dir, SEED)
+    _prepare(folder, data_dir)
+    return folder
+
+
+def _prepare(folder: Path, data_dir: Path, *, experts: bool = False) -> None:
+    save_model_and_adapter(folder, data_dir, SEED, experts=experts)
     records = [
         {
             "prompt": pair["prompt"],
@@ -53,10 +61,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
         for index, pair in enumerate(short_pairs(data_dir, STEPS * BATCH))
     ]
     write_records(folder / "answers.jsonl", records)
-    return folder
 
 
-def _reference(workspace: Path) -> tuple[list[dict[str, float]], Path]:
+def _reference(workspace: Path, steps: int = STEPS, **settings: Any) -> tuple[list[dict[str, float]], Path]:
     """Figures of every step and the folder of the final adapter; checks that both see the same tokens."""
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
@@ -67,8 +74,8 @@ def _reference(workspace: Path) -> tuple[list[dict[str, float]], Path]:
     records = [json.loads(line) for line in (workspace / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
     model, tokenizer = trl_start(workspace)
     arguments = KTOConfig(
-        **trl_settings(workspace / "trl", steps=STEPS, length=LENGTH), beta=BETA, desirable_weight=LIKED,
-        undesirable_weight=DISLIKED,
+        **trl_settings(workspace / "trl", steps=steps, length=LENGTH), beta=BETA, desirable_weight=LIKED,
+        undesirable_weight=DISLIKED, **settings,
     )  # fmt: skip
     trainer = Recorded(
         model=model, args=arguments, train_dataset=Dataset.from_list(records), processing_class=tokenizer
@@ -136,6 +143,35 @@ def test_losses_rewards_and_adapter_follow_trl(layout: str, workspace: Path, ref
                 assert ours[name] == pytest.approx(theirs[trls], rel=1e-4, abs=2e-3), (name, ours["step"])
     assert max(record["kl"] for record in found) > 0.1, "a KL term of 0 would say nothing"
     check_adapter(workspace, layout, adapter)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
+    """As `workspace`, but a mixture of experts."""
+    folder = tmp_path_factory.mktemp("mixture")
+    _prepare(folder, data_dir, experts=True)
+    return folder
+
+
+FEW = 6
+
+
+@pytest.fixture(scope="module")
+def balanced(mixture: Path) -> tuple[list[dict[str, float]], Path]:
+    return _reference(mixture, FEW, router_aux_loss_coef=BALANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", BALANCED)
+def test_auxiliary_loss_of_routers_is_trls(layout: str, mixture: Path, balanced: tuple) -> None:
+    """Over the answers that are judged, and over none of the mismatched ones. TRL has the whole batch at once."""
+    (ranks, arguments), (expected, adapter) = BALANCED[layout], balanced
+    coefficient = ["--train.router_aux_loss_coef", str(BALANCE), "--lora.targets", "q_proj,k_proj,v_proj,o_proj"]
+    found = _train(mixture, layout, ranks, *arguments, *coefficient, "--train.steps", str(FEW))
+    check_losses(layout, with_balance(found, expected), expected, FEW)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3, abs=1e-4)
+    check_adapter(mixture, layout, adapter)
 
 
 FRESH = ["--objective.reference", "base", "--lora.init_from", "null", "--train.steps", "5"]

@@ -18,6 +18,8 @@ from engine.data.preference_pairs import build_pairs
 from engine.data.tokenizer import load_tokenizer
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
+    BALANCE,
+    BALANCED,
     BATCH,
     LAYOUTS,
     NEEDS_TRL,
@@ -29,6 +31,7 @@ from tests.parity.trl_training import (
     train,
     trl_settings,
     trl_start,
+    with_balance,
 )
 from tests.sweeps import sampled
 
@@ -133,6 +136,33 @@ def test_losses_rewards_and_adapter_follow_trl(loss: str, layout: str, workspace
             assert ours["logp_rejected"] == pytest.approx(theirs["logps/rejected"], rel=1e-4)
     assert abs(found[-1]["loss"] - found[0]["loss"]) > 1e-3, "nothing moved, so agreement would say little"
     check_adapter(workspace, name, adapter)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
+    """As `workspace`, but a mixture of experts."""
+    folder = tmp_path_factory.mktemp("mixture")
+    save_model_and_adapter(folder, data_dir, SEED, experts=True)
+    write_records(folder / "pairs.jsonl", short_pairs(data_dir, STEPS * BATCH))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def balanced(mixture: Path) -> tuple[list[dict[str, float]], Path, list[list[int]]]:
+    return _reference(mixture, "hinge", beta=0.3, router_aux_loss_coef=BALANCE)
+
+
+@pytest.mark.parametrize("layout", sampled(BALANCED, ("experts-2",)))
+def test_auxiliary_loss_of_routers_is_trls(layout: str, mixture: Path, balanced: tuple) -> None:
+    """Over chosen and rejected answers, and not over what the reference chose. TRL has the whole batch at once."""
+    ranks, arguments = BALANCED[layout]
+    steps, (expected, adapter, _) = steps_of("hinge"), balanced
+    coefficient = ["--train.router_aux_loss_coef", str(BALANCE), "--lora.targets", "q_proj,k_proj,v_proj,o_proj"]
+    found = _train(mixture, layout, ranks, *LOSSES["hinge"], *arguments, *coefficient, "--train.steps", str(steps))
+    check_losses(layout, with_balance(found, expected), expected, steps)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3, abs=1e-4)
+    check_adapter(mixture, layout, adapter)
 
 
 @pytest.fixture(scope="module")

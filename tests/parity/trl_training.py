@@ -73,9 +73,9 @@ def trl_settings(out: Path, *, steps: int, length: int) -> dict[str, Any]:
 def trl_start(workspace: Path) -> tuple[Any, Any]:
     """The model with its adapter, to be trained, and the tokenizer."""
     from peft import PeftModel
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = Qwen3ForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, workspace / "adapter", is_trainable=True)
     return model, AutoTokenizer.from_pretrained(workspace / "model")
 
@@ -106,6 +106,24 @@ def check_losses(name: str, found: list[dict[str, Any]], expected: list[dict[str
     largest = max(abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(found, expected, strict=True))
     print(f"{name}: largest loss deviation {largest:.2e}, loss {found[0]['loss']:.4f} -> {found[-1]['loss']:.4f}")
     assert largest < 1e-4, (name, largest)
+
+
+BALANCE = 0.5
+"""Coefficient of the routers' auxiliary loss, where there is one."""
+BALANCED: dict[str, tuple[int, list[str]]] = {
+    "one-process": (1, []),
+    "experts-2": (2, ["--parallel.expert", "2"]),
+    "pipeline-2": (2, ["--parallel.pipeline", "2"]),
+    "experts-2-tensor-2": (2, ["--parallel.expert", "2", "--parallel.tensor", "2"]),
+}
+"""Layouts of a mixture, as `LAYOUTS`."""
+
+
+def with_balance(found: list[dict[str, Any]], expected: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """The engine's records with the auxiliary loss in the loss, as TRL reports it; checks it by itself."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["router_aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5), ours["step"]
+    return [{**ours, "loss": ours["loss"] + BALANCE * ours["router_aux_loss"]} for ours in found]
 
 
 def check_adapter(workspace: Path, name: str, theirs: Path) -> None:

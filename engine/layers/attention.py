@@ -17,7 +17,7 @@ from engine.layers.norm import QueryKeyNorm, RMSNorm
 from engine.ops.attention.bidirectional import with_spans
 from engine.ops.attention.context_parallel import context_attention
 from engine.ops.attention.masked import MaskedAttention
-from engine.ops.attention.sinks import with_sinks
+from engine.ops.attention.sinks import Sinks, with_sinks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.head_norm import norm_rotate
@@ -126,8 +126,6 @@ def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
             what = f"a soft cap of {kind.softcap:g} on scores"
         elif kind.window is not None:
             what = f"a window of {kind.window}"
-        elif kind.sinks:
-            what = "sinks"
         raise UserError(
             f"the model's attention has {what}, which ring attention over parallel.context {layout.cp.size} does not "
             "compute: set parallel.context_method to ulysses, or parallel.context to 1."
@@ -137,7 +135,7 @@ def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
 def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | None = None) -> AttentionOp:
     """Returns the backend's attention, or the one that has windows, soft caps, bidirectional spans and sinks."""
     plain, is_masked = layout.kernels.attention, kind.window is not None or kind.softcap is not None
-    if is_masked or kind.bidirectional or kind.sinks:
+    if is_masked or kind.bidirectional:
         _check_method(kind, layout)
     if sinks is not None:
         assert kind.softcap is None and not kind.bidirectional, "sinks with a soft cap or spans"
@@ -145,8 +143,7 @@ def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | 
             plain,
             layout.attention_blocks,
             window=kind.window,
-            sinks_H=sinks.parameter,
-            gradient=sinks.sink,
+            sinks=Sinks(scores_H=sinks.parameter, gradient=sinks.sink),
             cp=layout.cp,
         )
     if kind.bidirectional:

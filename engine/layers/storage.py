@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed.mesh import Axis
-from engine.distributed.sharding import NamedShard
+from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.layers.encoded_storage import encoded_memories
 from engine.layers.host_copies import HostMemory
 from engine.layers.host_storage import HostFetch, HostStorage, is_kept_in_host_memory
@@ -65,7 +65,7 @@ class WeightPlacement:
     """
 
     def __init__(self, axis: Axis, host: HostMemory | None = None, *, expert_axis: Axis | None = None) -> None:
-        self.axis, self._host = axis, host
+        self._host = host
         self._axes = {one.name: one for one in (axis, expert_axis or Axis("edp"))}
         assert not self.is_sharded or host is None, "sharded weights and host memory"
         self._sharded: dict[int, ShardedStorage] = {}
@@ -73,6 +73,10 @@ class WeightPlacement:
         self._transfers: dict[int, StorageGather | HostFetch] = {}
         self._units: list[PrefetchUnit] = []
         self._open_backward = OpenBackward()
+
+    def num_ranks(self, spec: ShardSpec) -> int:
+        """Returns over how many ranks a parameter's copies are sharded."""
+        return self._axes[spec.data].size
 
     @property
     def is_sharded(self) -> bool:

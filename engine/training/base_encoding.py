@@ -24,7 +24,7 @@ from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.quantized_backends import choose_quantized
 from engine.quantization.encoding import encoding
-from engine.telemetry.format import format_bytes
+from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
@@ -119,14 +119,18 @@ def fill_base(
         total = sum(prod(entry.spec.local_shape) * source.dtype(entry.name).itemsize for entry in entries)
         with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
             load_encoded(entries, source, holding=weights.materialize, progress=progress.advance)
-    log.info(_sentence(config, entries, weights.axis.size))
+    log.info(base_sentence(config, entries, weights))
 
 
-def _sentence(config: RunConfig, entries: list[EncodedEntry], num_ranks: int) -> str:
+def base_sentence(config: RunConfig, entries: list[EncodedEntry], weights: WeightPlacement) -> str:
+    """Returns what a run's log says of its encoded weights: their bytes, and over how many ranks these are spread."""
     numbers = sum(prod(entry.spec.local_shape) for entry in entries)
     encoded = sum(entry.num_bytes for entry in entries)
     plain = numbers * (4 if config.model.dtype == "float32" else 2)
-    spread = "" if num_ranks == 1 else f", over {num_ranks} ranks"
+    sizes = {entry.spec.data: weights.num_ranks(entry.spec) for entry in entries}
+    spread = "" if set(sizes.values()) == {1} else f", over {counted(max(sizes.values()), 'rank')}"
+    if len(set(sizes.values())) > 1:  # experts are on other ranks than the rest
+        spread = f", experts over {counted(sizes['edp'], 'rank')} and the rest over {counted(sizes['dp_cp'], 'rank')}"
     return (
         f"frozen base: {len(entries)} weights of the layers are {config.model.base_dtype}, {format_bytes(encoded)}"
         f"{spread} ({8 * encoded / numbers:.2f} bits a number) instead of {format_bytes(plain)}; the rest is "

@@ -196,7 +196,7 @@ def build(
     mesh = mesh or single_process_mesh()
     layout = TensorLayout(
         tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=case.sequence_parallel, joint_reduce=case.joint,
-        fold=case.fold, base=case.encoding(),
+        fold=case.fold, base=case.encoding(), cp=mesh.cp,
     )  # fmt: skip
     device = torch.device("cpu")
     model = Decoder(case.config, layout=layout, plan=case.plan(), device=device, dtype=dtype)

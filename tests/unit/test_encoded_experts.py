@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine.checkpoint.safetensors_file import num_bytes
+from engine.config.load import parse_config
 from engine.distributed.mesh import Axis, ExpertAxes
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import shard_entries
 from engine.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.layers.storage import WeightPlacement
+from engine.models.decoder import Decoder
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
 from engine.ops.routing import RoutingRule
 from engine.quantization.encoding import ENCODING_NAMES, encoding
-from tests.distributed.cases import whole_tensor
+from engine.training.base_encoding import base_sentence
+from tests.distributed.cases import small_config, whole_tensor
 from tests.unit.test_ops_routing import _context
 
 RULE = RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True)
@@ -88,3 +94,27 @@ def test_what_is_encoded_does_not_depend_on_where_experts_are(rank: int, trained
     assert [entry.name for entry in encoded_entries(mlp)] == [
         f"layers.0.mlp.experts.{expert}.down_proj.weight" for expert in (2 * rank, 2 * rank + 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "rest", "experts", "said"),
+    [
+        ("edp", 4, 2, ", experts over 2 ranks and the rest over 4 ranks"),
+        ("edp", 4, 1, ", experts over 1 rank and the rest over 4 ranks"),
+        ("edp", 2, 2, ", over 2 ranks"),
+        ("dp_cp", 4, 1, ", over 4 ranks"),
+        ("dp_cp", 1, 1, ""),
+    ],
+)
+def test_the_log_says_over_which_ranks_weights_are(data: str, rest: int, experts: int, said: str) -> None:
+    config = small_config(num_layers=1, hidden=64, head_dim=16, intermediate=64, routed=SIZES)
+    axes = ExpertAxes(ep=Axis("ep"), tp=Axis("tp"), data=data)  # type: ignore[arg-type]
+    layout = TensorLayout(experts=axes, base=BaseEncoding(encoding=encoding("int8")))
+    model = Decoder(
+        config, layout=layout, plan=TrainingPlan(), device=torch.device("meta"), dtype=torch.float32
+    )  # fmt: skip
+    weights = WeightPlacement(Axis("dp_cp", rest), expert_axis=Axis("edp", experts))
+    run = parse_config(["--model.path", "m", "--data.train", "d", "--model.base_dtype", "int8"])
+    sentence = base_sentence(run, list(encoded_entries(model)), weights)
+    numbers = re.fullmatch(r"frozen base: (\d+) weights of the layers are int8, [\d.]+ KiB(.*) \(8.*", sentence)
+    assert numbers is not None and (int(numbers[1]), numbers[2]) == (4 + 3 * RULE.num_experts, said), sentence

@@ -21,7 +21,7 @@ from engine.ops.attention import mergeable
 from engine.ops.attention.blocks import CPU_BLOCKS, NATIVE_BLOCKS, REFERENCE_BLOCKS
 from engine.ops.attention.mergeable import ByDocument
 from engine.ops.attention.packed import attention_by_document
-from engine.ops.attention.sinks import with_sinks
+from engine.ops.attention.sinks import Sinks, with_sinks
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.gradients import GradientSink
 from engine.ops.kernels import REFERENCE
@@ -98,7 +98,9 @@ def test_equals_a_softmax_with_one_more_column(
 @pytest.mark.parametrize("blocks", [CPU_BLOCKS, REFERENCE_BLOCKS], ids=["torch_cpu", "reference"])
 def test_sixteen_bits(blocks: mergeable.AttentionBlocks) -> None:
     def attention_with(sinks: Tensor, gradient: GradientSink) -> Callable[..., Tensor]:
-        return with_sinks(attention_by_document, blocks, window=None, sinks_H=sinks, gradient=gradient, cp=Axis("cp"))
+        return with_sinks(
+            attention_by_document, blocks, window=None, sinks=Sinks(scores_H=sinks, gradient=gradient), cp=Axis("cp")
+        )
 
     _check(attention_with, PACKED, None, torch.bfloat16, 0.03)
 
@@ -121,7 +123,11 @@ def test_one_call_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attention_with(sinks: Tensor, gradient: GradientSink) -> Callable[..., Tensor]:
         return with_sinks(
-            VarlenAttention(), REFERENCE_BLOCKS, window=30, sinks_H=sinks, gradient=gradient, cp=Axis("cp")
+            VarlenAttention(),
+            REFERENCE_BLOCKS,
+            window=30,
+            sinks=Sinks(scores_H=sinks, gradient=gradient),
+            cp=Axis("cp"),
         )
 
     _check(attention_with, PACKED, None, torch.float64, 1e-12)
@@ -131,6 +137,8 @@ def test_lengths_that_only_the_device_knows_are_refused_where_they_are_read() ->
     q, k, v = (torch.zeros(40, heads, 8) for heads in (4, 2, 2))
     documents = replace(_documents(PACKED), lengths=())
     for window, plain in ((None, attention_by_document), (8, VarlenAttention())):
-        attention = with_sinks(plain, NATIVE_BLOCKS, window=window, sinks_H=SINKS.float(), gradient=None, cp=Axis("cp"))
+        attention = with_sinks(
+            plain, NATIVE_BLOCKS, window=window, sinks=Sinks(scores_H=SINKS.float(), gradient=None), cp=Axis("cp")
+        )
         with pytest.raises(UserError, match=f"attention with sinks and window {window} reads them on the host"):
             attention(q, k, v, documents, scale=0.4)

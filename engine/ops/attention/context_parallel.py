@@ -18,6 +18,7 @@ from engine.distributed.mesh import Axis
 from engine.kernels.records import Documents
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.attention.ring import ring_attention
+from engine.ops.attention.sinks import SinkAttention
 from engine.ops.attention.ulysses import ulysses_attention
 from engine.ops.kernels import Attention
 from engine.zigzag import ContextPlan
@@ -47,7 +48,7 @@ def context_attention(
         method: "ring" or "ulysses"; the same on all ranks.
         scale: usually D ** -0.5.
         blocks: the arithmetic of ring attention.
-        attention: that of Ulysses, and of an axis of one rank.
+        attention: that of Ulysses, and of an axis of one rank; where it has sinks, ring attention has them too.
         documents: those of the whole micro-batch, as that attention reads them.
 
     Returns:
@@ -56,5 +57,6 @@ def context_attention(
     if axis.size == 1:
         return attention(q_THD, k_TKD, v_TKD, documents, scale=scale)
     if method == "ring":
-        return ring_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, blocks=blocks)
+        sinks = attention.sinks if isinstance(attention, SinkAttention) else None
+        return ring_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, blocks=blocks, sinks=sinks)
     return ulysses_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, attention=attention, documents=documents)

@@ -14,7 +14,7 @@ each rank sends its share of the keys' gradients straight to their owner, one tr
 Backward sends keys and values again, so that nothing but this rank's own q, k, v, the output and the log sum exp is
 kept. Partial gradients are sent in the keys' dtype and are added in fp32 in the order of the steps, so that results are
 the same bits in every run wherever the attention blocks' are. The host knows all sizes from the plan and waits for
-nothing on the device.
+nothing on the device. Sinks are taken in once, when the keys of all ranks are (`engine.ops.attention.sinks`).
 
 Legend: T this rank's tokens, H query heads, K key/value heads, D head size, N tokens that are sent.
 """
@@ -29,6 +29,7 @@ from torch import Tensor
 from engine.distributed.collectives import Handle, exchange_async
 from engine.distributed.mesh import Axis
 from engine.ops.attention.blocks import AttentionBlocks, merge_
+from engine.ops.attention.sinks import ALL_HEADS, Sinks
 from engine.zigzag import ContextPlan, RingStep, Span
 
 
@@ -144,19 +145,25 @@ class _RingAttention(torch.autograd.Function):
         axis: Axis,
         scale: float,
         blocks: AttentionBlocks,
+        sinks: Sinks | None,
     ) -> Tensor:
         wide, lse = _forward(q, k, v, plan, axis, scale, blocks)
+        if sinks is not None:
+            wide, lse = sinks.take_in(wide, lse, ALL_HEADS)
         out = wide.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.axis, ctx.scale, ctx.blocks = plan, axis, scale, blocks
+        ctx.plan, ctx.axis, ctx.scale, ctx.blocks, ctx.sinks = plan, axis, scale, blocks, sinks
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        gradients = _backward(dout, ctx.saved_tensors, ctx.plan, ctx.axis, ctx.scale, ctx.blocks)
-        return *gradients, None, None, None, None
+        saved = ctx.saved_tensors  # once: what is recomputed is given up with it
+        if ctx.sinks is not None:
+            ctx.sinks.add_gradient(dout, *saved[3:], ALL_HEADS)
+        gradients = _backward(dout, saved, ctx.plan, ctx.axis, ctx.scale, ctx.blocks)
+        return *gradients, None, None, None, None, None
 
 
 def ring_attention(
@@ -168,6 +175,7 @@ def ring_attention(
     *,
     scale: float,
     blocks: AttentionBlocks,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     """Computes causal attention within documents of tokens that are split zig-zag over `axis`.
 
@@ -178,10 +186,11 @@ def ring_attention(
         axis: the context axis, of two ranks or more; every rank calls this, and its backward, in the same order.
         scale: usually D ** -0.5.
         blocks: computes the attention between ranges of tokens.
+        sinks: of the heads; None for none.
 
     Returns:
         [T, H, D].
     """
     assert (plan.layout.size, plan.rank) == (axis.size, axis.rank), (plan.layout.size, plan.rank, axis)
     assert q_THD.shape[0] == plan.num_tokens, (q_THD.shape, plan.num_tokens)
-    return _RingAttention.apply(q_THD, k_TKD, v_TKD, plan, axis, scale, blocks)
+    return _RingAttention.apply(q_THD, k_TKD, v_TKD, plan, axis, scale, blocks, sinks)

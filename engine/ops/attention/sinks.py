@@ -29,6 +29,36 @@ from engine.ops.gradients import GradientSink
 from engine.ops.kernels import Attention
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sinks:
+    """The sinks of a layer's heads on this tensor rank.
+
+    Args:
+        scores_H: a score for each head.
+        gradient: of them; None where they are frozen.
+    """
+
+    scores_H: Tensor
+    gradient: GradientSink | None
+
+    def take_in(self, out: Tensor, lse: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Returns output [T, n, D] and log sum exp [T, n] of these heads' keys and sinks, given those of the keys."""
+        total = torch.logaddexp(lse, self.scores_H[heads].to(lse.dtype))
+        return out * torch.exp(lse - total).unsqueeze(-1), total
+
+    def add_gradient(self, dout: Tensor, out: Tensor, total: Tensor, heads: slice) -> None:
+        """Adds these tokens' part, given what `take_in` returned; without a gradient to add to, nothing."""
+        if self.gradient is None:
+            return
+        shares = torch.exp(self.scores_H[heads].to(total.dtype) - total)
+        d_sinks_H = shares.new_zeros(self.scores_H.shape[0])
+        d_sinks_H[heads] = -(shares * (dout.to(total.dtype) * out).sum(dim=-1)).sum(dim=0)
+        self.gradient.add(d_sinks_H)
+
+
+ALL_HEADS = slice(None)
+
+
 class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -36,34 +66,27 @@ class _WithSinks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks_H: Tensor,
-        gradient: GradientSink | None,
+        sinks: Sinks,
         heads: slice,
         documents: Documents,
         scale: float,
         attention: MergeableAttention,
     ) -> Tensor:
-        ctx.num_heads, ctx.heads, sinks_H = sinks_H.shape[0], heads, sinks_H[heads]
-        out, lse = attention.forward(q, k, v, documents, scale=scale)
-        total = torch.logaddexp(lse, sinks_H.to(lse.dtype))
-        out = (out * torch.exp(lse - total).unsqueeze(-1)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total, sinks_H)
-        ctx.gradient, ctx.documents, ctx.scale, ctx.attention = gradient, documents, scale, attention
+        out, total = sinks.take_in(*attention.forward(q, k, v, documents, scale=scale), heads)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.sinks, ctx.heads, ctx.documents, ctx.scale, ctx.attention = sinks, heads, documents, scale, attention
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        q, k, v, out, total, sinks_H = ctx.saved_tensors
-        if ctx.gradient is not None:
-            shares = torch.exp(sinks_H.to(total.dtype) - total)
-            d_sinks_H = shares.new_zeros(ctx.num_heads)
-            d_sinks_H[ctx.heads] = -(shares * (dout.to(total.dtype) * out).sum(dim=-1)).sum(dim=0)
-            ctx.gradient.add(d_sinks_H)
+        q, k, v, out, total = ctx.saved_tensors
+        ctx.sinks.add_gradient(dout, out, total, ctx.heads)
         found = ctx.attention.backward(dout, q, k, v, out, total, ctx.documents, scale=ctx.scale)
         dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(found, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +96,13 @@ class SinkAttention:
     Args:
         whole: computes documents in which the window hides nothing.
         window: a position sees itself and the window - 1 positions before it; None for all before it.
-        sinks_H: a score for each head of this tensor rank.
-        gradient: of them; None where they are frozen.
+        sinks: of the heads of this tensor rank.
         cp: the context axis, over whose ranks these heads may be spread (Ulysses).
     """
 
     whole: MergeableAttention
     window: int | None
-    sinks_H: Tensor
-    gradient: GradientSink | None
+    sinks: Sinks
     cp: Axis
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
@@ -99,12 +120,10 @@ class SinkAttention:
                 f"window {self.window} reads them on the host here: turn the capture of graphs off."
             )
         count, first = q_THD.shape[1], 0
-        if count < self.sinks_H.shape[0]:
+        if count < self.sinks.scores_H.shape[0]:
             first = self.cp.rank * count
         heads = slice(first, first + count)
-        out: Tensor = _WithSinks.apply(
-            q_THD, k_TKD, v_TKD, self.sinks_H, self.gradient, heads, documents, scale, attention
-        )
+        out: Tensor = _WithSinks.apply(q_THD, k_TKD, v_TKD, self.sinks, heads, documents, scale, attention)
         return out
 
 
@@ -113,8 +132,7 @@ def with_sinks(
     blocks: AttentionBlocks,
     *,
     window: int | None,
-    sinks_H: Tensor,
-    gradient: GradientSink | None,
+    sinks: Sinks,
     cp: Axis,
 ) -> SinkAttention:
     """Returns an attention like `plain` with sinks.
@@ -123,14 +141,14 @@ def with_sinks(
         plain: causal within documents.
         blocks: what computes here, for an attention that goes document by document; where they are the reference, which
             keeps all scores, plain torch computes a block of queries at a time instead.
-        window, sinks_H, gradient, cp: see `SinkAttention`.
+        window, sinks, cp: see `SinkAttention`.
     """
     whole: MergeableAttention = ByDocument(blocks)
     if isinstance(plain, VarlenAttention):
         whole = InOneCall()
     elif blocks is REFERENCE_BLOCKS:
         whole = ByWindow(None)
-    return SinkAttention(whole=whole, window=window, sinks_H=sinks_H, gradient=gradient, cp=cp)
+    return SinkAttention(whole=whole, window=window, sinks=sinks, cp=cp)
 
 
 def sinks_sentence(plain: Attention, blocks: AttentionBlocks) -> str:

@@ -38,7 +38,7 @@ from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale
 from engine.conversion.model_card import training_facts
 from engine.conversion.peft_read import AdapterSource
-from engine.conversion.peft_write import export_peft
+from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter, prove_model
 from engine.errors import UserError
 from engine.kernels.checksum import slow_checksums
@@ -177,6 +177,8 @@ def run_export(
         if merge:
             raise UserError("--format peft writes the adapter by itself, and --merge asks for a whole model: use one.")
         weights, chosen = trained.weights, adapter_form or "per_expert"
+        unread = unread_by_peft(values, trained.checkpoint.lora, trained.model, chosen)
+        proof = partial(prove_adapter, base=weights, trained=values, scale=trained.scale, unread=unread)
         report = export_peft(
             values,
             trained.checkpoint.lora,
@@ -184,9 +186,7 @@ def run_export(
             out,
             overwrite=options.overwrite,
             inputs=[trained.checkpoint.folder],
-            proof=partial(prove_adapter, base=weights, trained=values, scale=trained.scale, form=chosen)
-            if options.proof and weights is not None
-            else None,
+            proof=proof if options.proof and weights is not None else None,
             tokenizer=tokenizer,
             base_name=base_name,
             facts=training_facts(trained.checkpoint),

@@ -14,6 +14,9 @@ PEFT stacks what is apart, as transformers stacks the experts, and has rules of 
 vLLM finds the stacks of a model that it knows with experts apart in no module, and computes without them: it skips its
 check of names where one holds `base_layer`. What a reader would load otherwise than it was trained, or not at all, is
 refused, because it would not say a word.
+
+vLLM finds a linear by its path, so for vLLM alone a folder may hold linears beside the experts, such as those of dense
+first layers and of shared experts. It also reads ranks and scales that PEFT does not read of experts.
 """
 
 from __future__ import annotations
@@ -61,6 +64,11 @@ class TrainedAdapters:
     def experts(self) -> list[str]:
         return [module for module in self.adapters if is_expert(module)]
 
+    @property
+    def beside_experts(self) -> list[str]:
+        """The linears of dense layers and of shared experts, in order."""
+        return sorted(one for one in self.adapters if ".mlp." in one and not is_expert(one) and _ROUTER not in one)
+
 
 def obstacle(
     trained: TrainedAdapters, decoder: DecoderConfig, form: AdapterForm, reader: AdapterReader | None = None
@@ -69,8 +77,10 @@ def obstacle(
 
     Args:
         decoder: of the base.
-        reader: None for those that `form` is made for.
+        reader: None for those that `form` is made for. Of vLLM, what its version 0.33 reads.
     """
+    if reader == "vllm" and (absorbed := [one for one in trained.adapters if one.endswith(".kv_b_proj")]):
+        return f"{min(absorbed)} has an adapter, and vLLM generates with that matrix multiplied into others, without it"
     if decoder.routed is None:
         return None if form == "per_expert" else f"{decoder.family} models have no experts that a router chooses"
     for module in trained.in_full:
@@ -79,11 +89,11 @@ def obstacle(
     routers = [module for module in trained.adapters if _ROUTER in module]
     if routers and decoder.family in _OTHER_ROUTERS:
         return f"{routers[0]} has an adapter, but to PEFT a router of a {decoder.family} model is no linear"
-    beside = sorted(one for one in trained.adapters if ".mlp." in one and not is_expert(one) and _ROUTER not in one)
-    if beside:
+    if (beside := trained.beside_experts) and not (reader == "vllm" and form == "per_expert"):
         return f"{beside[0]} has an adapter, whose name means the experts to PEFT"
-    if routers and (form == "shared_outer" or reader in ("vllm", "sglang")):
-        return f"{routers[0]} has an adapter, and vLLM and SGLang compute routers without"
+    gates = [one for one in (*beside, *routers) if not one.endswith("_proj")]
+    if gates and (form == "shared_outer" or reader in ("vllm", "sglang")):
+        return f"{gates[0]} has an adapter, and vLLM and SGLang have not been tried with those"
     if not trained.experts:
         return None if form == "per_expert" else "no expert has an adapter"
     if decoder.family in _STACKED_ALONE and form != "stacked":
@@ -119,8 +129,10 @@ def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapter
 def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
     if reader == "sglang":
         return "SGLang is only known to read experts in the form of shared outer factors"
-    if reason := _incomplete(trained, decoder, "PEFT"):
+    if reason := _incomplete(trained, decoder, "vLLM" if reader == "vllm" else "PEFT"):
         return reason
+    if reader == "vllm":
+        return _of_each_in_vllm(trained)
     routers = {module for module in trained.adapters if _ROUTER in module}
     if routers and (without := [i for i in routed_layers(decoder) if f"layers.{i}{_ROUTER}" not in routers]):
         return f"layers.{without[0]}{_ROUTER} has no adapter, and PEFT gives one to all routers or to none"
@@ -129,6 +141,18 @@ def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterRe
     leaves = {module.rpartition(".")[2] for module in trained.experts}
     if trained.rslora and leaves & {"gate_proj", "gate_up_proj"}:
         return "lora.rslora is true, whose scale PEFT changes when it joins the experts' gate_proj and up_proj"
+    return None
+
+
+def _of_each_in_vllm(trained: TrainedAdapters) -> str | None:
+    leaves = {part.rpartition(".")[2] for module in trained.experts for part in fused_parts(module)}
+    if missing := [leaf for leaf in ("gate_proj", "up_proj", "down_proj") if leaf not in leaves]:
+        return f"the experts' {missing[0]} has no adapter, and vLLM reads adapters of experts with all three"
+    ranks: dict[tuple[str, str], int] = {}
+    for module in trained.experts:
+        layer, leaf = module.partition(_EXPERTS)[0], module.rpartition(".")[2]
+        if ranks.setdefault((layer, leaf), trained.adapters[module][0]) != trained.adapters[module][0]:
+            return f"the adapters of {layer}'s {leaf} differ in rank from expert to expert, which vLLM does not read"
     return None
 
 
@@ -169,11 +193,20 @@ def fitting_form(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapt
 def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
     """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
     fitting = None if decoder.routed is None else fitting_form(trained, decoder, reader)
-    return "export with --format hf --merge" if fitting is None else f"export with --adapter-form {fitting}"
+    if fitting is not None:
+        return f"export with --adapter-form {fitting}"
+    alone = reader is None and obstacle(trained, decoder, "per_expert", "vllm") is None
+    return f"export with --format hf --merge{', or for vLLM alone with --reader vllm' if alone else ''}"
 
 
-def readers_line(form: AdapterForm, decoder: DecoderConfig) -> str:
-    """Returns the line that says who reads a folder of this form."""
+def readers_line(form: AdapterForm, decoder: DecoderConfig, *, alone: bool) -> str:
+    """Returns the line that says who reads a folder of this form.
+
+    Args:
+        alone: PEFT would read it otherwise than vLLM.
+    """
+    if alone:
+        return "every adapter is named by the path of its linear, which vLLM reads; PEFT would not read it as trained"
     if form == "shared_outer":
         return (
             "the experts' factors are in the form of shared outer factors: SGLang reads them with "

@@ -108,13 +108,14 @@ def export_peft(
     if (reason := obstacle(adapters, model.decoder, form, reader)) is not None:
         raise UserError(f"{reason}: {advice(adapters, model.decoder, reader)}.")
     tensors, config = _contents(trained, adapters, described, model, lora, form)
+    alone = form == "per_expert" and obstacle(adapters, model.decoder, form) is not None
     config["modules_to_save"] = saved or None
     if base_name is not None:
         config["base_model_name_or_path"] = base_name
     companions = tokenizer.companions(model.companions(), with_model=False)
     notes = [*_notes(modules, parts, saved, model, config, base_name, float(lora["dropout"])), *companions.left_out]
-    if adapters.experts:
-        notes.append(readers_line(form, model.decoder))
+    if adapters.experts or alone:
+        notes.append(readers_line(form, model.decoder, alone=alone))
     notes += _refuse_zeros(trained, modules)
     check = partial(check_output, out.absolute(), overwrite, [model.path, *inputs])
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -151,6 +152,16 @@ def form_for(
     return form, obstacle(found, model.decoder, form, reader)
 
 
+def unread_by_peft(trained: TensorReader, lora: Mapping[str, Any], model: ModelFolder, form: AdapterForm) -> str | None:
+    """Returns the reason why PEFT would not compute with adapters of this form as they were trained, if it would not.
+
+    Args:
+        trained, lora, model: as for `export_peft`.
+    """
+    found = _trained_adapters(trained, adapted_modules(trained.tensor_names()), model, lora)
+    return obstacle(found, model.decoder, form, "peft")
+
+
 def _trained_adapters(
     trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]
 ) -> TrainedAdapters:
@@ -184,7 +195,11 @@ def _contents(
     alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
     apart = modules if form == "per_expert" else [module for module in modules if not is_expert(module)]
     tensors, adapters = _tensors(trained, apart, model, alphas, rslora=rslora)
-    config = _adapter_config(lora, _target_modules([part for one in apart for part in fused_parts(one)], model), model)
+    parts = [part for one in apart for part in fused_parts(one)]
+    targets = _target_modules(parts, model)
+    if model.decoder.routed is not None and found.beside_experts:  # whose short names mean the experts to PEFT
+        targets = sorted({live_name(model.names.module_to_hf(part)) for part in parts})
+    config = _adapter_config(lora, targets, model)
     if found.experts:
         config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
     if form == "stacked":
@@ -437,7 +452,8 @@ def _notes(
     if config.keys() & {"rank_pattern", "alpha_pattern"}:
         notes.append(
             "the adapters differ in rank or alpha, which adapter_config.json says in rank_pattern and alpha_pattern: "
-            "PEFT reads these, vLLM and SGLang use r and lora_alpha for all, so for them merge with --format hf --merge"
+            "PEFT reads these, and vLLM from 0.33 on; older ones and SGLang use r and lora_alpha for all, so for them "
+            "merge with --format hf --merge"
         )
     stacked = "target_parameters" in config
     if any(
@@ -460,6 +476,11 @@ def _notes(
         )
     if config["lora_bias"]:
         notes.append("the adapters have biases, which PEFT reads and may only merge where the base has biases too")
+    if any(module.endswith(".kv_b_proj") for module in modules):
+        notes.append(
+            "kv_b_proj has adapters, which PEFT reads; vLLM generates without them, since it multiplies that matrix "
+            "into others beforehand: there merge with --format hf --merge"
+        )
     if config["use_dora"]:
         notes.append(
             "the adapters are DoRA's, which PEFT reads and vLLM does not: there merge with --format hf --merge"

@@ -23,7 +23,6 @@ from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
-from engine.choices import AdapterForm
 from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
 from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource
@@ -103,12 +102,12 @@ def prove_model(folder: Path, source: WeightSource) -> str:
 
 
 def prove_adapter(
-    folder: Path, base: WeightSource, trained: TensorReader, scale: Scale, form: AdapterForm = "per_expert"
+    folder: Path, base: WeightSource, trained: TensorReader, scale: Scale, unread: str | None = None
 ) -> str:
     """Compares a PEFT folder with the live model, as `prove_model` does.
 
     Args:
-        form: of the factors of a mixture's experts.
+        unread: why PEFT would not compute with it as it was trained; None where it does.
     """
     model = base.model
     if model.decoder.cross_attention is not None:
@@ -121,10 +120,10 @@ def prove_adapter(
         return f"logits not compared: {obstacle}"
     live = live_model(model.decoder, base, trained, scale)
     tokens = proof_tokens(model.decoder.vocab_size)
-    if form == "shared_outer":
+    if unread is not None:
         written = AdapterSource(folder, names=model.names, decoder=model.decoder, with_saved_modules=True)
         again = live_model(model.decoder, base, written, written.scale)
-        found, reader = live_logits(*again[:2], tokens, again.plan), "the engine (PEFT has no such form)"
+        found, reader = live_logits(*again[:2], tokens, again.plan), f"the engine (not PEFT: {unread})"
     else:
         found, reader = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder), "PEFT"
     difference = _difference(found, live_logits(*live[:2], tokens, live.plan))

@@ -32,7 +32,7 @@ ROUTERS = ("gate", "router")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def _stock_places(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
+def stock_places(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     """Module of a checkpoint -> the stock parameter that holds its matrix [out, in], and where: all linears but
     attention's."""
     found: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
@@ -70,7 +70,7 @@ def _adapters(model: nn.Module, folder: Path, form: str) -> dict[str, tuple[nn.P
     torch.manual_seed(5)
     drawn, tensors, factors = {}, {}, dict[str, Tensor]()
     parameters, parameters_of = dict(model.named_parameters()), dict[int, nn.Parameter]()
-    for module, (name, place) in _stock_places(model).items():
+    for module, (name, place) in stock_places(model).items():
         rows, columns = place(parameters[name]).shape
         a = factors.setdefault(_common(module, "A", form), torch.randn(RANK, columns) * columns**-0.5)
         b = factors.setdefault(_common(module, "B", form), torch.randn(rows, RANK) * 0.1)
@@ -92,7 +92,7 @@ class _Adapted:
     """The stock model with B A added to its matrices, each at its own place."""
 
     def __init__(self, model: nn.Module, adapters: dict[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
-        self.model, self.adapters, self.places = model, adapters, _stock_places(model)
+        self.model, self.adapters, self.places = model, adapters, stock_places(model)
 
     def __call__(self, **inputs: Any) -> Any:
         parameters = dict(self.model.named_parameters())

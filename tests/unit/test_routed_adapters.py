@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_folder import open_model
@@ -20,7 +26,7 @@ from engine.conversion.import_export import export_hf
 from engine.conversion.merged_model import MergedSource, recorded_scale
 from engine.conversion.peft_experts import TrainedAdapters, obstacle
 from engine.conversion.peft_read import AdapterSource
-from engine.conversion.peft_write import export_peft
+from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter
 from engine.errors import UserError
 from engine.layers.routed_experts import RoutedSizes
@@ -28,6 +34,7 @@ from engine.models.names import own_names
 from engine.ops.routing import RoutingRule
 from tests.distributed.cases import RANK, SCALE, small_config
 from tests.family_models import ROUTED, engine_model, make_model
+from tests.parity.test_routed_training import stock_places
 from tests.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 from tests.unit.test_families_adapters import _logits, _stock_logits
@@ -132,7 +139,7 @@ def test_ranks_of_single_experts_and_the_router_are_stacked(tmp_path: Path):
         export_peft(run.trained(), run.lora, source.model, tmp_path / "adapter")
     export_peft(run.trained(), run.lora, source.model, tmp_path / "adapter", form="stacked")
     scale = recorded_scale(run.lora, run.trained(), source.model.names)
-    assert "agree to" in prove_adapter(tmp_path / "adapter", source, run.trained(), scale, "stacked")
+    assert "agree to" in prove_adapter(tmp_path / "adapter", source, run.trained(), scale)
 
 
 def test_what_peft_would_read_otherwise_is_refused(tmp_path: Path):
@@ -143,13 +150,79 @@ def test_what_peft_would_read_otherwise_is_refused(tmp_path: Path):
         export_peft(checkpoint.trained(), checkpoint.lora, open_model(tmp_path / "hf"), tmp_path / "adapter")
 
 
+BY_PATH = ("deepseek v3", "glm4 moe", "qwen2 moe")
+
+
+@pytest.mark.parametrize("name", sampled(BY_PATH, ("deepseek v3",)))
+def test_vllm_reads_linears_beside_the_experts_by_their_paths(name: str, tmp_path: Path):
+    """Of dense first layers and shared experts, with ranks of their own: each key of the folder is the path of a matrix
+    of transformers' model, to which B A is added with the scale that PEFT's rule gives that path, which is vLLM's too.
+    Without the factors of dense layers alone logits move by 0.1."""
+    plain = make_model(name, tmp_path / "hf")
+    every = r"layers\..*(?<!kv_b)_proj"
+    ranks = ((r"layers\.0\..*", 5), (r".*shared_expert.*down_proj", 2))
+    built = engine_model(tmp_path / "hf", trained="", adapters=every, ranks=ranks)
+    live, source = _logits(built), open_source(tmp_path / "hf")
+    run = open_run(trained_run(tmp_path / "run", built.parameters(), tmp_path / "hf", alpha=SCALE * RANK))
+    beside = {key for key in built.parameters() if ".mlp." in key and ".experts." not in key}
+    assert any(".shared_expert" in key for key in beside)
+    with pytest.raises(UserError, match="means the experts to PEFT: .* or for vLLM alone with --reader vllm"):
+        export_peft(run.trained(), run.lora, source.model, tmp_path / "adapter")
+    scale = recorded_scale(run.lora, run.trained(), source.model.names)
+    unread = unread_by_peft(run.trained(), run.lora, source.model, "per_expert")
+    proof = partial(prove_adapter, base=source, trained=run.trained(), scale=scale, unread=unread)
+    report = export_peft(run.trained(), run.lora, source.model, tmp_path / "adapter", reader="vllm", proof=proof)
+    assert "the path of its linear, which vLLM reads; PEFT would not" in report.notes[-2]
+    assert "checked with the engine (not PEFT" in report.notes[-1]
+    torch.testing.assert_close(_logits_by_path(plain, tmp_path / "adapter"), live, rtol=0, atol=1e-4)
+
+
+def _logits_by_path(plain: Any, folder: Path) -> Tensor:
+    """The model's logits with each adapter of a folder added to the matrix at its path."""
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    factors = load_file(folder / "adapter_model.safetensors")
+    modules = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in factors}
+    assert not any("base_layer" in module for module in modules)
+    assert set(settings["target_modules"]) == modules
+    parameters, places = dict(plain.named_parameters()), stock_places(plain)
+    for module in modules:
+        a, b = (factors[f"base_model.model.{module}.lora_{factor}.weight"] for factor in "AB")
+        rank, alpha = (
+            pattern.get(get_pattern_key(pattern.keys(), module), settings[default])
+            for pattern, default in ((settings.get(f"{one}_pattern", {}), key) for one, key in KEYS.items())
+        )
+        assert rank == a.shape[0], module
+        name, place = places.get(module, (f"{module}.weight", lambda x: x))
+        with torch.no_grad():
+            place(parameters[name]).add_(b @ a * (alpha / rank))
+    return _stock_logits(plain)
+
+
+KEYS = {"rank": "r", "alpha": "lora_alpha"}
+
+
+def test_what_vllm_folds_into_others_has_no_adapter_there(tmp_path: Path):
+    """vLLM multiplies kv_b_proj's matrix with others when it has read it, before it knows of adapters."""
+    make_model("deepseek v3", tmp_path / "hf")
+    built = engine_model(tmp_path / "hf", trained="", adapters=r"layers\..*attention.*_proj")
+    run = open_run(trained_run(tmp_path / "run", built.parameters(), tmp_path / "hf", alpha=SCALE * RANK))
+    model = open_model(tmp_path / "hf")
+    with pytest.raises(UserError, match="0.attention.kv_b_proj has an adapter, .* export with --format hf --merge"):
+        export_peft(run.trained(), run.lora, model, tmp_path / "adapter", reader="vllm")
+    report = export_peft(run.trained(), run.lora, model, tmp_path / "adapter")
+    assert any("kv_b_proj" in note and "vLLM" in note for note in report.notes)
+
+
 ROUTERS = {f"layers.{i}.mlp.router" for i in (1, 2)}
 OUTER = {"layers.1.mlp.experts.gate_proj.lora_A"}
 
 
-def _found(adapted: set[str], in_full: list[str], **changes: Any) -> TrainedAdapters:
+def _found(
+    adapted: set[str], in_full: list[str], *, rank: Mapping[str, int] = MappingProxyType({}), **changes: Any
+) -> TrainedAdapters:
     facts = {"shared": (), "rslora": False, **changes}
-    return TrainedAdapters(adapters=dict.fromkeys(adapted, (2, 1.5)), in_full=in_full, **facts)
+    adapters = dict.fromkeys(adapted, (2, 1.5)) | {module: (one, 1.5) for module, one in rank.items()}
+    return TrainedAdapters(adapters=adapters, in_full=in_full, **facts)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +242,17 @@ def _found(adapted: set[str], in_full: list[str], **changes: Any) -> TrainedAdap
         (_found({one for one in EVERY if "down" in one}, [], rslora=True), "per_expert", None, None),
         (_found(EVERY | ROUTERS, []), "per_expert", None, None),
         (_found(EVERY | {"layers.1.mlp.router"}, []), "per_expert", None, "layers.2.mlp.router has no adapter"),
-        (_found(EVERY | ROUTERS, []), "per_expert", "vllm", "compute routers without"),
+        (_found(EVERY | ROUTERS, []), "per_expert", "vllm", "have not been tried with those"),
+        (_found(EVERY | {"layers.0.mlp.up_proj"}, []), "per_expert", "vllm", None),
+        (_found(EVERY | {"layers.0.mlp.up_proj"}, []), "per_expert", "peft", "layers.0.mlp.up_proj has an adapter"),
+        (_found({"layers.0.mlp.up_proj"}, []), "per_expert", "vllm", None),
+        (_found({"layers.0.mlp.shared_expert_gate"}, []), "per_expert", "vllm", "have not been tried"),
+        (_found(EVERY, [], rslora=True), "per_expert", "vllm", None),
+        (_found({one for one in EVERY if "down" in one}, []), "per_expert", None, None),
+        (_found({one for one in EVERY if "down" in one}, []), "per_expert", "vllm", "experts with all three"),
+        (_found(EVERY, [], rank={"layers.1.mlp.experts.0.up_proj": 3}), "per_expert", "vllm", "differ in rank from"),
+        (_found(EVERY, [], rank={"layers.0.attention.q_proj": 3}), "per_expert", "vllm", None),
+        (_found(EVERY, [], rank={"layers.0.attention.q_proj": 3}), "per_expert", "peft", "differ in rank or alpha"),
         (_found(EVERY, []), "shared_outer", None, "share no factors"),
         (_found(EVERY, [], shared=OUTER), "shared_outer", "sglang", None),
         (_found(EVERY, [], shared=OUTER), "shared_outer", "peft", "PEFT has no form"),

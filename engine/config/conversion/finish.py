@@ -6,6 +6,7 @@ from math import prod
 
 from engine.config.conversion import launcher_rules
 from engine.config.conversion.conversion import Conversion
+from engine.config.conversion.experts import add_expert_targets
 from engine.config.conversion.given import Given
 from engine.config.conversion.rates import set_rates
 from engine.config.conversion.trainer import Default, Trainer, engine_default
@@ -55,6 +56,8 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     _length(conversion)
     _saving(conversion, trainer)
     _defaults(conversion, trainer, adapters=adapters)
+    if adapters:
+        add_expert_targets(conversion)
     _lowest_rate(conversion)
     set_rates(conversion)
     _batch(conversion, trainer, int(processes), said=bool(ranks or said))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.config.conversion import rates
+from engine.config.conversion import experts, rates
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -240,7 +240,12 @@ _OWN: dict[str, Rule] = {
     "added_tokens_overrides": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
     "eta_min": shared.min_lr,
     "full_finetune": Rule(shared.full_finetune, ("lora.rank", "trainable")),
-    "lora_target_parameters": shared.off_or_lack("adapters sit on linears"),
+    "lora_target_parameters": experts.target_parameters,
+    **{
+        f"{place}.{key}": rule
+        for place in ("model_config", "overrides_of_model_config")
+        for key, rule in experts.CONFIG_RULES.items()
+    },
     "model_config.*": dropped("the model's own config.json says it"),
     "expert_parallel_size": option("parallel.expert", whole),
     "tokens.*": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
@@ -363,6 +368,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
         lambda conversion: None, "LoraConfig.load_in_4bit and load_in_8bit = False, also with adapter: qlora"
     ),
     "model.init": Default("checkpoint", "AxolotlInputConfig.reinit_weights"),
+    "train.router_aux_loss_coef": Ours("that of the model's config.json, where its output_router_logits is true"),
     "parallel.expert": Default(1, "AxolotlInputConfig.expert_parallel_size = None"),
     "data.mix": Ours("all datasets are named"),
     "data.format": Ours("each dataset has its type"),
@@ -415,6 +421,7 @@ def _adapters(conversion: Conversion) -> bool:
 def _finish(conversion: Conversion) -> None:
     """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
+    experts.set_coefficient(conversion)
     if conversion.options.get("objective.name") == "grpo":
         trl_grpo.complete(conversion)
     for key, became in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "train.eval_every")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config.conversion import rates
+from engine.config.conversion import experts, rates
 from engine.config.conversion.conversion import (
     Conversion,
     Rule,
@@ -97,6 +97,9 @@ RULES: dict[str, Rule] = {
     "lora_dropout": option("lora.dropout", number),
     "lora_target_modules": shared.targets,
     "target_modules": shared.targets,
+    "target_parameters": experts.target_parameters,
+    "lora_target_parameters": experts.target_parameters,
+    "router_aux_loss_coef": option(experts.COEFFICIENT, number),
     "lora_modules": shared.targets,
     "trainable": shared.targets,
     "load_in_kbits": shared.quantization_bits,
@@ -217,6 +220,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "lora.dropout": Default(0.0, "LoraConfig.lora_dropout"),
     "lora.targets": Default(["q_proj", "v_proj"], "LoraConfig.target_modules = None, of Llama, Qwen, Mistral, Gemma"),
     "lora.fused": Default("auto", "LoraConfig.target_modules: modules as the checkpoint has them"),
+    "train.router_aux_loss_coef": Ours("that of the model's config.json, where its output_router_logits is true"),
     "lora.layers": Default(None, "LoraConfig.layers_to_transform"),
     "lora.rslora": Default(False, "LoraConfig.use_rslora"),
     "lora.dora": Default(False, "LoraConfig.use_dora"),

@@ -112,6 +112,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "moe_aux_loss_coef": option("train.router_aux_loss_coef", number),
     "tensor_model_parallel_size": option("parallel.tensor", whole),
     "pipeline_model_parallel_size": option("parallel.pipeline", whole),
+    "expert_model_parallel_size": option("parallel.expert", whole),
     "sequence_parallel": option("parallel.sequence", truth),
     "virtual_pipeline_model_parallel_size": option("parallel.virtual", whole),
     "recompute_granularity": option("memory.recompute", text),
@@ -157,7 +158,7 @@ RULES |= shared.every(
     """
     use_v1_kernels enable_liger_kernel use_unsloth_gc use_reentrant_gc double_quantization
     quantization_device_map upcast_layernorm upcast_lmhead_output use_kv_cache offload_folder print_param_status
-    use_kt use_mca use_hyper_parallel use_ray expert_model_parallel_size moe_grouped_gemm
+    use_kt use_mca use_hyper_parallel use_ray moe_grouped_gemm
     moe_token_dispatcher_type bias_activation_fusion apply_rope_fusion use_distributed_optimizer
     overlap_param_gather overlap_grad_reduce include_effective_tokens_per_second compute_accuracy
     disable_shuffling
@@ -229,6 +230,7 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
         lambda conversion: reference(conversion, _adapters(conversion)), "create_ref_model: none beside an adapter"
     ),
     "parallel.virtual": Ours("its plug-in for Megatron alone has it"),
+    "parallel.expert": Ours("its plug-in for Megatron alone has it"),
 }
 
 

@@ -18,7 +18,7 @@ from engine.config.conversion.conversion import (
 )
 from engine.config.conversion.given import PROGRAM, Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
-from engine.config.conversion.trainers import shared
+from engine.config.conversion.trainers import megatron_experts, shared
 from engine.config.conversion.trainers.megatron_flags import NO_COUNTERPART
 
 _SHAPE = {
@@ -223,12 +223,15 @@ RULES: dict[str, Rule] = {
     "lora_alpha": option("lora.alpha", number),
     "lora_dropout": option("lora.dropout", number),
     "lora_target_modules": shared.targets,
+    "target_modules": shared.targets,  # this and the next are ms-swift's, which starts Megatron
+    "train_type": peft,
+    "tuner_type": peft,
+    "model": option("model.path", text),
+    "max_length": option("data.seq_length", whole),
+    "max_epochs": option("train.epochs", number),
     "attention_dropout": shared.off_or_lack("the base has no dropout"),
     "hidden_dropout": shared.off_or_lack("the base has no dropout"),
     "label_smoothing": shared.off_or_lack("labels are not smoothed"),
-    "num_experts": shared.off_or_lack("options for experts are not converted"),
-    "expert_model_parallel_size": option("parallel.expert", whole),
-    "expert_tensor_parallel_size": option("parallel.expert_tensor", whole),
     "mtp_num_layers": shared.off_or_lack("the model predicts the next token"),
     "decoupled_lr": rates.rate_of("embed_tokens", "lm_head"),
     "decoupled_min_lr": shared.off_or_lack("all learning rates fall by the same factor: optim.min_lr"),
@@ -238,7 +241,6 @@ RULES: dict[str, Rule] = {
     "curriculum_*": shared.off_or_lack("each sample is read as often as the others"),
     "data_efficiency_*": shared.off_or_lack("each sample is read as often as the others"),
     "random_ltd": shared.off_or_lack("each layer sees every token"),
-    "topk": dropped("options for experts are not converted"),
     "disable_bias_linear": dropped("the model's config.json says it"),
     "exit_duration_in_mins": dropped("a scheduler's SIGTERM saves and stops the run"),
     "profile": dropped("log.profile_steps says which steps are traced"),
@@ -246,7 +248,7 @@ RULES: dict[str, Rule] = {
     "train_data_exact_num_epochs": option("train.epochs", number),
 }
 RULES |= {key: Rule(_shape) for key in _SHAPE}
-RULES |= NO_COUNTERPART
+RULES |= NO_COUNTERPART | megatron_experts.RULES
 
 
 def _random(conversion: Conversion) -> str:
@@ -304,6 +306,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "parallel.virtual": Default(None, "ModelParallelConfig.virtual_pipeline_model_parallel_size"),
     "parallel.context": Default(1, "ModelParallelConfig.context_parallel_size"),
     "parallel.context_method": Default("ring", "TransformerConfig.cp_comm_type = p2p"),
+    "train.router_aux_loss_coef": Default(0.0, "TransformerConfig.moe_aux_loss_coeff"),
     "parallel.expert": Default(1, "ModelParallelConfig.expert_model_parallel_size"),
     "parallel.expert_tensor": Default(
         lambda conversion: conversion.options.get("parallel.tensor") if conversion.given(_EXPERTS) else None,
@@ -377,6 +380,7 @@ def _finish(conversion: Conversion) -> None:
             int(facts["shape num_hidden_layers"]) // int(options.get("parallel.pipeline", 1)) // facts["virtual_layers"]
         )
         conversion.imply("derived", "num_layers_per_virtual_pipeline_stage", "parallel.virtual", stages)
+    megatron_experts.finish(conversion)
     _model(conversion)
 
 

@@ -34,20 +34,6 @@ NO_COUNTERPART |= shared.every(
 )
 NO_COUNTERPART |= shared.every(
     """
-    moe_* moe_router_topk create_moe_param_group mlp_type disable_moe_token_dropping
-    moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm moe_token_dispatcher_type
-    moe_ffn_hidden_size moe_permute_fusion moe_router_dtype moe_z_loss_coeff moe_layer_freq
-    moe_shared_expert_intermediate_size moe_router_fusion
-    overlap_moe_expert_parallel_comm moe_router_pre_softmax moe_enable_deepep moe_expert_capacity_factor
-    enable_expert_parallel moe_router_score_function moe_flex_dispatcher_backend moe_router_group_topk
-    moe_router_num_groups moe_router_topk_scaling_factor moe_router_bias_update_rate
-    moe_router_enable_expert_bias moe_router_force_load_balancing moe_shared_expert_overlap
-    moe_use_legacy_grouped_gemm q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    """,
-    why="options for experts are not converted",
-)
-NO_COUNTERPART |= shared.every(
-    """
     tokenizer_type merge_file tiktoken_pattern legacy_tokenizer tokenizer_name patch_tokenizer_type
     hf_tokenizer_path tokenizer_hf_include_special_tokens
     """,

@@ -210,8 +210,6 @@ RULES |= {
     "alpha_pattern": shared.off_or_lack("set lora.alpha_pattern"),
     "layers_pattern": shared.off_or_lack("layers are counted from 0: lora.layers"),
     "layer_replication": shared.off_or_lack("layers are those of the model"),
-    "target_parameters": shared.off_or_lack("adapters are on linears, on the embedding and on the head"),
-    "lora_target_parameters": shared.off_or_lack("adapters are on linears, on the embedding and on the head"),
     "velora_config": shared.off_or_lack("adapters are LoRA's or DoRA's"),
     "ensure_weight_tying": shared.off_or_lack("tied weights stay tied"),
     "model_init_kwargs": shared.off_or_lack("set model.dtype and model.base_dtype"),

@@ -23,6 +23,8 @@ class ModelChoice:
         tokenizer: where the tokenizer is; None for the model's own folder.
         tensor: tensor-parallel ranks; None for all that the pipeline leaves.
         pipeline: pipeline ranks.
+        expert: tensor-parallel ranks over which the experts of a mixture are divided, each whole; 1 cuts every expert
+            over all of them.
         dtype: of weights and arithmetic; None for float32 on a CPU and bfloat16 on a GPU.
         base_dtype: how the linears of the layers are stored; None for `dtype`.
         kernels: backend of the ops.
@@ -34,6 +36,7 @@ class ModelChoice:
     tokenizer: Path | None = None
     tensor: int | None = None
     pipeline: int = 1
+    expert: int = 1
     dtype: DType | None = None
     base_dtype: BaseDType | None = None
     kernels: Kernels = "auto"
@@ -41,7 +44,7 @@ class ModelChoice:
     def __post_init__(self) -> None:
         if self.path is None and self.adapter is None:
             raise UserError("there is no --model: give the folder of a Hugging Face model or of a partitioned base.")
-        for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline)):
+        for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert)):
             if value is not None and value < 1:
                 raise UserError(f"--{name} is {value}, but at least 1 was expected: change it.")
         if self.step is not None and self.adapter is None:
@@ -58,6 +61,11 @@ class ModelChoice:
             raise UserError(
                 f"--tensor {tensor} and --pipeline {self.pipeline} need {tensor * self.pipeline} ranks, but there are "
                 f"{world_size}: start torchrun with --nproc-per-node {tensor * self.pipeline}, or change one of them."
+            )
+        if tensor % self.expert:
+            raise UserError(
+                f"--expert is {self.expert}, but there are {tensor} tensor ranks to divide experts over: use an "
+                f"--expert that divides {tensor}."
             )
         return tensor
 

@@ -42,6 +42,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
 from engine.training.device_choices import attention_blocks, choose_model_kernels
+from engine.training.start_model import check_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +115,12 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, pictur
         model=ModelOptions(
             path=str(source.model.path), dtype=dtype_name, base_dtype=choice.base_dtype, kernels=choice.kernels
         ),
-        parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline),
+        parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline, expert=choice.expert),
     )
+    check_experts(options.parallel, live.config)
     check_base(options, live.config, live.plan)
-    grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline)
+    cuts = options.parallel.cuts_experts
+    grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, cuts_experts=cuts)
     part_of = _parts(live.config, choice.pipeline)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=live.config.num_kv_heads)
     decoder = Decoder(
@@ -211,6 +214,7 @@ def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launc
         pp_ends=mesh.pp_ends,
         joint_reduce=True,
         kernels=attention.kernels,
+        experts=mesh.experts,
         attention_blocks=attention_blocks(options, launch.device, config),
         base=base_encoding(options, launch.device),
     )

@@ -16,8 +16,8 @@ from engine.inference.options import Limits, ModelChoice, Sampling
 STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
     "model.kernels": "--kernels", "data.tokenizer": "--tokenizer", "parallel.tensor": "--tensor",
-    "parallel.pipeline": "--pipeline", "lora.init_from": "--adapter", "--base": "--model",
-    "data.chat_template": "--chat-template", "data.image_folder": "--image-folder",
+    "parallel.pipeline": "--pipeline", "parallel.expert": "--expert", "lora.init_from": "--adapter",
+    "--base": "--model", "data.chat_template": "--chat-template", "data.image_folder": "--image-folder",
 }  # fmt: skip
 """Option of a run, or of rankfold convert -> the flag; see `engine.config.command_line`."""
 
@@ -42,6 +42,12 @@ def build_parser(description: str | None) -> CommandLine:
     layout = parser.add_argument_group("layout, under torchrun")
     layout.add_argument("--tensor", type=int, help="ranks that share each layer (default: all that --pipeline leaves)")
     layout.add_argument("--pipeline", type=int, default=1, help="ranks that share the layers (default 1)")
+    layout.add_argument(
+        "--expert",
+        type=int,
+        default=1,
+        help="ranks of --tensor that divide whole experts (default: all cut each expert)",
+    )
     _add_prompts(parser)
     _add_choice(parser)
     parser.add_argument(
@@ -152,6 +158,7 @@ def model_choice(arguments: argparse.Namespace) -> ModelChoice:
         tokenizer=arguments.tokenizer,
         tensor=arguments.tensor,
         pipeline=arguments.pipeline,
+        expert=arguments.expert,
         dtype=arguments.dtype,
         base_dtype=arguments.base_dtype,
         kernels=arguments.kernels,

@@ -6,12 +6,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import import_checkpoint
-from engine.inference.options import Sampling
+from engine.errors import UserError
+from engine.inference.options import ModelChoice, Sampling
+from engine.layers.module import shard_entries
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.generation import open_for_generation
 from tests.family_models import make_model
 from tests.generation import STORIES, engine_tokens, random_prompts, stock_greedy
 from tests.spawning import spawn
@@ -72,3 +78,60 @@ def test_every_layout_gives_the_same_tokens(world: int, stories_dir: Path, tmp_p
             assert set(tokens) == ({"qwen3"} if layout == (4, 1) else set(expected))
             for name, answers in tokens.items():
                 assert answers == expected[name], (rank, layout, name)
+
+
+MIXTURES = ("qwen3 moe", "gpt oss", "deepseek v3")
+EXPERT_LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"tensor": 2}, {"tensor": 2, "expert": 2}],
+    4: [{"tensor": 4, "expert": 2}, {"tensor": 2, "pipeline": 2, "expert": 2}],
+}
+"""Number of ranks -> how they share the layers and the experts."""
+
+
+def _num_experts(folder: str, place: dict[str, int]) -> int:
+    """Of a layer on this rank."""
+    launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
+    opened = open_for_generation(ModelChoice(path=Path(folder), **place), launch, Log(1))
+    names = [entry.name for entry in shard_entries(opened.decoder.layers[-1])]
+    return len({name.split(".experts.")[1].split(".")[0] for name in names if ".experts." in name})
+
+
+def _mixture_tokens(layouts: list[dict[str, int]], folders: dict[str, str]) -> list[dict[str, list[list[int]]]]:
+    found = []
+    for place in layouts:
+        if place["tensor"] < 4:
+            assert _num_experts(folders["qwen3 moe"], place) == 6 // place.get("expert", 1)
+        fit = {name: folder for name, folder in folders.items() if place["tensor"] < 4 or name == "deepseek v3"}
+        found.append({name: engine_tokens(folder, PROMPTS, NEW, **place) for name, folder in fit.items()})
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world", sampled(EXPERT_LAYOUTS, [2]))
+def test_mixtures_with_experts_cut_and_divided_give_transformers_tokens(world: int, tmp_path: Path) -> None:
+    """Of four prompts, so that ranks that have tokens of their own have a few each, and one in the end."""
+    experts = {"qwen3 moe": {"num_experts": 6}, "gpt oss": {"num_local_experts": 6}, "deepseek v3": {}}
+    folders = {name: tmp_path / str(number) for number, name in enumerate(MIXTURES)}
+    models = {name: make_model(name, folder, **experts[name]) for name, folder in folders.items()}
+    expected = {name: stock_greedy(model, PROMPTS, NEW) for name, model in models.items()}
+    places = {name: str(folder) for name, folder in folders.items()}
+    for found in spawn(_mixture_tokens, world=world, args=(EXPERT_LAYOUTS[world], places), timeout=240):
+        for layout, tokens in zip(EXPERT_LAYOUTS[world], found, strict=True):
+            assert tokens, layout
+            for name, answers in tokens.items():
+                assert answers == expected[name], (layout, name)
+
+
+def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    make_model("qwen3 moe", tmp_path / "mixture")
+    make_model("mixtral", tmp_path / "odd")
+    make_model("qwen3", tmp_path / "dense")
+    for folder, world, place, words in (
+        ("mixture", 3, {"expert": 2}, "--expert is 2, but there are 3 tensor ranks"),
+        ("odd", 2, {"expert": 2}, "does not divide the model's 5 experts"),
+        ("dense", 2, {"expert": 2}, "has no experts that a router chooses"),
+        ("mixture", 1, {"expert": 0}, "--expert is 0, but at least 1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            choice = ModelChoice(path=tmp_path / folder, **place)
+            open_for_generation(choice, Launch(rank=0, world_size=world, device=torch.device("cpu")), Log(1))

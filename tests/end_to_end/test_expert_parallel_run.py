@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.checkpoint.manifest import MANIFEST, sign
 from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.errors import UserError
 from tests.commands import losses, run_tool
+from tests.faults.checkpoint_damage import HOSTILE
 from tests.small_runs.routed_place import put_experts
 from tests.sweeps import sampled
 from tests.wrong_inputs.workplace import Workplace, make_place
@@ -42,6 +49,20 @@ def whole(place: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def cut(place: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two tensor ranks, with half of every expert's inner features on each."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    kept = dict(place.options)
+    place.options |= {**CUT, "checkpoint.dir": folder}
+    run_tool("pretrain_lora", *place.arguments(), ranks=2)
+    place.options = kept
+    return folder
+
+
+CUT: dict[str, object] = {"parallel.expert": 1, "parallel.tensor": 2, "parallel.expert_tensor": 2}
+
+
 def _masters(run: Path) -> dict[str, torch.Tensor]:
     checkpoint = TrainingCheckpoint(checkpoint_folder(run, STEPS))
     return {name: checkpoint.read_whole(name) for name in checkpoint.tensor_names() if name.startswith("master/")}
@@ -63,7 +84,21 @@ def test_a_run_goes_on_with_another_number_of_expert_ranks(
     ranks: int, options: dict[str, object], place: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     """Steps, losses and weights are those of the run that was not stopped, to rounding."""
-    folder = tmp_path / "run"
+    _goes_on(whole, ranks, options, place, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("back", [False, True])
+def test_experts_that_were_cut_go_on_whole_and_back(
+    back: bool, place: Workplace, cut: Path, whole: Path, tmp_path: Path
+) -> None:
+    """expert_tensor alone changes, on the same tensor ranks. Back, the other run goes on with cut experts, on tensor
+    ranks that it did not have."""
+    changed = CUT if back else {**CUT, "parallel.expert_tensor": 1}
+    _goes_on(whole if back else cut, 2, changed, place, tmp_path / "run")
+
+
+def _goes_on(whole: Path, ranks: int, options: dict[str, object], place: Workplace, folder: Path) -> None:
     shutil.copytree(whole, folder)
     for number in range(STOP + 1, STEPS + 1):
         shutil.rmtree(checkpoint_folder(folder, number), ignore_errors=True)
@@ -106,6 +141,33 @@ def test_a_damaged_checkpoint_is_refused_on_every_number_of_expert_ranks(
         result = run_tool("pretrain_lora", *place.arguments(), ranks=ranks, status=1)
         assert any(line.startswith("error: ") and str(path) in line for line in result.stderr.splitlines())
     place.options = kept
+
+
+EXPERT = re.compile(r"master/layers\.1\.mlp\.experts\.3\.\w+\.lora_[AB]")
+NEEDS_EMPTY_MODEL = ("deep", "long_number")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [one for one in HOSTILE if one.__name__ not in NEEDS_EMPTY_MODEL])
+def test_a_manifest_that_lies_about_an_experts_pieces_is_refused(
+    kind: Callable[..., Any], whole: Path, tmp_path: Path
+) -> None:
+    """Signed again, so that only what it says of one expert's factor can give it away."""
+    sound = checkpoint_folder(whole, STEPS)
+    folder = tmp_path / sound.name
+    shutil.copytree(sound, folder)
+    data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    del data["digest"]
+    name = next(filter(EXPERT.fullmatch, sorted(data["tensors"])))
+    record = data["tensors"][name]
+    assert record["pieces"][0]["file"] == "rank_00001.safetensors"
+    text = kind(data, name, record, record["pieces"][0], record["pieces"][0]["file"])
+    (folder / MANIFEST).write_bytes(sign(text or json.dumps(data)))
+    with pytest.raises(UserError) as caught:
+        checkpoint = TrainingCheckpoint(folder)
+        for one in checkpoint.tensor_names():
+            checkpoint.read_whole(one)
+    assert str(folder) in str(caught.value) and len(str(caught.value)) < 1000
 
 
 @pytest.mark.slow

@@ -275,6 +275,11 @@ def launch_with_a_hole(device: Recorder) -> None:
     swiglu._forward_kernel[(1,)](x, 8, (x, None), 4, 1, 4, TOKENS=16, FEATURES=16)
 
 
+def launch_with_a_hole_further_inside(device: Recorder) -> None:
+    x = _there()
+    swiglu._forward_kernel[(1,)](x, 8, (x, (1, None)), 4, 1, 4, TOKENS=16, FEATURES=16)
+
+
 MISTAKES = {
     "item": Mistake(make=item, said="the host waits for the device: item"),
     "tolist": Mistake(make=tolist, said="the host waits for the device: tolist"),
@@ -315,5 +320,8 @@ MISTAKES = {
     "launch on the host": Mistake(make=launch_on_the_host, said="_forward_kernel is launched at"),
     "launch without an argument": Mistake(make=launch_without_an_argument, said="missing a required argument"),
     "launch with a hole": Mistake(make=launch_with_a_hole, said="with a None inside y_ptr"),
+    "launch with a hole further inside": Mistake(
+        make=launch_with_a_hole_further_inside, said="with a None inside y_ptr"
+    ),
     "replay on freed memory": Mistake(make=replayed_on_freed_memory, said="has been given back"),
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.timelines import tensors_of
+from tests.kernels.launches import has_none
 
 
 def install(recorder: Recorder) -> None:
@@ -34,7 +35,7 @@ def install(recorder: Recorder) -> None:
             for tensor in tensors_of((value,)):
                 _check(recorder, tensor, f"{name} is launched at {place} with {key}")
                 recorder.machine.touch(tensor, place, writes=True)
-            if isinstance(value, (list, tuple)) and any(one is None for one in value):
+            if has_none(value):
                 recorder.report(f"{name} is launched at {place} with a None inside {key}, which Triton does not take")
         sizes = grid(bound) if callable(grid) else grid
         if not 1 <= len(sizes) <= 3 or not all(int(size) >= 0 for size in sizes):

@@ -14,9 +14,9 @@ def refuse_none_in_tuples(kernel: str, arguments: Iterable[object]) -> None:
     Triton 3.6, which torch 2.11 brings, cannot compile that: the tuple's element has no type.
     """
     for number, argument in enumerate(arguments):
-        if isinstance(argument, tuple):
-            assert not _has_none(argument), f"argument {number} of {kernel} is a tuple with None inside"
+        assert not has_none(argument), f"argument {number} of {kernel} is a tuple with None inside"
 
 
-def _has_none(values: tuple[object, ...]) -> bool:
-    return any(value is None or (isinstance(value, tuple) and _has_none(value)) for value in values)
+def has_none(value: object) -> bool:
+    """Returns whether the value is a tuple with None in it, at any depth."""
+    return isinstance(value, tuple) and any(one is None or has_none(one) for one in value)

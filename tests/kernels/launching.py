@@ -28,6 +28,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.compiling import cases_of, look_like_a_gpu
+from tests.kernels.launches import refuse_none_in_tuples
 
 STREAM = 0x5151
 """The stream that launches are asked for; any number but 0."""
@@ -118,6 +119,7 @@ class _Driver:
     def _launch(
         self, kernel: JITFunction[Any], grid: tuple[int, ...], arguments: tuple[object, ...], options: dict[str, object]
     ) -> None:
+        refuse_none_in_tuples(kernel.fn.__name__, arguments)
         # compiled before it is launched, because the callback reads the types in its PTX
         compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
         self._ptx = compiled.asm["ptx"]

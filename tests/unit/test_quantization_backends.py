@@ -74,11 +74,12 @@ def test_codes_and_scales_do_not_depend_on_how_a_device_divides(name: str) -> No
 
 
 @pytest.mark.parametrize("quantize", ["quantize_rows", "quantize_matrix"])
-@pytest.mark.parametrize("features", [192, 0])
-def test_operands_do_not_depend_on_how_a_device_divides(quantize: str, features: int) -> None:
-    x = torch.randn(300, features, generator=torch.Generator().manual_seed(1))
-    function = getattr(reference_quantize, quantize)
-    expected = function(x)
-    with _CudaDivision():
-        found = function(x)
-    assert all(map(_same_bits, found, expected))
+def test_operands_do_not_depend_on_how_a_device_divides(quantize: str) -> None:
+    """Of several matrices: about half of all numbers have the same bits either way, and a matrix has one scale."""
+    generator, function = torch.Generator().manual_seed(1), getattr(reference_quantize, quantize)
+    for _ in range(16):
+        x = torch.randn(30, 20, generator=generator)
+        expected = function(x)
+        with _CudaDivision():
+            found = function(x)
+        assert all(map(_same_bits, found, expected))

@@ -98,6 +98,13 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiled, Path]:
 
 
 @pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the slow tests of this session keep what they compile, each version of Triton under names of its own, so
+    that what one has compiled for a GPU another launches."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
 def oldest_triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the oldest Triton that setup.py allows, which is the one that the oldest torch brings."""
     version = re.search(r'"triton>=([\d.]+);', (ROOT / "setup.py").read_text(encoding="utf-8"))

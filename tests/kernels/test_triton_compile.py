@@ -13,7 +13,7 @@ import pytest
 from tests.kernels import resource_tables
 from tests.kernels.kernel_resources import MULTIPROCESSORS, accesses, resident_blocks
 from tests.kernels.launches import refuse_none_in_tuples
-from tests.kernels.resource_tables import COMMAND, KNOWN, ROOT, TABLES, Compiled, changes, compile_rows, read_table
+from tests.kernels.resource_tables import COMMAND, KNOWN, ROOT, TABLES, Compiled, Row, changes, compile_rows, read_table
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -68,24 +68,28 @@ def test_a_second_process_compiles_nothing(cold: tuple[Compiled, Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_training_takes_what_the_table_says(arch: int, tmp_path: Path) -> None:
-    _assert_within_the_tables(compile_rows("training", archs=[arch], cache=tmp_path), whole=True)
+def test_training_takes_what_the_table_says(arch: int, cache: Path) -> None:
+    _assert_within_the_tables(compile_rows("training", archs=[arch], cache=cache), whole=True)
+
+
+def _assert_launchable(rows: list[Row]) -> None:
+    """Fails where a kernel does not fit, spills, or takes 16 bits at a time; two blocks of each are not planned."""
+    found = resource_tables.unknown_problems(90, rows)
+    assert rows and [one for one in found if "block a multiprocessor" not in one] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_dtypes_and_sizes_compile(name: str, tmp_path: Path) -> None:
-    rows = compile_rows(name, cache=tmp_path).rows[90]
-    assert rows
-    assert [row for row in rows if row["shared"] > MULTIPROCESSORS[90].shared_a_block] == []
+def test_other_dtypes_and_sizes_compile(name: str, cache: Path) -> None:
+    _assert_launchable(compile_rows(name, cache=cache).rows[90])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_training_with_the_oldest_triton(arch: int, oldest_triton: Path, tmp_path: Path) -> None:
-    compiled = compile_rows("training", archs=[arch], cache=tmp_path, packages=oldest_triton)
+def test_training_with_the_oldest_triton(arch: int, oldest_triton: Path, cache: Path) -> None:
+    compiled = compile_rows("training", archs=[arch], cache=cache, packages=oldest_triton)
     if arch >= 90:  # `E4M3_SINCE` in training_launches: others make no codes, and lack kernels that do nothing else
         assert {row["kernel"] for row in compiled.rows[arch]} == _kernels_defined()
     _assert_within_the_tables(compiled, whole=True)
@@ -94,8 +98,8 @@ def test_training_with_the_oldest_triton(arch: int, oldest_triton: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_oldest_triton_compiles_everything(name: str, oldest_triton: Path, tmp_path: Path) -> None:
-    assert compile_rows(name, cache=tmp_path, packages=oldest_triton).rows[90]
+def test_the_oldest_triton_compiles_everything(name: str, oldest_triton: Path, cache: Path) -> None:
+    _assert_launchable(compile_rows(name, cache=cache, packages=oldest_triton).rows[90])
 
 
 def test_the_tables_have_no_problem_that_is_not_known() -> None:

@@ -37,11 +37,11 @@ def test_what_is_passed_arrives(cold: tuple[Compiled, Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("names", [("quick", "ones"), ("training",)], ids=" ".join)
-def test_more_sizes(names: tuple[str, ...], tmp_path: Path) -> None:
-    assert _launched(*names, cache=tmp_path)
+def test_more_sizes(names: tuple[str, ...], cache: Path) -> None:
+    assert _launched(*names, cache=cache)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_with_the_oldest_triton(oldest_triton: Path, tmp_path: Path) -> None:
-    assert _launched("quick", "ones", cache=tmp_path, packages=oldest_triton)
+def test_with_the_oldest_triton(oldest_triton: Path, cache: Path) -> None:
+    assert _launched("quick", "ones", cache=cache, packages=oldest_triton)

@@ -47,9 +47,10 @@ class Known(NamedTuple):
 
 
 KNOWN = (
-    Known("", "r=8", r"(h_ptr|\[[35]\]) ", "8 ranks: of a length Triton knows only whether 16 divides it"),
+    Known("", r"r=[48]\b", r"(h_ptr|\[[35]\]) ", "4, 8 ranks: of a length Triton knows only whether 16 divides it"),
     Known("(lora|swiglu)._project", "r=8", "padding_ptr", "a padding that begins at a multiple of 8 columns only"),
     Known("rmsnorm._backward_tiles", "qkv r=48", "leaves 1 block", "registers: operands with 144 ranks"),
+    Known("lora._(project|a_gradient)", "qkv r=12", "leaves 1 block", "registers: rows of 36 ranks are not aligned"),
     Known("swiglu._backward_adapted", "r=48", "leaves 1 block", "registers: dA of 64 ranks stays in them"),
     Known("quantize", "codes|70b swiglu", "leaves 1 block", "16 warps keep a row of more than 8192 in registers"),
     Known(

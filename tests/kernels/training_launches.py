@@ -314,6 +314,8 @@ def training_cases() -> Iterator[Case]:
     yield from encoded_cases(LLAMA_70B)
     for width in (5120, 16384, 20480):
         yield from norm_cases(width, LLAMA_8B.tokens)
+    for rank in (4, 12):  # whose rows of H begin where no 16 bytes do
+        yield from adapter_cases(LLAMA_8B, Adapters(rank=rank))
 
 
 def other_cases(name: str) -> Iterator[Case]:

@@ -51,6 +51,17 @@ def test_small_key_and_extreme_probabilities(place) -> None:
 
 
 @places
+def test_a_number_equal_to_the_threshold_is_kept(place) -> None:
+    """One number of 65536 is, of each half of a word."""
+    key = _key(place, 0, 1024, list(range(300)))
+    next_key = replace(key, probability=(philox.dropout_threshold(key.probability) + 1) / 65536)
+    expected = philox.dropout_mask(key)
+    at_threshold = (expected & ~philox.dropout_mask(next_key)).nonzero()[:, 1]
+    assert set((at_threshold % 2).tolist()) == {0, 1}
+    assert torch.equal(_mask(key), expected)
+
+
+@places
 def test_step_is_read_when_the_kernel_runs(place) -> None:
     """The step lies in memory: changing it changes the mask, as a replayed graph needs."""
     key = _key(place, 0, 64, list(range(16)))

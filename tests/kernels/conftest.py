@@ -72,14 +72,17 @@ def _in_sixteen_bits(request: pytest.FixtureRequest) -> bool:
 
 
 def _check_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch of an interpreted kernel is also one that the oldest supported Triton compiles."""
+    """Every launch of an interpreted kernel is also one that the oldest supported Triton compiles, and that a GPU's
+    memory checkers would let pass."""
     from triton.runtime.interpreter import GridExecutor
 
-    launch = GridExecutor.__call__
+    from tests.kernels.memory_checks import MemoryChecks
+
+    launch, checks = GridExecutor.__call__, MemoryChecks(monkeypatch)
 
     def checked(self: GridExecutor, *arguments: object, **options: object) -> None:
         refuse_none_in_tuples(self.fn.__name__, arguments)
-        launch(self, *arguments, **options)
+        checks.watch(self.fn.__name__, arguments, lambda: launch(self, *arguments, **options))
 
     monkeypatch.setattr(GridExecutor, "__call__", checked)
 

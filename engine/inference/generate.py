@@ -5,6 +5,10 @@ that a pass never computes a row that has ended. Prompts that begin together are
 that several rows continue, one after the other, is run once, and waits with its logits while there are slots for some
 of them only. Every rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever
 sent.
+
+On a GPU the next pass is launched before the tokens of the last one are read, so that the device never waits for the
+host to decide. A row that ends by its length has no further pass. One that a stop token or text ends is found one pass
+late: it takes part in one more, whose token nobody reads.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.distributed.operations import LOG
 from engine.errors import UserError
-from engine.inference.model_part import InferenceStage
+from engine.inference.model_part import Chosen, InferenceStage
 from engine.inference.options import Limits
 from engine.inference.pictures import prompt_coordinates
 from engine.inference.text import TextStream, TokenDecoder
+from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
 
 Ending = Literal["stop_token", "stop_text", "length"]
@@ -92,6 +97,8 @@ class _Row:
     request: Request
     stream: TextStream | None
     next_position: int
+    launched: int = 0
+    """Tokens that passes have been launched for; `ids` are those that were read."""
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     ending: Ending | None = None
@@ -99,12 +106,21 @@ class _Row:
     @property
     def place(self) -> int:
         """The place of the last token in the row."""
-        return len(self.request.ids) + len(self.ids) - 1
+        return len(self.request.ids) + self.launched - 1
 
     @property
     def position(self) -> int:
         """The position of the last token, where a picture's tokens may share one."""
-        return self.next_position + len(self.ids) - 1
+        return self.next_position + self.launched - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass that was launched, with the rows that take its tokens."""
+
+    rows: list[_Row]
+    chosen: Chosen
+    decodes: bool = False
 
 
 def context_limit(config: DecoderConfig) -> int:
@@ -155,6 +171,8 @@ class Generator:
         speed: figures to add to; None for new ones.
         in_step_with: ranks with other prompts that must run as many passes as this one, because they gather weights
             from each other in each, or send each other tokens; None where there are none.
+        ahead: passes that may be launched before the tokens of one are read; None for 1 on a GPU, and 0 on a CPU, where
+            no pass runs beside the host.
     """
 
     def __init__(
@@ -166,6 +184,7 @@ class Generator:
         family: VisionFamily | None = None,
         speed: Speed | None = None,
         in_step_with: Axis | None = None,
+        ahead: int | None = None,
     ) -> None:
         assert tokenizer is not None or not limits.stop_texts, "stop texts are found in a text"
         assert limits.slots <= stage.slots, (limits.slots, stage.slots)
@@ -175,6 +194,9 @@ class Generator:
         self._prefill_tokens = min(limits.prefill_tokens, row_limit or limits.prefill_tokens)
         self.speed = Speed() if speed is None else speed
         self._others = in_step_with
+        self._ahead = int(stage.device.type == "cuda") if ahead is None else ahead
+        self._asked: HostCopy | None = None
+        """Whether any of them had rows left when this was last asked."""
         self._shared: Request | None = None
         """The prompt that waits for more rows to continue it, which are the next."""
 
@@ -199,18 +221,24 @@ class Generator:
             UserError: a picture that cannot be read; on all ranks.
         """
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
+        unread = deque[_Pass]()
+        self._asked = None
 
-        def settle(first: int, tokens: list[int]) -> None:
-            """Takes the tokens of rows from `first` on, and ends those that have their last one."""
-            LOG.progressed()
-            for number, (row, token) in enumerate(zip(rows[first:], tokens, strict=True)):
-                row.logps += self.stage.logps[number : number + 1]
-                self._take(row, token, on_text)
-            for row in rows:
-                if row.ending is not None:
-                    answer = answers[row.request.row] = _answer(row, row.ending)
-                    if on_answer is not None:
-                        on_answer(answer)
+        def launched(new: _Pass) -> None:
+            """Frees the slots of rows that have all their tokens, and reads passes that were launched before."""
+            for row in new.rows:
+                row.launched += 1
+            self._close_gaps(rows)
+            unread.append(new)
+            while len(unread) > self._ahead:
+                read()
+
+        def read() -> None:
+            for row in self._read(unread.popleft(), on_text):
+                assert row.ending is not None
+                answer = answers[row.request.row] = _answer(row, row.ending)
+                if on_answer is not None:
+                    on_answer(answer)
             self._close_gaps(rows)
 
         while self._continues(bool(waiting or rows)):
@@ -218,25 +246,46 @@ class Generator:
                 self.stage.idle()
                 continue
             starting = self._next_prompts(waiting, len(rows))
-            settle(len(rows) if starting else 0, self._prefill(starting, rows) if starting else self._decode(rows))
+            launched(self._prefill(starting, rows) if starting else self._decode(rows))
             # further rows of a prompt start without a pass, so that ranks in step run as many as before
             while more := self._next_of_shared(waiting, len(rows)):
-                first = len(rows)
-                tokens = self.stage.start(first, [one.row for one in more])
-                rows += [self._row(request, len(request.ids)) for request in more]
+                chosen = self.stage.start(len(rows), [one.row for one in more])
+                new = [self._row(request, len(request.ids)) for request in more]
+                rows += new
                 if not self._continues_shared(waiting):
                     self._shared = None
                     self.stage.end_waiting()
-                settle(first, tokens)
+                launched(_Pass(new, chosen))
+        while unread:
+            read()
         self.stage.finish()
         return [answers[request.row] for request in requests]
 
+    def _read(self, one: _Pass, on_text: Callable[[Request, str], None] | None) -> list[_Row]:
+        """Takes the tokens of a pass; returns the rows that they end."""
+        began, waited = self.stage.now(), self.stage.waits.seconds
+        tokens, logps = one.chosen.read()
+        LOG.progressed()
+        running = [number for number, row in enumerate(one.rows) if row.ending is None]
+        if one.decodes:
+            self.speed.decode_seconds += self.stage.now() - began
+            self.speed.decode_waited += self.stage.waits.seconds - waited
+            self.speed.decode_tokens += len(running)
+        else:
+            self.speed.prefill_seconds += self.stage.now() - began
+        for number in running:
+            one.rows[number].logps += logps[number : number + 1]
+            self._take(one.rows[number], tokens[number], on_text)
+        return [one.rows[number] for number in running if one.rows[number].ending is not None]
+
     def _continues(self, busy: bool) -> bool:
-        """Returns whether there is another pass, for this rank's rows or for those of others."""
+        """Returns whether there is another pass, for this rank's rows or for those of others. Where passes run ahead,
+        others are asked a pass ahead too, and all ranks run one more at the end."""
         if self._others is None or self._others.size == 1:
             return busy
-        any_busy = torch.tensor(int(busy), device=self.stage.device)
-        return bool(all_reduce(any_busy, self._others, dist.ReduceOp.MAX))
+        any_busy = sent(torch.tensor(int(busy)), self.stage.device)
+        before, self._asked = self._asked, HostCopy(all_reduce(any_busy, self._others, dist.ReduceOp.MAX))
+        return bool((before if before is not None and self._ahead else self._asked).read())
 
     def _next_prompts(self, waiting: deque[Request], running: int) -> list[list[Request]]:
         """Takes the next prompts to run, as many as there are slots, tokens and pages for, and gives them their pages;
@@ -287,7 +336,7 @@ class Generator:
     def _room(self, prompt: Request, *, waits: bool) -> int:
         return self.stage.cache.room(len(prompt.ids), self._limits.max_new_tokens, waits=waits)
 
-    def _prefill(self, starting: list[list[Request]], rows: list[_Row]) -> list[int]:
+    def _prefill(self, starting: list[list[Request]], rows: list[_Row]) -> _Pass:
         """Runs prompts; their rows are the last of `rows`."""
         prompts = [members[0] for members in starting]
         began = self.stage.now()
@@ -297,7 +346,7 @@ class Generator:
             [len(request.ids) for request in prompts],
             [request.pictures for request in prompts],
         )
-        tokens = self.stage.prefill(
+        chosen = self.stage.prefill(
             [request.ids for request in prompts],
             coordinates,
             len(rows),
@@ -306,9 +355,13 @@ class Generator:
         )
         self.speed.prefill_seconds += self.stage.now() - began
         self.speed.prefill_tokens += sum(len(request.ids) for request in prompts)
-        for members, position in zip(starting, coordinates.next_positions, strict=True):
-            rows += [self._row(request, position) for request in members]
-        return tokens
+        new = [
+            self._row(request, position)
+            for members, position in zip(starting, coordinates.next_positions, strict=True)
+            for request in members
+        ]
+        rows += new
+        return _Pass(new, chosen)
 
     def _row(self, request: Request, position: int) -> _Row:
         stream = None
@@ -316,17 +369,16 @@ class Generator:
             stream = TextStream(self._tokenizer, self._limits.stop_texts, request.ids)
         return _Row(request, stream, position)
 
-    def _decode(self, rows: list[_Row]) -> list[int]:
+    def _decode(self, rows: list[_Row]) -> _Pass:
         places, positions = [row.place for row in rows], [row.position for row in rows]
         began, waited = self.stage.now(), self.stage.waits.seconds
-        tokens = self.stage.decode([row.ids[-1] for row in rows], places, positions, [row.request.row for row in rows])
+        chosen = self.stage.decode(places, positions, [row.request.row for row in rows])
         speed = self.speed
         speed.decode_seconds += self.stage.now() - began
         speed.decode_waited += self.stage.waits.seconds - waited
-        speed.decode_tokens += len(rows)
         speed.decode_passes += 1
         speed.cache_bytes += self.stage.cache.bytes_read([place + 1 for place in places])
-        return tokens
+        return _Pass([*rows], chosen, decodes=True)
 
     def _take(self, row: _Row, token: int, on_text: Callable[[Request, str], None] | None) -> None:
         row.ids.append(token)
@@ -348,18 +400,21 @@ class Generator:
             on_text(row.request, text)
 
     def _close_gaps(self, rows: list[_Row]) -> None:
-        """Removes rows that have ended; the last ones take their slots."""
+        """Removes rows that have ended, or have all their tokens; the last ones take their slots."""
         slot = 0
         while slot < len(rows):
-            if rows[-1].ending is not None:
+            if self._leaves(rows[-1]):
                 rows.pop()
                 self.stage.free(len(rows))
-            elif rows[slot].ending is not None:
+            elif self._leaves(rows[slot]):
                 self.stage.free(slot)
                 rows[slot] = rows.pop()
                 self.stage.move(len(rows), slot)
             else:
                 slot += 1
+
+    def _leaves(self, row: _Row) -> bool:
+        return row.ending is not None or row.launched == self._limits.max_new_tokens
 
 
 def _answer(row: _Row, ending: Ending) -> Answer:

@@ -9,7 +9,7 @@ pools as long as each prompt has them.
 
 Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
 it (`Kernels.paged_attention`), attention reads the pages where they are; else they are gathered, as long as the longest
-row is, and a mask hides what a shorter row does not have.
+row is, and a mask hides what a shorter row does not have. `KeyValues.gathered` says why.
 
 Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, L longest row, S places of a pool. In
 cross attention N are heads and K encoded rows.
@@ -31,7 +31,7 @@ from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
 from engine.models.decoder import DecoderLayer
 from engine.ops.attention.cross import EncodedRows, EncodedSpan, cross_attention
-from engine.ops.kernels import Attention, PagedAttention
+from engine.ops.kernels import AttendPages, Attention, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class _LayerCache:
     table: PageTable
     softcap: float | None
     sinks_H: Tensor | None
-    kernel: PagedAttention | None
+    attend: AttendPages | None
+    """Reads pages where they are; None where they are gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class KeyValues:
         """The slot of the prompt that waits."""
         self.layers: dict[str, _LayerCache] = {}
         self._tables: dict[int, PageTable] = {}
+        self.gathered: str | None = None
+        """Why pages are gathered in some layers, in one sentence; None where all are read where they are."""
         for layer in layers:
             attention = layer.attention
             window = attention.kind.window
@@ -99,12 +102,17 @@ class KeyValues:
             table = self._tables[capacity]
             shape = (table.num_pages * PAGE, attention.num_kv_heads, attention.head_dim)
             sinks = None if attention.sinks is None else attention.sinks.scores.parameter
-            plain = sinks is None and attention.kind.softcap is None
-            kernel = attention.layout.kernels.paged_attention if plain else None
+            softcap, kernels = attention.kind.softcap, attention.layout.kernels
+            lack = _lack(kernels, attention.head_dim, capped=softcap is not None, sinks=sinks is not None)
+            attend = None
+            if lack is None and kernels.paged_attention is not None:
+                attend = kernels.paged_attention.attend
+            elif self.gathered is None:
+                self.gathered = f"each token that is decoded gathers the keys of all rows: {lack}"
             # what is masked must be finite
-            make = torch.zeros if kernel is None else torch.empty
+            make = torch.zeros if attend is None else torch.empty
             keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
-            self.layers[attention.prefix] = _LayerCache(keys, values, table, attention.kind.softcap, sinks, kernel)
+            self.layers[attention.prefix] = _LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
         self._encoded: dict[str, dict[int, _EncodedPictures]] = {}
 
@@ -298,7 +306,7 @@ class NextPass:
         pages_NP[:rows] = table.table[:rows, : pages_NP.shape[1]]
         table_NP, counts_N = cache._on_device(pages_NP), cache._on_device(counts)
         index = mask = None
-        if any(layer.kernel is None for layer in cache.layers.values() if layer.table is table):
+        if any(layer.attend is None for layer in cache.layers.values() if layer.table is table):
             columns = torch.arange(longest, device=cache._device)
             index = table_NP.long()[:, columns // PAGE] * PAGE + columns % PAGE
             if int(counts.min()) < longest:
@@ -320,8 +328,18 @@ class NextPass:
         rows = self._rows[kept.table.capacity]
         kept.keys.index_copy_(0, rows.places_N, k_TKD)
         kept.values.index_copy_(0, rows.places_N, v_TKD)
-        if kept.kernel is not None:
-            return kept.kernel(q_THD, kept.keys, kept.values, rows.table_NP, rows.counts_N, page=PAGE, scale=scale)
+        if kept.attend is not None:
+            return kept.attend(
+                q_THD,
+                kept.keys,
+                kept.values,
+                rows.table_NP,
+                rows.counts_N,
+                page=PAGE,
+                scale=scale,
+                softcap=kept.softcap,
+                sinks_H=kept.sinks_H,
+            )
         assert rows.index_NL is not None
         # a token's heads lie together in a pool
         keys, values = (pool[rows.index_NL].transpose(1, 2) for pool in (kept.keys, kept.values))
@@ -346,6 +364,14 @@ class NextPass:
                 whole = (EncodedSpan(slice(0, 1), slice(0, kept.keys.shape[0])),)
                 parts.append(cross_attention(q_1ND, EncodedRows(kept.keys, kept.values, whole)))
         return torch.cat(parts)
+
+
+def _lack(kernels: Kernels, head_dim: int, *, capped: bool, sinks: bool) -> str | None:
+    """Returns why a layer's pages cannot be read where they are, in words; None where they can."""
+    if kernels.paged_attention is None:
+        return f"the {kernels.name} kernels do not read pages"
+    lack = kernels.paged_attention.lacks(head_dim, capped, sinks)
+    return None if lack is None else f"the {kernels.name} kernels do not read pages for {lack}"
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:

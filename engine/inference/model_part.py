@@ -1,8 +1,10 @@
 """A rank's parts of the model for inference: the layers are split over the pipeline ranks, which run in turn.
 
 Every rank runs the same passes in the same order. The residual stream is sent from part to part, and the tokens that
-the last one has chosen are sent back to all. A model that was built for training runs as it is: where its layers split
-tokens over tensor ranks, a pass is filled up to a multiple of them, with a row of its own that nobody reads.
+the last one has chosen are sent back to all. They stay on the device for the next pass, which can so be launched before
+the host has read them: what else a pass needs, the host knows without its tokens. A model that was built for training
+runs as it is: where its layers split tokens over tensor ranks, a pass is filled up to a multiple of them, with a row of
+its own that nobody reads.
 
 Legend: T tokens of a pass, N rows of it, V vocabulary, R tensor-parallel ranks.
 """
@@ -24,7 +26,7 @@ from engine.distributed.mesh import Axis
 from engine.inference.key_value_cache import KeyValues
 from engine.inference.pictures import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
-from engine.layers.host_copies import sent
+from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
 
@@ -49,6 +51,27 @@ class Waits:
     seconds: float = 0.0
 
 
+class Chosen:
+    """The tokens that a pass has chosen, which are on their way to the host.
+
+    Args:
+        found: [1 or 2, N] token ids, and their log-probabilities where these are kept; fp64, which holds both exactly.
+        waits: gets the time that reading takes; None where this rank has chosen the tokens itself.
+    """
+
+    def __init__(self, found: Tensor, waits: Waits | None) -> None:
+        self._copy, self._waits = HostCopy(found), waits
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Returns a token for each row, and its log-probability under logits / temperature and the whole vocabulary,
+        where these are kept; waits for the pass, and for nothing that was launched after it."""
+        began = time.perf_counter()
+        ids, *logps = self._copy.read().tolist()
+        if self._waits is not None:
+            self._waits.seconds += time.perf_counter() - began
+        return [int(one) for one in ids], logps[0] if logps else []
+
+
 class InferenceStage:
     """A rank's parts of the model with their cache.
 
@@ -61,7 +84,7 @@ class InferenceStage:
         group: rows that continue one prompt, one after the other, and share what is kept of it; 1 where none do.
         device: of the model.
         synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
-        with_logps: keep the log-probability of each chosen token in `logps`.
+        with_logps: keep the log-probability of each chosen token.
         tokens_multiple: tokens of a pass are filled up to a multiple of it. Products of other shapes may be computed in
             another order: with the number of slots, a row's numbers do not depend on how many rows there are.
     """
@@ -109,8 +132,8 @@ class InferenceStage:
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._sent: tuple[Tensor, list[Handle]] | None = None
         self._chooser, self._with_logps = None, with_logps
-        self.logps: list[float] = []
-        """Log-probabilities of the tokens of the last pass, under logits / temperature and the whole vocabulary."""
+        self._last = torch.zeros(slots, dtype=torch.int64, device=device)
+        """The newest token of the row in each slot."""
         last = self._parts[max(self._parts)]
         if last.head is not None:
             pieces = last.vocab_spec.pieces
@@ -135,7 +158,7 @@ class InferenceStage:
         rows: Sequence[Sequence[int]],
         *,
         waits: bool = False,
-    ) -> list[int]:
+    ) -> Chosen:
         """Runs whole prompts, and chooses the first token of the rows that continue them.
 
         Args:
@@ -146,7 +169,7 @@ class InferenceStage:
             waits: the last prompt waits for `start`.
 
         Returns:
-            One token for each row, those of the first prompt first; the same on all ranks.
+            A token for each row, those of the first prompt first; the same on all ranks.
         """
         lengths = [len(prompt) for prompt in prompts]
         (tokens,) = self._to_device([token for prompt in prompts for token in prompt])
@@ -183,7 +206,7 @@ class InferenceStage:
         return self._choose(logits, *places)
 
     @torch.no_grad()
-    def start(self, first_slot: int, rows: Sequence[int]) -> list[int]:
+    def start(self, first_slot: int, rows: Sequence[int]) -> Chosen:
         """Chooses the first token of further rows that continue the prompt that waits, without running it again.
 
         Args:
@@ -191,7 +214,7 @@ class InferenceStage:
             rows: their numbers in the run.
 
         Returns:
-            One token for each row; the same on all ranks.
+            A token for each row; the same on all ranks.
         """
         assert self._waiting is not None
         ids, logits = self._waiting
@@ -209,24 +232,23 @@ class InferenceStage:
         self.cache.end_waiting()
 
     @torch.no_grad()
-    def decode(
-        self, tokens: Sequence[int], places: Sequence[int], positions: Sequence[int], rows: Sequence[int]
-    ) -> list[int]:
-        """Computes one token of each row in slots 0 to len(tokens) - 1.
+    def decode(self, places: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Chosen:
+        """Computes one token of each row in slots 0 to len(places) - 1, from the one that was chosen last.
 
         Args:
-            tokens: the last one of each row.
-            places: theirs in the row, from 0.
-            positions: theirs for rotary embeddings, where tokens of a picture may share one.
+            places: of the row's newest token, from 0.
+            positions: its position for rotary embeddings, where tokens of a picture may share one.
             rows: numbers of the rows in the run.
 
         Returns:
             The next token of each; the same on all ranks.
         """
-        count = len(tokens)
+        count = len(places)
         fill = [0] * (-count % self._multiple)
-        column, rotations = self._to_device([*tokens, *fill], [*positions, *fill])[..., None]
-        batch = _batch(column, rotations, (1,) * len(column))
+        (rotations,) = self._to_device([*positions, *fill])
+        last = self._last[:count]
+        column = torch.cat((last, last.new_zeros(len(fill)))) if fill else last.clone()  # which the pass overwrites
+        batch = _batch(column[:, None], rotations[:, None], (1,) * len(column))
         coordinates = self._to_device(range(count), rows, [place + 1 for place in places])
         logits = self._logits(batch, self.cache.next_pass(places, fill=len(fill)), None)
         logits = None if logits is None else logits[:count]
@@ -248,6 +270,7 @@ class InferenceStage:
     def move(self, source: int, target: int) -> None:
         """Moves a row to another slot, which is free."""
         self.cache.move(source, target)
+        self._last[target : target + 1].copy_(self._last[source : source + 1])
         if self._chooser is not None:
             self._chooser.move_row(source, target)
 
@@ -297,10 +320,10 @@ class InferenceStage:
         return local_part(chosen, self.tp).contiguous()
 
     def _to_device(self, *lists: Sequence[int]) -> Tensor:
-        """Returns int64 [lists, N], without waiting for the device."""
+        """Returns int64 [lists, N]."""
         return sent(torch.tensor([list(one) for one in lists], dtype=torch.int64), self.device)
 
-    def _choose(self, logits: Tensor | None, slots: Tensor, rows: Tensor, positions: Tensor) -> list[int]:
+    def _choose(self, logits: Tensor | None, slots: Tensor, rows: Tensor, positions: Tensor) -> Chosen:
         found = torch.zeros(1 + self._with_logps, len(slots), dtype=torch.float64, device=self.device)
         if self._chooser is not None:
             assert logits is not None
@@ -308,14 +331,13 @@ class InferenceStage:
             found[0] = tokens
             if self._with_logps:
                 found[1] = self._chooser.logps(logits, tokens, self._loss_kernels)
-        # one message, from the last pipeline rank to all and from the device to the host: fp64 holds both exactly
+        # one message, from the last pipeline rank to all, and to the host
         began = self.now()
         found = all_reduce(found, self.pp)
-        ids, *logps = found.tolist()
         if self._chooser is None:
             self.waits.seconds += self.now() - began
-        self.logps = logps[0] if self._with_logps else []
-        return [int(one) for one in ids]
+        self._last.index_copy_(0, slots, found[0].long())
+        return Chosen(found, None if self._chooser is not None else self.waits)
 
     def _receive(self, model: Decoder, batch: Batch, source: int) -> Tensor:
         num_rows = model.message_rows(batch, model.part.first)

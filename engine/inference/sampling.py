@@ -75,7 +75,7 @@ class Chooser:
     def move_row(self, source: int, target: int) -> None:
         """Moves a row to another slot."""
         if self._seen is not None:
-            self._seen[target] = self._seen[source]
+            self._seen[target].copy_(self._seen[source])
 
     def choose(self, logits_NV: Tensor, slots: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Returns the next token of each row; collective over the tensor-parallel ranks, the same on all.

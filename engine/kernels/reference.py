@@ -173,6 +173,8 @@ def paged_attention(
     *,
     page: int,
     scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Computes softmax(scale * q k^T) v of one query a row, where key c of row n is at place
     page * table[n, c // page] + c % page.
@@ -181,6 +183,8 @@ def paged_attention(
         q_NHD: [N, H, D]; keys_SKD, values_SKD: [S, K, D] with H a multiple of K.
         table_NP: int32, pages of each row.
         counts_N: int64, how many keys each row has, at least 1.
+        softcap: scores become softcap * tanh(score / softcap); None for none.
+        sinks_H: a further score of each head, which takes its share of the softmax and has no value; None for none.
 
     Returns:
         [N, H, D].
@@ -191,5 +195,10 @@ def paged_attention(
         places = page * table_NP[row].long()[columns // page] + columns % page
         keys, values = (pool[places].float().transpose(0, 1) for pool in (keys_SKD, values_SKD))
         q_KGD = q_NHD[row].float().unflatten(0, (keys.shape[0], -1))
-        out[row] = (((q_KGD @ keys.transpose(1, 2)) * scale).softmax(-1) @ values).flatten(0, 1)
+        scores = (q_KGD @ keys.transpose(1, 2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks_H is not None:
+            scores = torch.cat((scores, sinks_H.float().view(keys.shape[0], -1, 1)), -1)
+        out[row] = (scores.softmax(-1)[..., :count] @ values).flatten(0, 1)
     return out

@@ -1,4 +1,9 @@
-"""Copies between the device and host memory that run beside the computation."""
+"""Copies between the device and host memory that run beside the computation.
+
+Reading a tensor of the device (`.item()`, `float`) waits for everything on the current stream, also for what was
+launched after the tensor was computed. `HostCopy` starts right behind it and is there as soon as it is, so that the
+host can launch what follows before it reads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,38 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a small tensor on the device, where it may be already; from the host to a GPU through page-locked memory,
+    so that the host does not wait."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor as it is after all that was launched so far on the current stream. On a CPU it is copied at once.
+
+    Args:
+        tensor: small, on the device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._passed: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._host = tensor.clone()
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._passed = torch.cuda.Event()
+        self._passed.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """Returns the copy, in host memory; waits for what was launched before it, and for nothing behind."""
+        if self._passed is not None:
+            self._passed.synchronize()
+        return self._host
 
 
 class Transfer(Protocol):
@@ -160,11 +197,3 @@ class CudaHostMemory:
 def host_memory(device: torch.device) -> HostMemory:
     """Returns pinned memory with asynchronous copies on a GPU, plain where the device's memory is the host's."""
     return CudaHostMemory(device) if device.type == "cuda" else PlainHostMemory()
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a small tensor on the device, where it may be already; from the host to a GPU through page-locked memory,
-    so that the host does not wait."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

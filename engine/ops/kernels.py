@@ -243,7 +243,7 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-class PagedAttention(Protocol):
+class AttendPages(Protocol):
     """Attention of one query a row to the keys that the row has in pages of a pool; not differentiable. The plain spec
     is engine.kernels.reference.paged_attention."""
 
@@ -257,7 +257,23 @@ class PagedAttention(Protocol):
         *,
         page: int,
         scale: float,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedAttention:
+    """Attention that reads pages where they are.
+
+    Args:
+        attend: the kernel.
+        lacks: head size, whether scores are capped, whether heads have sinks: what of it the kernel does not compute,
+            in words; None where it computes all.
+    """
+
+    attend: AttendPages
+    lacks: Callable[[int, bool, bool], str | None]
 
 
 class GumbelArgmax(Protocol):

@@ -117,6 +117,26 @@ def _folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> kernels.Fol
     return kernels.Folds(forward=pays, backward=pays)
 
 
+def _paged_attention(
+    q_NHD: Tensor,
+    keys_SKD: Tensor,
+    values_SKD: Tensor,
+    table_NP: Tensor,
+    counts_N: Tensor,
+    *,
+    page: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    assert softcap is None and sinks_H is None, "see what it lacks"
+    return generation.paged_attention(q_NHD, keys_SKD, values_SKD, table_NP, counts_N, page=page, scale=scale)
+
+
+def _paged_attention_lacks(head_dim: int, capped: bool, sinks: bool) -> str | None:
+    return "a soft cap on scores" if capped else "attention sinks" if sinks else None
+
+
 NATIVE = kernels.Kernels(
     name="native",
     draw_mask=dropout.dropout_bits,
@@ -139,6 +159,6 @@ NATIVE = kernels.Kernels(
     adapted=kernels.AdaptedProducts(fits=product.fits_tiles, forward=_adapted_forward, backward=_adapted_backward),
     norm_a_gradient=_norm_a_gradient,
     swiglu_backward_adapted=_swiglu_backward_adapted,
-    paged_attention=generation.paged_attention,
+    paged_attention=kernels.PagedAttention(attend=_paged_attention, lacks=_paged_attention_lacks),
     gumbel_argmax=generation.gumbel_argmax,
 )

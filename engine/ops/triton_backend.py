@@ -15,7 +15,16 @@ from torch import Tensor
 
 from engine.kernels.linear_cross_entropy import GPU_TOKENS, LossKernels
 from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
-from engine.kernels.triton import cross_entropy, head_norm, lora, output_gradients, rmsnorm, rope, swiglu
+from engine.kernels.triton import (
+    cross_entropy,
+    head_norm,
+    lora,
+    output_gradients,
+    paged_attention,
+    rmsnorm,
+    rope,
+    swiglu,
+)
 from engine.kernels.triton.dropout import dropout_bits
 from engine.kernels.triton.launch import rows_of
 from engine.ops.attention.packed import attention_by_document
@@ -23,6 +32,7 @@ from engine.ops.kernels import (
     GPU_FOLD_MULTIPLE,
     HeadNormKernels,
     Kernels,
+    PagedAttention,
     RowCodeKernels,
     gpu_folds,
     scale_projection,
@@ -160,6 +170,11 @@ def _norm_rope_merge(
     )
 
 
+def _paged_attention_lacks(head_dim: int, capped: bool, sinks: bool) -> str | None:
+    largest = paged_attention.LARGEST_HEAD
+    return None if head_dim <= largest else f"heads of {head_dim} features, more than {largest}"
+
+
 def _loss_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cross_entropy.local_statistics(logits_TV, targets_T.contiguous())
 
@@ -187,6 +202,7 @@ TRITON = Kernels(
     # torch's own: its flash and cuDNN kernels are the libraries to beat on a GPU; for packed documents a run takes
     # engine.ops.attention.varlen in its place
     attention=attention_by_document,
+    paged_attention=PagedAttention(attend=paged_attention.paged_attention, lacks=_paged_attention_lacks),
     folds=gpu_folds,
     loss=LossKernels(statistics=_loss_statistics, gradient=cross_entropy.local_gradient, tokens_multiple=GPU_TOKENS),
 )

@@ -15,11 +15,10 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
-from engine.layers.host_copies import sent
+from engine.layers.host_copies import HostCopy, sent
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
 from engine.training.evaluate import group_size, groups
-from engine.training.host_copy import HostCopy
 
 
 def token_logps(

@@ -20,11 +20,11 @@ from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.training.guards.run_guards import StepSeen
-from engine.training.host_copy import StepFigures
 from engine.training.prepare import PreparedRun, prepare
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete
 from engine.training.samples import quoted
+from engine.training.step_figures import StepFigures
 from engine.training.step_source import StepRows
 
 

@@ -37,10 +37,10 @@ from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.replicas import ReplicaGuard
 from engine.training.guards.run_guards import FROZEN_EVERY, Guards, StepSeen
-from engine.training.host_copy import StepFigures
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from engine.training.step_figures import StepFigures
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.graph_side import make_batch
 from rankfold.benchmarking.machine import describe

@@ -211,6 +211,8 @@ class Session:
             device=self._launch.device,
             synchronise=self._arguments.report,
         )
+        if self._generator is None and stage.cache.gathered is not None:
+            self._log.info(stage.cache.gathered)
         reader = self._writer.reader
         self._generator = Generator(
             stage,

@@ -282,7 +282,10 @@ CASES = {
     "gpt-oss, tokens": Case(model=GPT_OSS, generates=True),
     "deepseek v3, tokens": Case(model=DEEPSEEK, options=LATENT, generates=True),
     # rollouts
-    "rollouts": Case(options=GRPO, quick=True),
+    "rollouts": Case(options=GRPO, quick=True, expects=("launch of paged_attention._split_kernel",)),
+    "rollouts, window and soft cap": Case(
+        model=GEMMA, options=f"{GRPO}", expects=("launch of paged_attention._split_kernel",)
+    ),
     "rollouts, tensor 2, pipeline 2": Case(options=f"{GRPO} {TP2} {PP2}", world=8, rank=7, expects=("transfer",)),
     "rollouts, first of two stages": Case(options=f"{GRPO} {PP2}", world=8, rank=0, expects=("transfer",)),
     "rollouts, sharded parameters": Case(options=f"{GRPO} --parallel.shard parameters", world=8, rank=2),

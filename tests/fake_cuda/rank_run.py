@@ -36,12 +36,12 @@ from engine.training.build import Training, build_training
 from engine.training.data import data_position, loader_options
 from engine.training.evaluate import evaluate
 from engine.training.guards.run_guards import StepSeen, build_guards
-from engine.training.host_copy import StepFigures
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
+from engine.training.step_figures import StepFigures
 from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from rankfold.planning.memory_measure import draw_batches
@@ -276,7 +276,7 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
         stage.prefill(prompts, coordinates, 0, [[0], [1]])
         for number in range(3):
             places = [length + number for length in lengths]
-            stage.decode([1, 1], places, places, [0, 1])
+            stage.decode(places, places, [0, 1]).read()
         stage.free(0)
         stage.move(1, 0)
         stage.finish()

@@ -20,7 +20,7 @@ class Wait(NamedTuple):
 _GUARDS, _TRAINING = "engine/training/guards", "engine/training"
 
 MAY_WAIT = {
-    (f"{_TRAINING}/host_copy.py", "HostCopy.read"): Wait("for an event, behind which lie a step or more"),
+    ("engine/layers/host_copies.py", "HostCopy.read"): Wait("for an event, behind which lie a pass or more"),
     (f"{_GUARDS}/replicas.py", "ReplicaGuard.finish"): Wait("copies differ, which ends the run", within=True),
     (f"{_GUARDS}/liveness.py", "LivenessGuard.verdict"): Wait("once in a run", within=True),
     (f"{_GUARDS}/liveness.py", "LivenessGuard._look"): Wait("twice in a run, for masters in host memory", within=True),
@@ -35,5 +35,4 @@ MAY_WAIT = {
     (f"{_TRAINING}/rollouts/source.py", "RolloutSource._fill"): Wait("between two steps, for the clock"),
     (f"{_TRAINING}/rollouts/sampler.py", "Sampler.sample"): Wait("completions go to all ranks"),
     ("engine/inference/generate.py", "Generator._continues"): Wait("whether ranks with other prompts go on"),
-    ("engine/inference/model_part.py", "InferenceStage._choose"): Wait("tokens go to the host"),
 }

@@ -33,6 +33,7 @@ KERNELS = (
     "head_norm",
     "cross_entropy",
     "quantize",
+    "paged_attention",
 )
 
 

@@ -58,6 +58,7 @@ KNOWN = (
     ),
     Known("lora._a_gradient", "", "weight_ptr load", "a norm's weight, one number a thread, before the walk"),
     Known("cross_entropy._local_statistics", "", "logits_ptr load", "the target's logit is one number"),
+    Known("paged_attention._split", "gpt-oss", "sinks_ptr load", "a head's sink is one number"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )
 """In the order in which a problem looks for its reason."""

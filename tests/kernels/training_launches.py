@@ -292,12 +292,54 @@ def encoded_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator
     yield Case(f"{sizes.name} codes", codes, E4M3_SINCE)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """The heads of attention to a cache in pages, on one rank."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float | None = None
+    sinks: bool = False
+
+
+LLAMA_HEADS = Heads(name="8b", heads=32, kv_heads=8, head_dim=128)
+PAGE = 16
+"""As in engine.inference.pages."""
+
+
+def decode_cases(
+    heads: Heads, dtype: torch.dtype = torch.bfloat16, lengths: tuple[int, ...] = (2048,)
+) -> Iterator[Case]:
+    """Yields a token of 64 rows, the longest of which may have so many keys: in several splits, or one."""
+
+    def launch(length: int) -> None:
+        rows, pool = 64, torch.empty(64 * PAGE, heads.kv_heads, heads.head_dim, dtype=dtype)
+        assert TRITON.paged_attention is not None
+        TRITON.paged_attention.attend(
+            torch.empty(rows, heads.heads, heads.head_dim, dtype=dtype),
+            pool,
+            torch.empty_like(pool),
+            torch.zeros(rows, -(-length // PAGE), dtype=torch.int32),
+            torch.ones(rows, dtype=torch.int64),
+            page=PAGE,
+            scale=heads.head_dim**-0.5,
+            softcap=heads.softcap,
+            sinks_H=torch.empty(heads.heads, dtype=dtype) if heads.sinks else None,
+        )
+
+    for length in lengths:
+        yield Case(f"{heads.name} decode {length}", partial(launch, length))
+
+
 def quick_cases() -> Iterator[Case]:
     """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in."""
     for rank in (16, 8):
         yield from adapter_cases(LLAMA_8B, Adapters(rank=rank))
     yield from elementwise_cases(LLAMA_8B)
     yield from encoded_cases(LLAMA_8B)
+    yield from decode_cases(LLAMA_HEADS)
 
 
 def training_cases() -> Iterator[Case]:
@@ -316,6 +358,13 @@ def training_cases() -> Iterator[Case]:
         yield from norm_cases(width, LLAMA_8B.tokens)
     for rank in (4, 12):  # whose rows of H begin where no 16 bytes do
         yield from adapter_cases(LLAMA_8B, Adapters(rank=rank))
+    yield from decode_cases(LLAMA_HEADS, lengths=(256,))
+    for heads in (
+        Heads(name="gemma 2 9b", heads=16, kv_heads=8, head_dim=256, softcap=50.0),
+        Heads(name="gpt-oss 20b", heads=64, kv_heads=8, head_dim=64, sinks=True),
+        Heads(name="one key head", heads=71, kv_heads=1, head_dim=64),
+    ):
+        yield from decode_cases(heads)
 
 
 def other_cases(name: str) -> Iterator[Case]:
@@ -325,6 +374,7 @@ def other_cases(name: str) -> Iterator[Case]:
             yield from adapter_cases(ONES, Adapters(rank=1, folded=folded, first_feature=3))
         yield from elementwise_cases(ONES)
         yield from encoded_cases(ONES)
+        yield from decode_cases(Heads(name="ones", heads=1, kv_heads=1, head_dim=2), lengths=(1, 2048))
     elif name == "rank 192":
         yield from adapter_cases(LLAMA_8B, Adapters(rank=192, folded=False))
     else:
@@ -333,3 +383,4 @@ def other_cases(name: str) -> Iterator[Case]:
             yield from adapter_cases(LLAMA_8B, Adapters(rank=16, folded=folded), dtype)
         yield from elementwise_cases(LLAMA_8B, dtype)
         yield from encoded_cases(LLAMA_8B, dtype)
+        yield from decode_cases(LLAMA_HEADS, dtype)

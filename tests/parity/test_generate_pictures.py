@@ -190,9 +190,10 @@ def test_choices_are_those_of_the_originals_logits(name: str, tmp_path: Path) ->
         model.decoder, tp=model.mesh.tp, pp=model.mesh.pp, sampling=Sampling(), slots=1, length=len(ids), device=CPU
     )
     stage.cache.begin([0], start, len(ids) - start, waits=False)
-    chosen = stage.prefill([ids[:start]], coordinates, 0, [[0]])
+    chosen = stage.prefill([ids[:start]], coordinates, 0, [[0]]).read()[0]
     for at in range(start, len(ids)):
-        chosen += stage.decode([ids[at]], [at], [int(positions[at])], [0])
+        stage._last[0] = ids[at]  # the text's, not the one that was chosen
+        chosen += stage.decode([at], [int(positions[at])], [0]).read()[0]
     assert chosen == data.expected["one_image.logits"][0, start - 1 :].argmax(-1).tolist()
 
 

@@ -11,8 +11,8 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.loss_scale import LossScale
 from engine.training.guards.run_guards import Guards, StepSeen
-from engine.training.host_copy import StepFigures
 from engine.training.step import StepResult
+from engine.training.step_figures import StepFigures
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
 

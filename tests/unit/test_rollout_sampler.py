@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,32 @@ def test_numbers_do_not_depend_on_slots_or_neighbours(run: PreparedRun, temperat
         for one, other in zip(sampled(run, prompts, slots=slots, temperature=temperature), together, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             assert one.logps == pytest.approx(other.logps, abs=max(BOUND.values()))
+
+
+@pytest.mark.parametrize("slots", [8, 3])
+def test_reading_tokens_late_changes_no_bit(run: PreparedRun, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are launched before the tokens of the last one, or of the last three, are read, as on a GPU. Rows end by
+    their token and by their length; a row that has ended is in further passes until that is read, and no more than
+    those. Its page is given to other rows meanwhile; in the end all are free."""
+    prompts, made = prompts_of(run, 5), list[Any]()
+    at_once = sampled(run, prompts, slots=slots)
+    assert {one.truncated for one in at_once} == {True, False}
+    make = Sampler._generator
+
+    def late(sampler: Sampler, ahead: int) -> Any:
+        made.append(make(sampler))
+        made[-1]._ahead = ahead
+        return made[-1]
+
+    for ahead in (1, 3):
+        monkeypatch.setattr(Sampler, "_generator", partialmethod(late, ahead))
+        found = sampled(run, prompts, slots=slots)
+        for one, other in zip(found, at_once, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist() and np.array_equal(one.logps, other.logps)
+        generator = made[-1]
+        assert generator.stage.cache.used_bytes == 0
+        # a completion's first token comes from its prompt's pass
+        assert generator.speed.decode_tokens == sum(len(one.tokens) - 1 for one in found)
 
 
 def test_what_sampling_depends_on(run: PreparedRun) -> None:

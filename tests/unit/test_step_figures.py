@@ -12,12 +12,13 @@ from torch import Tensor
 from engine.config.log import LogOptions
 from engine.distributed.mesh import Axis, single_process_mesh
 from engine.distributed.ranks import RankGrid
+from engine.layers.host_copies import HostCopy
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import ReplicaGuard
 from engine.training.guards.run_guards import StepSeen
-from engine.training.host_copy import HostCopy, StepFigures
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.step import StepResult
+from engine.training.step_figures import StepFigures
 from tests.device_stand_in import OnDevice, Stream, device_stand_in
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout

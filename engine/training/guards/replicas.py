@@ -21,11 +21,10 @@ from engine.distributed.collectives import all_gather_async, all_reduce, gather_
 from engine.distributed.mesh import Axis, Mesh
 from engine.distributed.sharding import ShardSpec
 from engine.layers.encoded_storage import EncodedEntry
-from engine.layers.host_copies import sent
+from engine.layers.host_copies import HostCopy, sent
 from engine.layers.module import ShardEntry
 from engine.layers.storage import WeightPlacement
 from engine.training.guards.fingerprint import Fingerprints
-from engine.training.host_copy import HostCopy
 
 NAMED = 3
 """Differences that a sentence names."""

@@ -30,8 +30,8 @@ from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.nonfinite import Locator
 from engine.training.guards.replicas import PendingComparison, ReplicaGuard
 from engine.training.guards.spikes import LEAST_LOSS, LEAST_NORM, NO_LIMIT, RunningLimit
-from engine.training.host_copy import StepFigures
 from engine.training.step import StepResult, TrainStep
+from engine.training.step_figures import StepFigures
 
 FROZEN_EVERY = 10
 """Comparisons of replicas from one of frozen parameters to the next."""

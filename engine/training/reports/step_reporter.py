@@ -21,9 +21,9 @@ from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
 from engine.training.guards.run_guards import Guards, StepSeen
-from engine.training.host_copy import StepFigures
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
+from engine.training.step_figures import StepFigures
 from engine.training.step_source import StepSource
 
 SHOWN_OF_ROWS = {

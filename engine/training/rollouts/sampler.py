@@ -67,6 +67,8 @@ class Sampler:
         # ranks that gather a layer's weights from each other, or send each other tokens for experts, do so in each pass
         together = config.parallel.shard == "parameters" or config.parallel.expert > 1
         self._others = mesh.dp_cp if together else None
+        self.gathered: str | None = None
+        """Why the cache is not read where it lies, as far as is known; see `engine.inference.key_value_cache`."""
 
     def sample(self, prompts: Sequence[Prompt], *, generation: int) -> list[Sampled]:
         """Samples the completions of some prompts, those of the first one first. Collective.
@@ -121,4 +123,5 @@ class Sampler:
             with_logps=True,
             tokens_multiple=self._limits.slots,
         )
+        self.gathered = stage.cache.gathered
         return Generator(stage, self._limits, None, in_step_with=self._others)

@@ -271,7 +271,11 @@ class RolloutSource:
         if self._served is not None:
             return self._served.take(prompts, generation=self._generation, step=step)
         assert self._sampler is not None
-        return self._sampler.sample(prompts, generation=self._generation), step
+        known = self._sampler.gathered
+        completions = self._sampler.sample(prompts, generation=self._generation)
+        if known is None and self._sampler.gathered is not None:
+            self._say(f"rollouts: {self._sampler.gathered}")
+        return completions, step
 
     def _begin_next(self, step: int, last: int) -> None:
         """Begins to sample the generation batch that follows the one at hand, where that is asked for. Collective."""

@@ -1,0 +1,38 @@
+"""A step's figures on their way from the device to the host; see `engine.layers.host_copies.HostCopy`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.layers.host_copies import HostCopy
+from engine.training.step import StepResult
+
+
+class Figures(NamedTuple):
+    """The figures of a step in numbers; see `StepResult`."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    metrics: list[float]
+    router: list[float]
+
+
+class StepFigures:
+    """The figures of a step, to be made right after it was launched.
+
+    Args:
+        result: of the step.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        numbers = torch.stack((result.loss, result.grad_norm, result.loss_scale))
+        self._num_metrics = len(result.metrics)
+        self._copy = HostCopy(torch.cat((numbers, result.metrics, result.router)))
+
+    def read(self) -> Figures:
+        """Waits for the step, and for nothing that was launched after it."""
+        loss, grad_norm, loss_scale, *more = self._copy.read().tolist()
+        return Figures(loss, grad_norm, loss_scale, more[: self._num_metrics], more[self._num_metrics :])

@@ -177,9 +177,10 @@ def test_strides_and_the_launchers_own_splits(place) -> None:
 
 
 @places
-@pytest.mark.usefixtures("short_splits")
-def test_scores_of_any_size(place) -> None:
-    """Far beyond the range of exponentials, and all equal: nothing overflows, and a cap holds."""
-    for size, softcap in ((0.0, None), (300.0, None), (0.02, 5.0), (300.0, 5.0)):
-        given = _problem(Heads(2, 1, 16, softcap=softcap), *place, counts=(100, 5))
+def test_scores_of_any_size_in_many_splits(place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far beyond the range of exponentials, and all equal: nothing overflows, and a cap holds. A row has more splits
+    than are merged at a time."""
+    monkeypatch.setattr(module, "split_length", lambda group: 8)
+    for size, softcap in ((0.0, None), (1.0, None), (300.0, None), (0.02, 5.0), (300.0, 5.0)):
+        given = _problem(Heads(8, 1, 16, softcap=softcap), *place, counts=(100, 5, 93))
         _assert_exact(given._replace(q=given.q * size))

@@ -33,7 +33,7 @@ from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, split_parts
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import head_in_layers
 from engine.pipeline.partition import LayerWeights, split_layers
@@ -42,7 +42,6 @@ from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.base_encoding import base_encoding, check_base, fill_base
 from engine.training.device_choices import attention_blocks, choose_model_kernels
-from engine.training.start_model import check_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +116,8 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, pictur
         ),
         parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline, expert=choice.expert),
     )
-    check_experts(options.parallel, live.config)
+    parallel = options.parallel
+    check_expert_ranks(live.config, expert=parallel.expert, folds=parallel.folds_experts)
     check_base(options, live.config, live.plan)
     cuts = options.parallel.cuts_experts
     grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, cuts_experts=cuts)

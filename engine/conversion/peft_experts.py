@@ -33,8 +33,12 @@ _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.router"
 _STACKED_ALONE = ("gpt_oss",)
 """Families of which PEFT and servers read no adapters of single experts."""
-_OTHER_ROUTERS = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-"""Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours."""
+_UNSTACKED_BY_PEFT = ("qwen2_moe",)
+"""Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
+no module of an expert, and computes without its adapter."""
+_OTHER_ROUTERS = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", *_UNSTACKED_BY_PEFT)
+"""Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it
+opens none."""
 STACKED_IN_VLLM: frozenset[str] = frozenset()
 """Families whose experts vLLM knows stacked, so that it finds PEFT's stacks."""
 
@@ -133,6 +137,8 @@ def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterRe
         return reason
     if reader == "vllm":
         return _of_each_in_vllm(trained)
+    if decoder.family in _UNSTACKED_BY_PEFT:
+        return f"PEFT does not stack the experts' adapters of a {decoder.family} model, and would compute without them"
     routers = {module for module in trained.adapters if _ROUTER in module}
     if routers and (without := [i for i in routed_layers(decoder) if f"layers.{i}{_ROUTER}" not in routers]):
         return f"layers.{without[0]}{_ROUTER} has no adapter, and PEFT gives one to all routers or to none"
@@ -193,10 +199,11 @@ def fitting_form(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapt
 def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
     """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
     fitting = None if decoder.routed is None else fitting_form(trained, decoder, reader)
-    if fitting is not None:
-        return f"export with --adapter-form {fitting}"
+    if fitting == "per_expert":
+        return "export with --adapter-form per_expert"
+    way = "--format hf --merge" if fitting is None else f"--adapter-form {fitting}"
     alone = reader is None and obstacle(trained, decoder, "per_expert", "vllm") is None
-    return f"export with --format hf --merge{', or for vLLM alone with --reader vllm' if alone else ''}"
+    return f"export with {way}{', or for vLLM alone with --reader vllm' if alone else ''}"
 
 
 def readers_line(form: AdapterForm, decoder: DecoderConfig, *, alone: bool) -> str:

@@ -231,6 +231,7 @@ CASES = {
     ),
     "four experts, adapters": Case(config=EVEN, adapters=EVERY_EXPERT, trained=r".*router|.*shared_expert_gate"),
     "four experts, shared outer": Case(config=EVEN, adapters=EXPERTS_AND_ROUTER, experts="shared_outer"),
+    "four experts, one A for gate and up": Case(config=EVEN, adapters=FUSED_EXPERTS, fused=FUSED_EXPERTS),
     "four experts, shared": Case(config=EVEN, adapters=FUSED_EXPERTS, fused=FUSED_EXPERTS, experts="shared"),
     "four experts, in full": Case(config=EVEN, trained=".*"),
     "four experts, adapters of one": Case(config=EVEN, adapters=r"layers\.\d\.mlp\.experts\.0\.(gate|down)_proj"),

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.distributed
 
 KINDS = (
     "four experts, adapters", "four experts, shared outer", "four experts, shared", "four experts, in full",
-    "four experts, adapters of one", "grouped, adapters", "grouped, in full", "biased, adapters", "biased, in full",
+    "four experts, adapters of one", "four experts, one A for gate and up", "grouped, adapters", "grouped, in full",
+    "biased, adapters", "biased, in full",
 )  # fmt: skip
 QUICK_KINDS = KINDS[:2]
 ONE = Layout(case=KINDS[0], grid=RankGrid(), dropout=0.1)
@@ -98,6 +99,29 @@ def test_layouts_equal_one_process(name: str, kind: str):
     """Adapters of one expert alone train nothing on the ranks of the others, which still have to take part in backward:
     without a stand-in that requires a gradient there, these fail and the rank with the expert is lost."""
     _check(name, kind)
+
+
+def _gradients(names: tuple[str, ...], kind: str) -> dict[str, list[NamedShard]]:
+    """This rank's gradients of a first step in each layout."""
+    found = {}
+    for name in names:
+        layout, level = LAYOUTS[name]
+        mesh = build_mesh(layout.grid, device_type="cpu", num_kv_heads=2)
+        found[name] = Run(replace(layout, case=kind), mesh, level).gradients(1)
+    return found
+
+
+def test_one_adapter_over_gate_and_up_has_the_gradients_of_one_process():
+    """Each is an expert's own. Summed over all data ranks, as it would be by default, it is that of several experts."""
+    kind, names = "four experts, one A for gate and up", ("ep2 of dp2", "ep2 of cp2, gradients", "ep2 of tp2, sequence")
+    expected = assemble([Run(replace(ONE, case=kind), single_process_mesh(), "none").gradients(1)])
+    assert all(value.any() for value in expected.values()) and any("gate_up_proj.lora_A" in name for name in expected)
+    ranks = spawn(_gradients, world=2, args=(names, kind), timeout=120)
+    for name in names:
+        found = assemble([rank[name] for rank in ranks])
+        assert found.keys() == expected.keys()
+        errors = {key: relative_error(value, expected[key]) for key, value in found.items()}
+        assert max(errors.values()) < 1e-5, (name, {key: error for key, error in errors.items() if error >= 1e-5})
 
 
 BUGS = {

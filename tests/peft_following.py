@@ -73,12 +73,13 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def their_losses(
-    model: nn.Module, *, steps: int = STEPS, rate: Callable[[str], float] = lambda name: LR
+    model: nn.Module, *, steps: int = STEPS, rate: Callable[[str], float] = lambda name: LR, eps: float = 1e-8
 ) -> list[float]:
     """The loss of each step, in fp64; `model` is trained.
 
     Args:
         rate: name of a parameter -> its learning rate.
+        eps: of AdamW.
     """
     model = model.double().train()
     decayed = decayed_names(model)
@@ -87,7 +88,7 @@ def their_losses(
         {"params": [value], "weight_decay": DECAY if key in decayed else 0.0, "lr": rate(key)}
         for key, value in trained.items()
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=eps)
     losses = []
     for step in range(steps):
         (batch,) = batches(step)

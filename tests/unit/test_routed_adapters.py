@@ -80,7 +80,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "trained", "form"), sampled(CASES, QUICK))
-def test_adapter_and_merged_model_give_the_live_models_logits(
+def test_megatron_bridge_3981_5588_5939_6075_ms_swift_7891_peft_opens_exports_and_gives_the_live_models_logits(
     name: str, trained: str, form: AdapterForm, tmp_path: Path
 ):
     """Read back, each factor has its bits. B by expert instead of by rank, or up before gate, moves logits by 0.1.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from dataclasses import replace
 
 import pytest
@@ -47,8 +48,14 @@ SMALL_CHANGE = 4096
 
 
 def _now(tracker: MemTracker) -> int:
-    gc.collect()  # tensors in cycles live until somebody looks
-    return tracker.get_tracker_snapshot("current")[CPU]["Total"]
+    """Bytes, when they stay the same for a while: a collective's thread may still hold what it has sent."""
+    seen, same = -1, 0
+    while same < 5:
+        gc.collect()  # tensors in cycles live until somebody looks
+        now = tracker.get_tracker_snapshot("current")[CPU]["Total"]
+        seen, same = now, same + 1 if now == seen else 0
+        time.sleep(0.01)
+    return seen
 
 
 def _tracked(layout: Layout, level: ShardLevel) -> tuple[int, int | None]:

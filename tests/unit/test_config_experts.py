@@ -11,7 +11,7 @@ import yaml
 from engine.config.conversion.command import convert, to_text
 from engine.config.conversion.reading import read_file
 from engine.config.load import from_yaml
-from tests.unit.test_config_trainers import LEAST, _converted
+from tests.trainer_commands import LEAST, converted
 
 MEGATRON = LEAST["Megatron"] + " --num-layers 6 --num-experts 8"
 
@@ -22,7 +22,7 @@ def test_megatrons_auxiliary_loss_has_transformers_gradient() -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     layers, tokens, experts, chosen, given = 6, 20, 8, 3, 0.02
-    _, config = _converted(f"{MEGATRON} --moe-router-topk {chosen} --moe-aux-loss-coeff {given}")
+    _, config = converted(f"{MEGATRON} --moe-router-topk {chosen} --moe-aux-loss-coeff {given}")
     assert config.train.router_aux_loss_coef == pytest.approx(given * layers / chosen)
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = [logits.clone().requires_grad_() for _ in range(layers)]
@@ -50,14 +50,14 @@ def test_megatrons_auxiliary_loss_has_transformers_gradient() -> None:
     ],
 )
 def test_megatrons_flags(flags: str, coefficient: float, said: str | None) -> None:
-    conversion, config = _converted(f"{MEGATRON} {flags}")
+    conversion, config = converted(f"{MEGATRON} {flags}")
     assert config.train.router_aux_loss_coef == coefficient
     assert said is None or any(said in note for note in conversion.notes)
     assert any("times the number of layers" in line for line in conversion.to_fill) == ("[0]" in flags)
 
 
 def test_megatrons_other_flags_are_left_out_with_a_reason() -> None:
-    conversion, config = _converted(
+    conversion, config = converted(
         f"{MEGATRON} --moe-router-topk 2 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-dtype "
         "fp32 --moe-shared-expert-overlap --moe-permute-fusion --moe-router-score-function sigmoid --moe-made-up 3"
@@ -71,7 +71,7 @@ def test_megatrons_other_flags_are_left_out_with_a_reason() -> None:
 
 
 def test_ms_swifts_commands_of_megatron() -> None:
-    conversion, config = _converted(
+    conversion, config = converted(
         "megatron sft --model m --dataset a.jsonl --train_type lora --lora_rank 8 --lora_alpha 32 --target_modules "
         "all-linear --expert_model_parallel_size 2 --moe_permute_fusion true --moe_grouped_gemm true "
         "--micro_batch_size 8 --global_batch_size 16 --lr 1e-4 --max_length 2048 --max_epochs 1"
@@ -103,7 +103,7 @@ def test_target_parameters_are_pefts(names: tuple[str, ...]) -> None:
         (int(name.split("layers.")[1].split(".")[0]), "gate_up" if name.endswith("gate_up_proj") else "down")
         for name in peft.base_model.targeted_parameter_names
     }
-    conversion, config = _converted(
+    conversion, config = converted(
         "train.py --model_name_or_path m --lora_r 2 --output_dir o --target_modules q_proj --target_parameters "
         + " ".join(names)
     )
@@ -120,7 +120,7 @@ def test_target_parameters_are_pefts(names: tuple[str, ...]) -> None:
 
 
 def test_parameters_that_are_no_experts_are_said() -> None:
-    conversion, config = _converted(f"{LEAST['TRL']} --target_parameters mlp.gate.weight")
+    conversion, config = converted(f"{LEAST['TRL']} --target_parameters mlp.gate.weight")
     assert any("mlp.gate.weight is no parameter of experts" in note for note in conversion.notes)
     assert config.lora.fused == "auto"
 
@@ -152,7 +152,7 @@ def test_axolotls_keys(changes: dict[str, object], coefficient: float, tmp_path:
 
 
 def test_llama_factorys_and_transformers_keys() -> None:
-    _, config = _converted(f"{LEAST['LLaMA-Factory']} --moe_aux_loss_coef 0.02 --expert_model_parallel_size 2")
+    _, config = converted(f"{LEAST['LLaMA-Factory']} --moe_aux_loss_coef 0.02 --expert_model_parallel_size 2")
     assert (config.train.router_aux_loss_coef, config.parallel.expert) == (0.02, 2)
-    _, config = _converted(LEAST["Hugging Face's Trainer"] + " --router_aux_loss_coef 0.03")
+    _, config = converted(LEAST["Hugging Face's Trainer"] + " --router_aux_loss_coef 0.03")
     assert config.train.router_aux_loss_coef == 0.03

@@ -25,29 +25,7 @@ from engine.config.option_names import option_types
 from engine.config.rules import check_config
 from engine.config.run import RunConfig
 from engine.errors import UserError
-
-LEAST: dict[str, str] = {
-    "TRL": "trl sft --model_name_or_path m --dataset_name d.jsonl --use_peft",
-    "TRL's GRPO": "trl grpo --model_name_or_path m --dataset_name d.jsonl --use_peft --reward_funcs r.f",
-    "LLaMA-Factory": "llamafactory-cli train --model_name_or_path m --stage sft --finetuning_type lora",
-    "Axolotl": "axolotl train --base_model m --adapter lora --lora_r 8 --lora_alpha 16 --learning_rate 1e-4",
-    "Megatron": "pretrain_gpt.py --lr 1e-4 --train-iters 10 --micro-batch-size 2 --seq-length 64 --data-path a",
-    "MiniMind": "train_lora.py --data_path a.jsonl",
-    "SwissArmyTransformer": "finetune.py --from_pretrained m --train-iters 10 --lora_rank 10 --use_lora --mode a",
-    "MLPerf's reference": "train.py --target_eval_loss 0.9 --use_peft_lora --lora_r 16 --lora_alpha 32",
-    "LLaVA's script": "train_mem.py --model_name_or_path m --mm_projector_type mlp2x_gelu --lora_enable True",
-    "MiniCPM-V's script": "finetune.py --llm_type llama3 --use_lora true",
-    "Hugging Face's Trainer": "train.py --model_name_or_path m --lora_r 8 --output_dir out",
-    "the launcher": "accelerate launch --num_processes 2",
-}
-"""The least that each trainer can be started with and trains adapters, where it can."""
-
-
-def _converted(command: str) -> tuple[Conversion, RunConfig]:
-    conversion, _ = convert(read_flags(command, "flags", Path()), values=[], ranks=None)
-    config = from_yaml(to_text(conversion.options, title="test"))
-    check_config(config)
-    return conversion, config
+from tests.trainer_commands import AXOLOTL, LEAST, converted
 
 
 def _value(config: RunConfig, name: str) -> Any:
@@ -77,7 +55,7 @@ def test_what_nobody_gave_is_the_trainers_default(trainer: Trainer) -> None:
     command = LEAST[trainer.name]
     given = read_flags(command, "flags", Path())
     assert recognise(given) is trainer
-    conversion, config = _converted(command)
+    conversion, config = converted(command)
     said = report(conversion, 200)
     for name, default in trainer.defaults.items():
         if not isinstance(default, Default) or name in ("train.global_batch_size", "checkpoint.every"):
@@ -113,7 +91,7 @@ def _own_default(package: str, kind: str, name: str) -> Any:
 def test_defaults_are_those_of_the_installed_packages(name: str) -> None:
     """Each default whose place is Class.field, by the class itself."""
     trainer = next(one for one in TRAINERS if one.name == name)
-    conversion, _ = _converted(LEAST[name])
+    conversion, _ = converted(LEAST[name])
     checked = 0
     for option, default in trainer.defaults.items():
         match = re.fullmatch(r"(\w+)\.(\w+)", default.where) if isinstance(default, Default) else None
@@ -155,91 +133,12 @@ def test_every_field_of_the_installed_packages_is_known(name: str) -> None:
 
 def test_trls_commands_have_rates_of_their_own() -> None:
     for command, kind in (("sft", "SFTConfig"), ("dpo", "DPOConfig"), ("kto", "KTOConfig")):
-        _, config = _converted(f"trl {command} --model_name_or_path m")
+        _, config = converted(f"trl {command} --model_name_or_path m")
         assert config.optim.lr == _own_default("trl", kind, "learning_rate")
         assert config.data.seq_length == _own_default("trl", kind, "max_length")
         assert config.model.dtype == "bfloat16" and config.memory.recompute == "full"
         if command != "sft":
             assert (config.objective.name, config.objective.beta) == (command, _own_default("trl", kind, "beta"))
-
-
-_GRPO = "TRL's GRPO"
-GRPO = """
-from trl import GRPOConfig, GRPOTrainer
-
-def short(completions, **columns):
-    return [-len(one) for one in completions]
-
-peft_config = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.1, target_modules="all-linear")
-arguments = GRPOConfig(
-    output_dir="out", learning_rate=2e-5, per_device_train_batch_size=4, gradient_accumulation_steps=4,
-    steps_per_generation=8, num_generations=8, max_prompt_length=256, max_completion_length=768, num_iterations=2,
-    beta=0.04, use_bias_correction_kl=False, epsilon=0.1, epsilon_high=0.28, delta=4.0, loss_type="dr_grpo",
-    importance_sampling_level="sequence", scale_rewards=False, reward_weights=[1.0, 0.5], top_k=0, top_p=0.9,
-    temperature=0.8, mask_truncated_completions=True, disable_dropout=True, use_vllm=True, vllm_mode="colocate",
-    vllm_importance_sampling_correction=True, log_completions=True, eval_strategy="steps", eval_steps=10,
-    sync_ref_model=True, min_p=0.1, repetition_penalty=1.2, vespo_k_pos=1.5, bf16=True,
-)
-trainer = GRPOTrainer(
-    model="m", reward_funcs=[short, right], args=arguments, train_dataset=data, peft_config=peft_config
-)
-"""
-
-
-def test_trls_grpo(tmp_path: Path) -> None:
-    script = tmp_path / "any_name.py"
-    script.write_text(GRPO, encoding="utf-8")
-    conversion, _ = convert(read_file(script), values=[], ranks=2)
-    config = from_yaml(to_text(conversion.options, title="test"))
-    check_config(config)
-    assert not [row.given.key for row in conversion.rows if row.kind == "unknown"]
-    objective, rollout = config.objective, config.rollout
-    assert (objective.name, objective.loss_type, objective.ratio_level) == ("grpo", "dr_grpo", "sequence")
-    assert (objective.beta, objective.kl_bias_correction, objective.scale_rewards) == (0.04, False, "none")
-    assert (objective.epsilon, objective.epsilon_high, objective.delta) == (0.1, 0.28, 4.0)
-    assert (objective.num_iterations, objective.mask_truncated) == (2, True)
-    assert (rollout.rewards, rollout.reward_weights) == (("rewards.py:short", "rewards.py:right"), (1.0, 0.5))
-    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.8, 0.9, None)
-    assert (rollout.num_generations, rollout.max_completion_length, config.data.seq_length) == (8, 768, 1024)
-    # eight passes of four completions on two processes, of which four are an optimizer step
-    assert (rollout.steps_per_generation, config.train.global_batch_size) == (2, 32)
-    assert (config.lora.rank, config.lora.dropout, config.optim.lr) == (32, 0.0, 2e-5)
-    assert config.train.eval_every == 0 and config.data.validation is None
-    lacking = [note.partition(" ")[0] for note in conversion.notes if "has no counterpart" in note]
-    assert lacking == ["eval_strategy", "sync_ref_model"]
-    assert (rollout.min_p, rollout.repetition_penalty, objective.vespo_k_pos) == (0.1, 1.2, 2.0)
-    assert any(line.startswith("rollout.rewards: put short, right into rewards.py") for line in conversion.to_fill)
-
-
-def test_cispos_limit_is_trls(tmp_path: Path) -> None:
-    """Where none is given it is epsilon; there is no lower one."""
-    _, config = _converted(f"{LEAST[_GRPO]} --loss_type cispo --epsilon 0.3")
-    assert (config.objective.epsilon, config.objective.epsilon_high) == (0.2, 0.3)
-
-
-def test_what_vespo_leaves_aside_is_left_out() -> None:
-    """The converted run was refused."""
-    _, config = _converted(f"{LEAST[_GRPO]} --loss_type vespo --epsilon 0.3 --delta 4 --vespo_lambda_neg 1.5")
-    assert (config.objective.epsilon, config.objective.delta, config.objective.vespo_lambda_neg) == (0.2, None, 1.5)
-
-
-def test_groups_that_a_batch_does_not_hold_are_said() -> None:
-    conversion, _ = convert(read_flags(f"{LEAST[_GRPO]} --num_generations 16", "flags", Path()), values=[], ranks=1)
-    assert any("8 completions are no whole groups of rollout.num_generations 16" in line for line in conversion.to_fill)
-
-
-def test_axolotls_grpo(tmp_path: Path) -> None:
-    path = tmp_path / "run.yml"
-    block = {"beta": 0.001, "num_generations": 4, "max_completion_length": 256, "reward_funcs": ["rewards.f"],
-             "reward_weights": [2.0], "use_vllm": True, "log_completions": True, "scale_rewards": False}  # fmt: skip
-    path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "grpo", "trl": block, "sample_packing": False}), encoding="utf-8")
-    conversion, _ = convert(read_file(path), values=[], ranks=2)
-    config = from_yaml(to_text(conversion.options, title="test"))
-    assert not [row.given.key for row in conversion.rows if row.kind == "unknown"]
-    assert (config.objective.name, config.objective.beta, config.objective.scale_rewards) == ("grpo", 0.001, "none")
-    assert (config.rollout.rewards, config.rollout.reward_weights) == (("rewards.py:f",), (2.0,))
-    assert (config.rollout.num_generations, config.rollout.max_completion_length) == (4, 256)
-    assert config.data.seq_length == 4096
 
 
 FULL = {
@@ -261,7 +160,7 @@ LANGUAGE_MODEL = ("embed_tokens", "layers", "norm", "lm_head")
 @pytest.mark.parametrize("source", FULL)
 def test_no_adapters_in_none_out(source: str) -> None:
     """LLaMA-Factory trains the language model alone by default, also where there is a tower."""
-    conversion, config = _converted(FULL[source])
+    conversion, config = converted(FULL[source])
     assert (config.lora.rank, config.trainable) == (0, LANGUAGE_MODEL if source == "llama-factory" else ("*",))
     assert not [name for name in conversion.options if name.startswith("lora.") and name != "lora.rank"]
     assert "lora.rank: 0" in report(conversion, 120)
@@ -270,7 +169,7 @@ def test_no_adapters_in_none_out(source: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LEAST if name not in ("Megatron", "the launcher")])
 def test_adapters_in_adapters_out(name: str) -> None:
     """Scripts of vision-language models train parts of these in full beside adapters."""
-    _, config = _converted(LEAST[name])
+    _, config = converted(LEAST[name])
     beside = {
         "MiniCPM-V's script": ("embed_tokens", "resampler", "vpm"), "LLaVA's script": ("multi_modal_projector",)
     }  # fmt: skip
@@ -295,16 +194,16 @@ LLAMA_FACTORY = "llamafactory-cli train --model_name_or_path m --dataset a --sta
 
 
 def test_llama_factory() -> None:
-    _, config = _converted(LLAMA_FACTORY + "--finetuning_type lora --lora_rank 8 --cutoff_len 1024 --template qwen")
+    _, config = converted(LLAMA_FACTORY + "--finetuning_type lora --lora_rank 8 --cutoff_len 1024 --template qwen")
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (8, 16.0, ("all-linear",))
     assert (config.data.seq_length, config.optim.lr, config.optim.schedule) == (1024, 5e-5, "linear")
     assert (config.train.micro_batch_size, config.train.epochs, config.memory.recompute) == (8, 3.0, "full")
-    _, dpo = _converted(LLAMA_FACTORY.replace("sft", "dpo") + "--pref_loss simpo --simpo_gamma 1.2")
+    _, dpo = converted(LLAMA_FACTORY.replace("sft", "dpo") + "--pref_loss simpo --simpo_gamma 1.2")
     assert (dpo.objective.name, dpo.objective.margin, dpo.objective.beta) == ("simpo", 1.2, 0.1)
-    _, pretrain = _converted(LLAMA_FACTORY.replace("sft", "pt") + "--finetuning_type full")
+    _, pretrain = converted(LLAMA_FACTORY.replace("sft", "pt") + "--finetuning_type full")
     assert pretrain.data.packing == "concatenate"
     with pytest.raises(UserError, match="finetuning_type as oft"):
-        _converted(LLAMA_FACTORY + "--finetuning_type oft")
+        converted(LLAMA_FACTORY + "--finetuning_type oft")
 
 
 def test_deepspeeds_auto_leaves_it_to_the_trainer(tmp_path: Path) -> None:
@@ -319,24 +218,13 @@ def test_deepspeeds_auto_leaves_it_to_the_trainer(tmp_path: Path) -> None:
 
 
 def test_freezing_names_layers() -> None:
-    conversion, config = _converted(
+    conversion, config = converted(
         LLAMA_FACTORY + "--finetuning_type freeze --freeze_trainable_layers -2 --freeze_trainable_modules mlp"
     )
     assert (config.lora.rank, config.trainable) == (0, ("layers.0.mlp", "layers.1.mlp"))
-    conversion, config = _converted(LLAMA_FACTORY + "--finetuning_type freeze")
+    conversion, config = converted(LLAMA_FACTORY + "--finetuning_type freeze")
     assert len(config.trainable) == 2 and not any(name == "*" for name in config.trainable)
     assert any("the last 2 layers train" in line for line in conversion.to_fill)
-
-
-AXOLOTL = {
-    "base_model": "models/a", "datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "alpaca"}],
-    "sequence_len": 4096, "sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
-    "num_epochs": 3, "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine", "learning_rate": "2e-4", "bf16": "auto",
-    "tf32": False, "gradient_checkpointing": True, "flash_attention": True, "warmup_steps": 10, "adapter": "qlora",
-    "load_in_4bit": True, "lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_linear": True,
-    "weight_decay": 0.0, "output_dir": "./out", "cosine_min_lr_ratio": 0.1, "special_tokens": {"pad_token": "<p>"},
-    "wandb_project": None,
-}  # fmt: skip
 
 
 def test_axolotl(tmp_path: Path) -> None:
@@ -420,49 +308,49 @@ def test_megatron(tmp_path: Path) -> None:
 
 def test_megatron_counts_samples() -> None:
     base = "pretrain_gpt.py --lr 1e-4 --micro-batch-size 2 --seq-length 64 --data-path a --global-batch-size 10 "
-    _, config = _converted(base + "--train-samples 1000 --lr-warmup-samples 205")
+    _, config = converted(base + "--train-samples 1000 --lr-warmup-samples 205")
     assert (config.train.steps, config.optim.warmup_steps, config.optim.weight_decay) == (100, 20, 0.01)
-    _, config = _converted(base + "--train-iters 100 --lr-warmup-fraction 0.1")
+    _, config = converted(base + "--train-iters 100 --lr-warmup-fraction 0.1")
     assert config.optim.warmup(100) == 10
-    _, config = _converted(base + "--train-iters 100 --recompute-granularity full --data-path a b")
+    _, config = converted(base + "--train-iters 100 --recompute-granularity full --data-path a b")
     assert (config.memory.recompute, config.data.mix) == ("full", ("b.bin=1",))
-    conversion, config = _converted(base + "--train-iters 100 --load other --save out --finetune")
+    conversion, config = converted(base + "--train-iters 100 --load other --save out --finetune")
     assert config.model.init == "checkpoint"
     assert any("other is Megatron's checkpoint" in line for line in conversion.to_fill)
 
 
 def test_what_is_evaluated_and_who_gets_the_figures() -> None:
     base = "axolotl train --base_model m --learning_rate 1e-5 "
-    _, config = _converted(base + "--val_set_size 0.05 --eval_steps 20 --early_stopping_patience 3 --wandb_project p")
+    _, config = converted(base + "--val_set_size 0.05 --eval_steps 20 --early_stopping_patience 3 --wandb_project p")
     assert (config.data.validation_split, config.train.eval_every, config.train.early_stopping_patience) == (
         0.05,
         20,
         3,
     )
     assert config.log.wandb_project == "p"
-    conversion, config = _converted(base + "--val_set_size 0.05 --evals_per_epoch 2 --early_stopping_patience 3")
+    conversion, config = converted(base + "--val_set_size 0.05 --evals_per_epoch 2 --early_stopping_patience 3")
     assert config.train.early_stopping_patience is None
     assert any(line.startswith("train.early_stopping_patience: 3") for line in conversion.to_fill)
-    _, config = _converted(LLAMA_FACTORY + "--val_size 0.1 --eval_strategy steps --eval_steps 50 --report_to wandb")
+    _, config = converted(LLAMA_FACTORY + "--val_size 0.1 --eval_strategy steps --eval_steps 50 --report_to wandb")
     assert (config.data.validation_split, config.train.eval_every) == (0.1, 50)
     assert config.log.wandb_project == "huggingface"  # TrainingArguments.project
-    _, config = _converted("train.py --model_name_or_path m --wandb_project p --load_best_model_at_end --eval_steps 5")
+    _, config = converted("train.py --model_name_or_path m --wandb_project p --load_best_model_at_end --eval_steps 5")
     assert config.log.wandb_project is None and config.checkpoint.keep_best
-    _, config = _converted(LEAST["Megatron"])
+    _, config = converted(LEAST["Megatron"])
     assert (config.data.validation_split, config.train.last_batch) == (0.03, "full")
-    _, config = _converted(LEAST["Megatron"] + " --split 949,50,1")
+    _, config = converted(LEAST["Megatron"] + " --split 949,50,1")
     assert config.data.validation_split == 0.05
-    _, config = _converted(LEAST["Megatron"] + " --split 100,0,0")
+    _, config = converted(LEAST["Megatron"] + " --split 100,0,0")
     assert config.data.validation_split is None
 
 
 def test_a_constant_rate_of_transformers_has_no_warm_up() -> None:
     """get_constant_schedule takes none; Megatron's constant style does."""
     base = "train.py --model_name_or_path m --warmup_ratio 0.03 --lr_scheduler_type "
-    assert _converted(base + "constant")[1].optim.warmup(100) == 0
-    assert _converted(base + "constant_with_warmup")[1].optim.warmup(100) == 3
+    assert converted(base + "constant")[1].optim.warmup(100) == 0
+    assert converted(base + "constant_with_warmup")[1].optim.warmup(100) == 3
     megatron = LEAST["Megatron"] + " --lr-decay-style constant --lr-warmup-iters 5"
-    assert _converted(megatron)[1].optim.warmup(10) == 5
+    assert converted(megatron)[1].optim.warmup(10) == 5
 
 
 @pytest.mark.parametrize(
@@ -477,7 +365,7 @@ def test_a_constant_rate_of_transformers_has_no_warm_up() -> None:
     ],
 )
 def test_what_makes_the_run_differ_is_noted(flags: str, words: str) -> None:
-    conversion, _ = _converted(f"train.py --model_name_or_path m {flags}")
+    conversion, _ = converted(f"train.py --model_name_or_path m {flags}")
     assert any(words in note for note in conversion.notes), conversion.notes
 
 
@@ -547,7 +435,7 @@ def test_what_only_the_shell_knows_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_every_default_of_a_place_is_asked_for() -> None:
-    conversion, _ = _converted("train.py --num_train_epochs 1")
+    conversion, _ = converted("train.py --num_train_epochs 1")
     for name in ("model.path", "data.train"):
         assert conversion.options[name] == PLACES[name]
         assert any(line.startswith(name) for line in conversion.to_fill)
@@ -612,30 +500,30 @@ LLAVA = "train_mem.py --model_name_or_path m --data_path t.json --mm_projector_t
     ],
 )
 def test_what_trains_of_a_vision_language_model(command: str, rank: int, trainable: tuple[str, ...]) -> None:
-    _, config = _converted(command)
+    _, config = converted(command)
     assert (config.lora.rank, config.trainable) == (rank, trainable)
 
 
 def test_targets_of_minicpm_v_are_not_the_towers() -> None:
     """Its expression begins with llm; 2.6's tower has modules of the same names."""
-    _, config = _converted(MINICPM_V + "--use_lora true")
+    _, config = converted(MINICPM_V + "--use_lora true")
     tower = ("vision.vpm.encoder.layers.0.self_attn.q_proj", ("vpm.encoder.layers.0.self_attn.q_proj",))
     assert config.lora.targets_module("layers.0.attention.q_proj", ("llm.model.layers.0.self_attn.q_proj",))
     assert not config.lora.targets_module(*tower)
 
 
 def test_folders_of_pictures_and_sizes() -> None:
-    _, config = _converted(LLAMA_FACTORY + "--finetuning_type lora --media_dir pictures")
+    _, config = converted(LLAMA_FACTORY + "--finetuning_type lora --media_dir pictures")
     assert config.data.image_folder == "pictures"
-    _, config = _converted(LLAVA + "--image_folder ./images --lora_enable True")
+    _, config = converted(LLAVA + "--image_folder ./images --lora_enable True")
     assert config.data.image_folder == "./images"
-    conversion, _ = _converted(LLAMA_FACTORY + "--finetuning_type lora --image_max_pixels 262144")
+    conversion, _ = converted(LLAMA_FACTORY + "--finetuning_type lora --image_max_pixels 262144")
     assert any("image_max_pixels 262144 has no counterpart" in note for note in conversion.notes)
-    conversion, _ = _converted(LLAMA_FACTORY + "--finetuning_type lora --freeze_vision_tower false")
+    conversion, _ = converted(LLAMA_FACTORY + "--finetuning_type lora --freeze_vision_tower false")
     assert any("puts adapters into the tower" in line for line in conversion.to_fill)
-    conversion, _ = _converted(MINICPM_V + "--max_slice_nums 4 --use_lora true")
+    conversion, _ = converted(MINICPM_V + "--max_slice_nums 4 --use_lora true")
     assert any("max_slice_nums 4: write it into config.json" in line for line in conversion.to_fill)
-    conversion, _ = _converted(MINICPM_V + "--max_slice_nums 9 --use_lora true")
+    conversion, _ = converted(MINICPM_V + "--max_slice_nums 9 --use_lora true")
     assert not any("max_slice_nums" in line for line in conversion.to_fill)
 
 
@@ -657,7 +545,7 @@ RATES: dict[str, tuple[str, dict[str, float]]] = {
 @pytest.mark.parametrize("source", RATES)
 def test_learning_rates_by_module(source: str) -> None:
     command, rates = RATES[source]
-    _, config = _converted(command)
+    _, config = converted(command)
     assert config.optim.lr_pattern == (pytest.approx(rates) if rates else None)
 
 

@@ -177,7 +177,7 @@ def _merge_kernel(
 def split_length(group: int) -> int:
     """Returns the keys of a split, for `group` query heads of a key/value head.
 
-    What the splits leave to the merge is 4 / 512 of the keys and values that are read for a tile of 16 query heads in
+    What the splits leave to the merge is 16 / 512 of the keys and values that are read for a tile of 16 query heads in
     16 bits, each way; larger tiles have longer splits, so that it stays as little.
     """
     return 32 * power_of_2(group, SMALLEST_DOT)

@@ -10,6 +10,7 @@ from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from engine.config.rollout import KEY_VARIABLE
 from engine.errors import UserError
 
 _ATTEMPTS, _FIRST_PAUSE = 5, 0.25
@@ -18,8 +19,6 @@ one."""
 _PASSING = frozenset((429, 500, 502, 503, 504))
 """Statuses after which the same call may succeed."""
 _KEY_WANTED = frozenset((401, 403))
-KEY_VARIABLE = "RANKFOLD_SERVER_KEY"
-"""The environment variable that has the API key."""
 _LONGEST_WORDS = 300
 
 
@@ -90,7 +89,7 @@ class HttpServer:
             else:
                 if 200 <= status < 300:
                     return answer
-                words = self._without_key(_words(answer))
+                words = _words(answer)
                 said = f": {words}" if words else ""
                 refused = CallRefused(
                     f"{self.url} answers {path} with status {status}{said}", status=status, words=words
@@ -133,19 +132,22 @@ class HttpServer:
                 headers["Authorization"] = f"Bearer {self._key}"
             connection.request("GET" if data is None else "POST", self._prefix + path, body=data, headers=headers)
             answer = connection.getresponse()
-            return answer.status, _decoded(answer.read())
+            text = answer.read().decode("utf-8", errors="replace")
+            return answer.status, _decoded(text if 200 <= answer.status < 300 else self._without_key(text))
         finally:
             if link is not None:
                 with self._lock:
                     self._open.discard(link)
             connection.close()
 
-    def _without_key(self, words: str) -> str:
-        return words if self._key is None else words.replace(self._key, "...")
+    def _without_key(self, text: str) -> str:
+        """Leaves the key out, as it is and as JSON writes it, before anything is cut off."""
+        if self._key is None:
+            return text
+        return text.replace(json.dumps(self._key)[1:-1], "...").replace(self._key, "...")
 
 
-def _decoded(data: bytes) -> Any:
-    text = data.decode("utf-8", errors="replace")
+def _decoded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -19,6 +19,10 @@ _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
 """An entry with a weight behind it, which has an option of its own."""
 
 
+KEY_VARIABLE = "RANKFOLD_SERVER_KEY"
+"""The environment variable that has the API key of rollout.server."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutOptions:
     """Rollout: how completions are generated and scored, where objective.name is grpo.
@@ -40,8 +44,7 @@ class RolloutOptions:
             they are positive, and multiplied where not (1909.05858); 1 for none. Training sees them as they are.
         steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
         slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
-            kept in memory. With rollout.server, those that each server is asked for at a
-            time.
+            kept in memory. With rollout.server, those that each server is asked for at a time.
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
             truncated completion has whole; null for no penalty (arXiv 2503.14476).
         drop_uniform_groups: Leave prompts out of a step all of whose completions have the same reward, so that nothing

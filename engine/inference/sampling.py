@@ -141,7 +141,8 @@ class Chooser:
         assert self._seen is not None
         local = ids - self._first_id
         here = (local >= 0) & (local < self._num_ids)
-        self._seen[slots, torch.where(here, local, self._num_ids)] = True
+        # a number of the host would be copied to the device first, for which the host waits
+        self._seen.index_put_((slots, torch.where(here, local, self._num_ids)), here.new_ones(()))
 
     def _bounded(self, scores: Tensor) -> Tensor:
         """Returns the scores with -inf below the row's bound."""

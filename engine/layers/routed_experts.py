@@ -423,6 +423,8 @@ class RoutedMLP(nn.Module):
             )
             if sizes.gates_shared:
                 self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
+        self._reads_output = self.routes_apart and self.shared_gate is not None
+        """Whether the shared expert is gated behind the output, so that a second run does not end before it."""
 
     def check_products(self, device_type: str) -> None:
         """Checks that a device has products of such experts; see `GroupedLinear.check_products`."""
@@ -478,7 +480,7 @@ class RoutedMLP(nn.Module):
             (*self.gate_up.leaves, *self.down.leaves),
             exchange,
             gated=self._gated,
-            leaves_output=self.ends_region and context.repeats,
+            leaves_output=self.ends_region and context.repeats and not self._reads_output,
         )
         return routed, routed.dispatch(x, weights)
 

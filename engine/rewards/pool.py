@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config.rollout import RewardSource
+from engine.config.rollout import KEY_VARIABLE, RewardSource
 from engine.rewards.worker import Gone, receive, send
 from engine.telemetry.torchrun import without_rank
 
@@ -122,7 +122,7 @@ class _Worker:
             with other:
                 command = [sys.executable, "-c", _PROGRAM, str(_ROOT), str(other.fileno()), str(os.getpid())]
                 # what functions print must not mix with what this program gives on its standard output; in a session
-                # of its own, so that what functions start can be killed with it
+                # of its own, so that what functions start can be killed with it; the key of a server is none of theirs
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -130,7 +130,7 @@ class _Worker:
                     pass_fds=(other.fileno(),),
                     close_fds=True,
                     start_new_session=True,
-                    env=without_rank(os.environ),
+                    env={name: value for name, value in without_rank(os.environ).items() if name != KEY_VARIABLE},
                 )
         problems: list[str] = self._exchange(self._wanted, _START_SECONDS)
         return problems

@@ -25,6 +25,7 @@ def rewards(runs: Sequence[Run]) -> Markup:
     run = runs[0]
     figures = {name for record in run.steps for name in record.figures if name.startswith(_PART)}
     names = sorted({name.removeprefix(_PART).rpartition("/")[0] for name in figures})
+    names = [] if names == ["reward"] else names  # a single one of that name is the reward itself
     of_each = {
         figure: [
             Series(name=name, points=run.series(f"{_PART}{name}/{figure}"), colour=place)
@@ -32,8 +33,7 @@ def rewards(runs: Sequence[Run]) -> Markup:
         ]
         for figure in ("mean", "std")
     }
-    means = [Series(name="reward", points=run.series("reward"), colour=0)]
-    means += of_each["mean"] if len(names) > 1 or "reward" not in names else []
+    means = [Series(name="reward", points=run.series("reward"), colour=0), *of_each["mean"]]
     deviations = [Series(name="reward", points=run.series("reward_std"), colour=0), *of_each["std"]]
     drawn = line_chart(means, title="Reward by step", unit="mean reward", show=_short)
     if not drawn:

@@ -30,6 +30,7 @@ LAYOUTS = {
     "whole": replace(ONE, grid=RankGrid(tp=2, ep=2, cuts_experts=False)),
     "whole, sequence": replace(ONE, grid=RankGrid(tp=2, ep=2, cuts_experts=False), sequence=True),
     "recomputed": replace(ONE, grid=RankGrid(dp=2, ep=2), recompute="full"),
+    "whole, recomputed": replace(ONE, grid=RankGrid(tp=2, ep=2, cuts_experts=False), recompute="full"),
     "without": replace(ONE, case=ALONE, grid=RankGrid(dp=2, ep=2)),
     "cut over tp2": replace(ONE, grid=RankGrid(dp=2, tp=2, ep=2)),
 }
@@ -95,7 +96,7 @@ def test_a_second_run_sends_no_outputs_back() -> None:
         assert all(one.waited for one in out + back)
 
 
-@pytest.mark.parametrize("name", sampled(BESIDE, BESIDE[:3]))
+@pytest.mark.parametrize("name", sampled((*BESIDE, "whole, recomputed"), (*BESIDE[:3], "whole, recomputed")))
 def test_megatron_bridge_5634_adapters_beside_a_shared_expert_that_overlaps(name: str) -> None:
     """Every gradient of a step is that of one process, B drawn: of the shared expert's adapters, the experts', and of
     what lies below both. With either path detached from autograd, those of the attention below are off."""

@@ -34,5 +34,4 @@ MAY_WAIT = {
     ("engine/ops/expert_exchange.py", "plan_exchange"): Wait("NCCL takes the number of rows from the host"),
     (f"{_TRAINING}/rollouts/source.py", "RolloutSource._fill"): Wait("between two steps, for the clock"),
     (f"{_TRAINING}/rollouts/sampler.py", "Sampler.sample"): Wait("completions go to all ranks"),
-    ("engine/inference/generate.py", "Generator._continues"): Wait("whether ranks with other prompts go on"),
 }

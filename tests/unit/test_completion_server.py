@@ -312,6 +312,19 @@ def test_a_server_that_asks_for_a_key(stand_in: StandIn) -> None:
         checked(stand_in)
 
 
+@pytest.mark.parametrize("key", ["sk-0123456789abcdef", 'sk-a"b\\c'])
+def test_no_message_has_the_key(key: str, stand_in: StandIn) -> None:
+    """Where the server repeats it, in a text or inside JSON, and where a long message is cut in the middle of it."""
+    server = HttpServer(stand_in.url, timeout=5, key=key)
+    for before in ("", "x" * 290):
+        for reply in (f"{before} {key}", {"error": f"{before} {key}"}, {"error": {"told": [f"{before} {key}"]}}):
+            stand_in.fault = lambda path, body, count, reply=reply: (400, reply)
+            with pytest.raises(CallRefused) as refused:
+                server.call("/tokenize", {})
+            assert "sk-" not in str(refused.value) + refused.value.words
+    server.close()
+
+
 def test_an_adapter_of_a_higher_rank(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
     stand_in.max_rank = 2

@@ -77,7 +77,8 @@ def test_ms_swifts_commands_of_megatron() -> None:
         "--micro_batch_size 8 --global_batch_size 16 --lr 1e-4 --max_length 2048 --max_epochs 1"
     )
     assert not [row.given.key for row in conversion.rows if row.kind == "unknown"]
-    assert (config.model.path, config.lora.rank, config.parallel.expert) == ("m", 8, 2)
+    assert (config.model.path, config.model.init, config.lora.rank, config.parallel.expert) == ("m", "checkpoint", 8, 2)
+    assert not any(line.startswith("model.path") for line in conversion.to_fill)
     assert (config.data.seq_length, config.train.epochs, config.optim.lr) == (2048, 1.0, 1e-4)
 
 

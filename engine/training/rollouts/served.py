@@ -21,10 +21,9 @@ import numpy as np
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.completion_server.dialects import Answer, Question, SamplingSettings
-from engine.completion_server.http import KEY_VARIABLE
 from engine.completion_server.server import Asked, Shown
 from engine.completion_server.several import CompletionServers
-from engine.config.rollout import RolloutOptions
+from engine.config.rollout import KEY_VARIABLE, RolloutOptions
 from engine.config.run import RunConfig
 from engine.data.prompts import Prompt, PromptSet
 from engine.data.tokenizer import Tokenizer

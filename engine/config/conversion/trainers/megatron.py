@@ -253,6 +253,8 @@ RULES |= NO_COUNTERPART | megatron_experts.RULES
 
 def _random(conversion: Conversion) -> str:
     facts, save = conversion.facts, conversion.options.get("checkpoint.dir")
+    if conversion.given("model"):  # ms-swift's: a Hugging Face checkpoint
+        return "checkpoint"
     starts = facts.get("load")
     if starts is None and conversion.given("load", "pretrained_checkpoint"):  # only the script knows which
         return "checkpoint" if facts.get("finetune") else "random"
@@ -393,7 +395,7 @@ def _model(conversion: Conversion) -> None:
         conversion.to_fill.append(
             f"model.path: weights are drawn, so a folder with a config.json is enough{f': {said}' if said else ''}"
         )
-    else:
+    elif not conversion.given("model"):
         conversion.to_fill.append(
             f"model.path: {facts.get('load')} is Megatron's checkpoint, which is not read; name the model's Hugging "
             "Face folder"

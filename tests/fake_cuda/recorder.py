@@ -172,6 +172,8 @@ class Recorder(TorchDispatchMode):
     def _indexed(self, name: str, args: Any) -> Any:
         """Puts one index in the place of each mask, whose number of entries the host would have to wait for."""
         masks = [one for one in args[1] if one is not None and one.dtype == torch.bool and one.device.type == "cuda"]
+        if name != "index" and not masks and args[0].device.type == "cuda" and args[2].device.type == "cpu":
+            self.synchronised("copy of what is put at the index")
         if not masks or (name != "index" and args[2].numel() == 1):  # torch fills by the mask, without a wait
             return args
         self.synchronised("index by a mask")

@@ -51,7 +51,7 @@ class Arrival:
         if self._handle is not None:
             self._handle.wait()
         rows = self._rows
-        del self._rows  # their memory is given back, whoever still has this
+        del self._rows  # frees their memory, even where this object is kept
         return rows if self._order is None else rows.index_select(0, self._order)
 
 

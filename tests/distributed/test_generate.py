@@ -89,7 +89,7 @@ EXPERT_LAYOUTS: dict[int, list[dict[str, int]]] = {
 
 
 def _num_experts(folder: str, place: dict[str, int]) -> int:
-    """Of a layer on this rank."""
+    """Returns the number of experts that a layer has on this rank."""
     launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"))
     opened = open_for_generation(ModelChoice(path=Path(folder), **place), launch, Log(1))
     names = [entry.name for entry in shard_entries(opened.decoder.layers[-1])]
@@ -109,7 +109,7 @@ def _mixture_tokens(layouts: list[dict[str, int]], folders: dict[str, str]) -> l
 
 @pytest.mark.parametrize("world", sampled(EXPERT_LAYOUTS, [2]))
 def test_mixtures_with_experts_cut_and_divided_give_transformers_tokens(world: int, tmp_path: Path) -> None:
-    """Of four prompts, so that ranks that have tokens of their own have a few each, and one in the end."""
+    """There are four prompts, so that ranks with tokens of their own have a few each, and one at the end."""
     experts = {"qwen3 moe": {"num_experts": 6}, "gpt oss": {"num_local_experts": 6}, "deepseek v3": {}}
     folders = {name: tmp_path / str(number) for number, name in enumerate(MIXTURES)}
     models = {name: make_model(name, folder, **experts[name]) for name, folder in folders.items()}

@@ -92,8 +92,8 @@ def test_a_run_goes_on_with_another_number_of_expert_ranks(
 def test_experts_that_were_cut_go_on_whole_and_back(
     back: bool, place: Workplace, cut: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """expert_tensor alone changes, on the same tensor ranks. Back, the other run goes on with cut experts, on tensor
-    ranks that it did not have."""
+    """A run resumes with another expert_tensor on the same tensor ranks: cut experts become whole ones, or whole ones
+    are cut over tensor ranks that had no part in them."""
     changed = CUT if back else {**CUT, "parallel.expert_tensor": 1}
     _goes_on(whole if back else cut, 2, changed, place, tmp_path / "run")
 

@@ -103,7 +103,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiled, Path]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the slow tests of this session keep what they compile, each version of Triton under names of its own, so
+    """Where the slow tests of a run keep what they compile, each version of Triton under names of its own, so
     that what one has compiled for a GPU another launches."""
     return tmp_path_factory.mktemp("kernels")
 

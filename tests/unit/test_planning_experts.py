@@ -138,8 +138,8 @@ def _workload_of(case: Case, folder: Path) -> Workload:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", sampled(CASES, QUICK))
 def test_the_peak_of_a_step_and_what_it_sends(name: str, tmp_path: Path) -> None:
-    """Of the first rank, which all tokens choose in the worst case, and of the last where they spread evenly. A thread
-    of Gloo may hold what it has sent for a moment longer, so measured peaks are now and then a tensor higher."""
+    """The first rank's peak where all tokens choose its experts, the last rank's where they spread evenly. A thread of
+    Gloo may hold what it has sent for a moment longer, so measured peaks are now and then a tensor higher."""
     case = CASES[name]
     for rank in range(case.world):
         (tmp_path / str(rank)).mkdir()

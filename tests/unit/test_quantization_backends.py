@@ -75,7 +75,7 @@ def test_codes_and_scales_do_not_depend_on_how_a_device_divides(name: str) -> No
 
 @pytest.mark.parametrize("quantize", ["quantize_rows", "quantize_matrix"])
 def test_operands_do_not_depend_on_how_a_device_divides(quantize: str) -> None:
-    """Of several matrices: about half of all numbers have the same bits either way, and a matrix has one scale."""
+    """Several matrices show it: about half of the numbers have the same bits either way, and a matrix has one scale."""
     generator, function = torch.Generator().manual_seed(1), getattr(reference_quantize, quantize)
     for _ in range(16):
         x = torch.randn(30, 20, generator=generator)

@@ -181,8 +181,8 @@ BY_PATH = ("deepseek v3", "glm4 moe", "qwen2 moe")
 
 @pytest.mark.parametrize("name", sampled(BY_PATH, ("deepseek v3",)))
 def test_vllm_reads_linears_beside_the_experts_by_their_paths(name: str, tmp_path: Path):
-    """Of dense first layers and shared experts, with ranks of their own: each key of the folder is the path of a matrix
-    of transformers' model, to which B A is added with the scale that PEFT's rule gives that path, which is vLLM's too.
+    """Dense first layers and shared experts have ranks of their own: each key of the folder is the path of a matrix of
+    transformers' model, to which B A is added with the scale that PEFT's rule gives that path, which is vLLM's too.
     Without the factors of dense layers alone logits move by 0.1."""
     plain = make_model(name, tmp_path / "hf")
     every = r"layers\..*(?<!kv_b)_proj"

@@ -22,7 +22,7 @@ from engine.errors import UserError
 _HOT = 2.0
 """The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
 _HALVED = 0.75
-"""Of a distance; where it has become less, it was halved, and otherwise is the same, but for rounding."""
+"""The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
 _NOBODY = "rankfold-looks"
 """An adapter that no server has."""
 _ROUNDING = 1e-3

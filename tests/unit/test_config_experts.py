@@ -1,4 +1,4 @@
-"""Other trainers' keys about experts that a router chooses: the options that they set, and what is said of the others."""
+"""Other trainers' keys about experts that a router chooses: the options they set, and what is said of the others."""
 
 from __future__ import annotations
 

@@ -42,6 +42,31 @@ def _tanh(x):
     return tl.where(x < 0, -value, value)
 
 
+@triton.jit
+def _scores(
+    q_GD,
+    keys,
+    stride,
+    places_C,
+    ok_C,
+    columns_D,
+    ok_D,
+    scale,
+    softcap,
+    CAPPED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores of a tile of keys; -inf behind a row's last key, where places may hold anything, NaN too."""
+    k_DC = tl.load(
+        keys + places_C[None, :] * stride + columns_D[:, None], mask=ok_C[None, :] & ok_D[:, None], other=0.0
+    )
+    scores_GC = tl.dot(q_GD, k_DC.to(DOT), input_precision=PRECISION) * scale
+    if CAPPED:
+        scores_GC = softcap * _tanh(scores_GC / softcap)
+    return tl.where(ok_C[None, :], scores_GC, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _split_kernel(
     q_ptr,
@@ -97,16 +122,10 @@ def _split_kernel(
     for start in range(begin, end, KEYS):
         at_C = start + tl.arange(0, KEYS)
         ok_C = at_C < end
-        pages_C = tl.load(table + at_C // PAGE, mask=ok_C, other=0)
-        places_C = pages_C.to(tl.int64) * PAGE + at_C % PAGE
-        # places behind a row's last key may hold anything, NaN too
-        k_DC = tl.load(
-            keys + places_C[None, :] * keys_stride_s + columns_D[:, None], mask=ok_C[None, :] & ok_D[:, None], other=0.0
+        places_C = tl.load(table + at_C // PAGE, mask=ok_C, other=0).to(tl.int64) * PAGE + at_C % PAGE
+        scores_GC = _scores(
+            q_GD, keys, keys_stride_s, places_C, ok_C, columns_D, ok_D, scale, softcap, CAPPED, DOT, PRECISION
         )
-        scores_GC = tl.dot(q_GD, k_DC.to(DOT), input_precision=PRECISION) * scale
-        if CAPPED:
-            scores_GC = softcap * _tanh(scores_GC / softcap)
-        scores_GC = tl.where(ok_C[None, :], scores_GC, float("-inf"))
         new_G = tl.maximum(highest_G, tl.max(scores_GC, 1))
         weights_GC = tl.exp(scores_GC - new_G[:, None])
         shrink_G = tl.exp(highest_G - new_G)

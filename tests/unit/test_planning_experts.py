@@ -288,7 +288,7 @@ PUBLISHED: dict[str, PreTrainedConfig] = {
     "gpt-oss-120b": GptOssConfig(),
     "DeepSeek-V3": DeepseekV3Config(),
 }  # fmt: skip
-"""Of the others the classes' defaults are the published sizes."""
+"""The other sizes are not given: the classes' defaults are those published."""
 BILLIONS = {
     "Mixtral-8x7B": (46.7, 12.9), "Qwen3-30B-A3B": (30.5, 3.35), "GLM-4.5-Air": (106.9, 13.4),
     "gpt-oss-20b": (20.9, 4.19), "gpt-oss-120b": (116.8, 5.71), "DeepSeek-V3": (671.0, 37.6),

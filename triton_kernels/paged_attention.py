@@ -130,11 +130,8 @@ def _split_kernel(
         weights_GC = tl.exp(scores_GC - new_G[:, None])
         shrink_G = tl.exp(highest_G - new_G)
         total_G = total_G * shrink_G + tl.sum(weights_GC, 1)
-        v_CD = tl.load(
-            values + places_C[:, None] * values_stride_s + columns_D[None, :],
-            mask=ok_C[:, None] & ok_D[None, :],
-            other=0.0,
-        )
+        ok_CD = ok_C[:, None] & ok_D[None, :]
+        v_CD = tl.load(values + places_C[:, None] * values_stride_s + columns_D[None, :], mask=ok_CD, other=0.0)
         out_GD = tl.dot(weights_GC.to(DOT), v_CD.to(DOT), out_GD * shrink_G[:, None], input_precision=PRECISION)
         highest_G = new_G
     total_G = tl.where(total_G > 0, total_G, 1.0)  # a row without keys gets zeros, with a log-sum-exp of -inf

@@ -19,6 +19,7 @@ LEVELS = {
     "engine.batch": 1,
     "engine.choices": 1,
     "engine.files": 1,
+    "engine.foreign": 1,
     "engine.printable": 1,
     "engine.tile_shares": 1,
     "engine.tower_defaults": 1,
@@ -48,7 +49,10 @@ LEVELS = {
     "examples": 11,
     "tests": 12,
 }
-FOR_ALL = ("engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.printable", "engine.zigzag")
+FOR_ALL = (
+    "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",
+    "engine.zigzag",
+)  # fmt: skip
 """Records and helpers that every part of the engine may name, also on their own level."""
 
 SOURCES = sorted(

@@ -1,0 +1,34 @@
+"""Messages as JSON between two processes: frames of a length and a text over one socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.files.strict_json import ANSWER_LIMITS, JsonLimits, parse_json
+from engine.foreign.streams import LimitedStream
+
+HEADER_BYTES = 8
+"""Bytes of a frame's length, in front of it."""
+
+
+def send_frame(stream: LimitedStream, message: object) -> None:
+    """Sends a message.
+
+    Raises:
+        OSError: the other end is gone, or does not read in time (TimeoutError).
+    """
+    data = json.dumps(message).encode()
+    stream.send(len(data).to_bytes(HEADER_BYTES, "big") + data)
+
+
+def receive_frame(stream: LimitedStream, limits: JsonLimits = ANSWER_LIMITS) -> Any:
+    """Receives a message.
+
+    Raises:
+        JsonFlaw: it is too long, no JSON, or beyond the limits.
+        EOFError: the other end is closed.
+        OSError: the connection failed, or the time is over (TimeoutError).
+    """
+    length = int.from_bytes(stream.receive(HEADER_BYTES), "big")
+    return parse_json(stream.receive(length), limits)

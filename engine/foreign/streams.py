@@ -1,0 +1,75 @@
+"""A socket whose other end is another program: it may send without end, byte by byte, or not at all.
+
+A socket's own timeout is that of one system call. Here all of them share a deadline, and what is received is counted.
+"""
+
+from __future__ import annotations
+
+import io
+from socket import socket
+
+from engine.files.strict_json import JsonFlaw
+from engine.foreign.deadline import Deadline
+
+_PIECE = 1 << 20
+"""Bytes of memory that are taken at a time: an announced length is nothing that was received."""
+
+
+class LimitedStream(io.RawIOBase):
+    """The bytes that a socket sends and receives in limited time.
+
+    Args:
+        connection: stays the caller's, who closes it.
+        deadline: of everything together.
+        most_bytes: that may be received.
+    """
+
+    def __init__(self, connection: socket, deadline: Deadline, *, most_bytes: int) -> None:
+        super().__init__()
+        self._connection, self._deadline, self._left = connection, deadline, most_bytes
+        self._most = most_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Receives what is there, waiting for a first byte; returns the number of bytes, 0 at the end.
+
+        Raises:
+            JsonFlaw: there is more than was to come.
+            OSError: the connection failed, or the time is over (TimeoutError).
+        """
+        self._connection.settimeout(self._deadline.left())
+        count = self._connection.recv_into(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise JsonFlaw(f"it has more than {self._most} bytes")
+        return count
+
+    def receive(self, count: int) -> bytes:
+        """Receives so many bytes.
+
+        Raises:
+            JsonFlaw, OSError: see `readinto`.
+            EOFError: the other end was closed before.
+        """
+        if count > self._left:
+            raise JsonFlaw(f"it has more than {self._most} bytes")
+        received = bytearray()
+        while len(received) < count:
+            piece = bytearray(min(count - len(received), _PIECE))
+            if not (size := self.readinto(memoryview(piece))):
+                raise EOFError
+            received += piece[:size]
+        return bytes(received)
+
+    def send(self, data: bytes) -> None:
+        """Sends all of some bytes.
+
+        Raises:
+            OSError: the connection failed, or the time is over (TimeoutError).
+        """
+        rest = memoryview(data)
+        while rest:
+            self._connection.settimeout(self._deadline.left())
+            rest = rest[self._connection.send(rest) :]

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from engine.choices import ServerKind
+from engine.completion_server.http import SMALL_ANSWER
 from engine.errors import UserError
+from engine.foreign.fields import described, is_integer, is_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +61,15 @@ class Answer(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is posted: a path and its JSON."""
+    """What is posted: a path and its JSON.
+
+    Args:
+        most_bytes: that the answer may have.
+    """
 
     path: str
     body: dict[str, Any]
+    most_bytes: int = SMALL_ANSWER
 
 
 class Dialect(Protocol):
@@ -99,7 +106,7 @@ class Dialect(Protocol):
         """Reads the answer to `sample`.
 
         Raises:
-            UserError: it lacks tokens or log-probabilities.
+            UserError: it lacks tokens or log-probabilities, or has others than there can be.
         """
         ...
 
@@ -157,6 +164,7 @@ class Vllm:
                 "ignore_eos": True,  # the run's end tokens are below, and no others
                 "stop_token_ids": list(settings.ends),
             },
+            _most_bytes(len(question.ids) + settings.max_tokens),
         )
 
     def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
@@ -171,13 +179,14 @@ class Vllm:
         logps = given.get("token_logprobs") if isinstance(given, dict) else None
         if not isinstance(logps, list):
             raise UserError("the answer has no token_logprobs: see that nothing between here and the server drops them")
-        return Answer(tuple(tokens), tuple(logps))
+        return _completion(("token_ids", tokens), ("token_logprobs", logps))
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         settings = {"temperature": temperature, "top_k": 0, "top_p": 1.0, **_NEUTRAL}
         # two tokens may have the same text
         settings |= {"logprobs": LIKELIEST, "return_tokens_as_token_ids": True}
-        return Call("/v1/completions", {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, **settings})
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, **settings}
+        return Call("/v1/completions", body, _most_bytes(len(ids) + 1))
 
     def likeliest(self, answer: Any) -> list[float]:
         given = _first(answer, "choices").get("logprobs")
@@ -204,8 +213,8 @@ class Sglang:
     how_to_load = "start it with --enable-lora, --max-lora-rank and --lora-target-modules"
 
     def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
-        path, body = self.sample_base("", question, settings)
-        return Call(path, {**body, "lora_path": adapter})
+        path, body, most_bytes = self.sample_base("", question, settings)
+        return Call(path, {**body, "lora_path": adapter}, most_bytes)
 
     def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
         sampling = {
@@ -220,7 +229,7 @@ class Sglang:
             "stop_token_ids": list(settings.ends),
         }
         body = {"input_ids": list(question.ids), "sampling_params": sampling, "return_logprob": True}
-        return Call("/generate", body)
+        return Call("/generate", body, _most_bytes(len(question.ids) + settings.max_tokens))
 
     def completion(self, answer: Any) -> Answer:
         tokens = answer.get("output_ids") if isinstance(answer, dict) else None
@@ -228,12 +237,13 @@ class Sglang:
             raise UserError(
                 "the answer has no output_ids: see that rollout.server_kind is right, or use a later SGLang"
             )
-        return Answer(tuple(tokens), tuple(self._logps(answer, "output_token_logprobs")))
+        name = "output_token_logprobs"
+        return _completion(("output_ids", tokens), (name, self._logps(answer, name)))
 
     def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
         sampling = {"max_new_tokens": 1, "n": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True}
-        return Call("/generate", {**body, "top_logprobs_num": LIKELIEST})
+        return Call("/generate", {**body, "top_logprobs_num": LIKELIEST}, _most_bytes(len(ids) + 1))
 
     def likeliest(self, answer: Any) -> list[float]:
         (first, *_) = self._entries(answer, "output_top_logprobs") or [None]
@@ -249,7 +259,7 @@ class Sglang:
     def takes_adapters(self, status: int, words: str) -> bool:
         return status == 400 and "not enabled" not in words
 
-    def _logps(self, answer: Any, name: str) -> list[float]:
+    def _logps(self, answer: Any, name: str) -> list[Any]:
         found = self._entries(answer, name)
         if found is None or not all(isinstance(one, list) and one for one in found):
             raise UserError(f"the answer has no {name}: see that nothing between here and the server drops them")
@@ -263,11 +273,23 @@ class Sglang:
 
 LIKELIEST = 5
 """Tokens whose log-probabilities are looked at; servers give these unless they were started with a lower limit."""
+LEAST_LOGP = -1000.0
+"""The least log-probability of a sampled token. A sampler in float32 draws none below -104; the rest is room for what
+penalties and temperature do between the distribution that is drawn from and the one that is told of."""
+ROUNDING = 1e-3
+"""By how much a log-probability may lie above 0."""
+_BYTES_PER_TOKEN = 1 << 10
+"""Of an answer: a token's id, its log-probability, and its text up to three times."""
 _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def _shaping(settings: SamplingSettings) -> dict[str, float]:
     return _NEUTRAL | {"min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty}
+
+
+def _most_bytes(tokens: int) -> int:
+    """Returns the bytes that an answer on so many tokens may have."""
+    return SMALL_ANSWER + _BYTES_PER_TOKEN * tokens
 
 
 def _first(answer: Any, name: str) -> dict[str, Any]:
@@ -278,9 +300,30 @@ def _first(answer: Any, name: str) -> dict[str, Any]:
     return found[0]
 
 
+def _completion(tokens: tuple[str, list[Any]], logps: tuple[str, list[Any]]) -> Answer:
+    """Returns a completion of two fields, each with its name.
+
+    Raises:
+        UserError: they are not tokens and their log-probabilities.
+    """
+    (name, ids), (name_of_logps, values) = tokens, logps
+    for one in ids:
+        if not is_integer(one):
+            raise UserError(f"{name} has {described(one)}, where tokens are expected as integers")
+    if len(ids) != len(values):
+        raise UserError(f"a completion has {len(ids)} tokens and {len(values)} log-probabilities")
+    for one in values:
+        if not is_number(one) or not LEAST_LOGP <= one <= ROUNDING:
+            raise UserError(
+                f"{name_of_logps} has {described(one)} for a log-probability, and {LEAST_LOGP:g} to 0 are expected of "
+                "tokens that were sampled"
+            )
+    return Answer(tuple(ids), tuple(map(float, values)))
+
+
 def _largest(found: Iterable[object], name: str) -> list[float]:
     """Returns the largest log-probabilities of an answer's."""
-    values = [float(value) for value in found if isinstance(value, int | float)]
+    values = [float(value) for value in found if is_number(value)]
     if len(values) < LIKELIEST:
         raise UserError(
             f"the answer has {len(values)} {name}, and {LIKELIEST} were asked for: let the server give that many "

@@ -1,25 +1,44 @@
-"""Calls of an HTTP server: JSON there, JSON back, in limited time, and again where the connection failed."""
+"""Calls of an HTTP server: JSON there, JSON back, in limited time, and again where the connection failed.
+
+A server may be hostile, or a stranger at the address of one. A call with all its attempts shares one deadline, from the
+look-up of the name to the last byte; what is received is counted; and where a key was sent, no sentence repeats
+anything that the server says, since it may contain the key in any encoding.
+"""
 
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import socket
+import ssl
 import threading
-from contextlib import suppress
-from socket import SHUT_RDWR, socket
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from engine.config.rollout import KEY_VARIABLE
 from engine.errors import UserError
+from engine.files.strict_json import ANSWER_LIMITS, JsonFlaw, parse_json
+from engine.foreign.deadline import Deadline
+from engine.foreign.streams import LimitedStream
 
+SMALL_ANSWER = 1 << 16
+"""Bytes of an answer that says little more than that a call succeeded, or why not."""
+_HEADERS = 1 << 16
+"""Bytes of everything in front of an answer's content, and between its chunks."""
 _ATTEMPTS, _FIRST_PAUSE = 5, 0.25
 """Attempts at a call whose connection fails, and the seconds before the second attempt, which double with each further
 one."""
 _PASSING = frozenset((429, 500, 502, 503, 504))
 """Statuses after which the same call may succeed."""
 _KEY_WANTED = frozenset((401, 403))
+_REDIRECTED = range(300, 400)
 _LONGEST_WORDS = 300
+_LOOK_SECONDS = 0.1
+"""Seconds after which a call that waits for a name's addresses looks whether it was ended."""
 
 
 class CallRefused(UserError):
@@ -28,7 +47,7 @@ class CallRefused(UserError):
     Args:
         sentence: for people.
         status: of HTTP.
-        words: the server's own, on one line; "" where it has none.
+        words: the server's own, on one line; "" where it has none. Not for people: they may contain the key.
     """
 
     def __init__(self, sentence: str, *, status: int, words: str) -> None:
@@ -45,7 +64,7 @@ class HttpServer:
 
     Args:
         url: such as http://10.0.0.7:8000; a path /v1 at its end is left out.
-        timeout: seconds that the server may take for the answer of a call.
+        timeout: seconds of a call with all its attempts.
         key: the API key that calls carry; None for none. No message has it.
     """
 
@@ -53,61 +72,43 @@ class HttpServer:
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         assert parts.hostname is not None, url
-        self._connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host, self._prefix = parts.hostname, parts.path
+        self._port = parts.port or (80 if self._tls is None else 443)
         self._timeout, self._key = timeout, key
-        self._lock, self._open, self._closed = threading.Lock(), set[socket](), threading.Event()
+        self._lock, self._open, self._closed = threading.Lock(), set[socket.socket](), threading.Event()
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Returns what the server answers: the value of its JSON, or a text that is none.
+    def call(self, path: str, body: dict[str, Any] | None = None, *, most_bytes: int = SMALL_ANSWER) -> Any:
+        """Returns the value of the JSON that the server answers.
 
         Args:
             path: begins with a slash.
             body: is posted; None gets.
+            most_bytes: of the answer.
 
         Raises:
-            UserError: there is no server, or it is too slow.
+            UserError: there is no server, it is too slow, or its answer is too long or no JSON.
             CallRefused: it answers that it will not, or cannot after several attempts.
             Closed: the server was closed here.
         """
-        data = None if body is None else json.dumps(body).encode()
-        pause = _FIRST_PAUSE
-        for attempt in range(1, _ATTEMPTS + 1):
-            refused = None
-            try:
-                status, answer = self._once(path, data)
-            except TimeoutError:
-                raise UserError(
-                    f"{self.url} did not answer {path} within {self._timeout:g} seconds: see whether the server hangs, "
-                    "or raise rollout.server_timeout."
-                ) from None
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                refused = UserError(
-                    f"{self.url} cannot be reached ({problem}): start the server, or correct rollout.server."
-                )
-            else:
-                if 200 <= status < 300:
-                    return answer
-                words = _words(answer)
-                said = f": {words}" if words else ""
-                refused = CallRefused(
-                    f"{self.url} answers {path} with status {status}{said}", status=status, words=words
-                )
-                if status in _KEY_WANTED:
-                    what = "is not the one that it" if self._key else "is not set, and it"
-                    raise UserError(
-                        f"{self.url} refuses the run ({status}): {KEY_VARIABLE} {what} asks for: export it."
-                    )
-                if status not in _PASSING:
-                    raise refused
-            if self._closed.is_set():
-                raise Closed
-            if attempt == _ATTEMPTS:
-                raise refused
-            self._closed.wait(pause)
-            pause *= 2
-        raise AssertionError("not reached")
+        answer = self._answer(path, body, most_bytes)
+        try:
+            return parse_json(answer, ANSWER_LIMITS)
+        except JsonFlaw as flaw:
+            raise UserError(
+                f"{self.url} answers {path} with JSON that cannot be read{self.repeated(str(flaw))}: see that it is "
+                "the address of a vLLM or SGLang server."
+            ) from None
+
+    def tell(self, path: str, body: dict[str, Any]) -> None:
+        """Posts; what the server says of its success is not looked at. See `call`."""
+        self._answer(path, body, SMALL_ANSWER)
+
+    def repeated(self, words: str) -> str:
+        """Returns what a sentence repeats of the server's words, in brackets behind a space; "" for nothing."""
+        if self._key is not None:
+            return " (its words are left out, since they may contain the key)"
+        return f" ({words})" if words else ""
 
     def close(self) -> None:
         """Ends all calls that are under way; further ones end at once."""
@@ -115,48 +116,182 @@ class HttpServer:
         with self._lock:
             for one in self._open:
                 with suppress(OSError):
-                    one.shutdown(SHUT_RDWR)
+                    one.shutdown(socket.SHUT_RDWR)
 
-    def _once(self, path: str, data: bytes | None) -> tuple[int, Any]:
-        connection = self._connection(self._host, self._port, timeout=self._timeout)
-        link: socket | None = None
-        try:
-            connection.connect()
-            link = connection.sock
-            with self._lock:
-                if self._closed.is_set():
-                    raise Closed
-                self._open.add(link)
-            headers = {} if data is None else {"Content-Type": "application/json"}
-            if self._key is not None:
-                headers["Authorization"] = f"Bearer {self._key}"
-            connection.request("GET" if data is None else "POST", self._prefix + path, body=data, headers=headers)
-            answer = connection.getresponse()
-            text = answer.read().decode("utf-8", errors="replace")
-            return answer.status, _decoded(text if 200 <= answer.status < 300 else self._without_key(text))
-        finally:
-            if link is not None:
-                with self._lock:
-                    self._open.discard(link)
-            connection.close()
+    def _answer(self, path: str, body: dict[str, Any] | None, most_bytes: int) -> bytes:
+        """Returns the content of an answer with a status of success; see `call`."""
+        data = None if body is None else json.dumps(body).encode()
+        pause, deadline = _FIRST_PAUSE, Deadline(self._timeout)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                status, answer = self._once(path, data, deadline, most_bytes)
+            except JsonFlaw as flaw:
+                raise UserError(
+                    f"{self.url} answers {path} with other content than was asked for ({flaw}): see that it is the "
+                    "address of a vLLM or SGLang server, and that nothing in between changes what it says."
+                ) from None
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if isinstance(error, TimeoutError) and not deadline.has(0):
+                    raise self._late(path) from None
+                refused = self._failure(error)
+            else:
+                if 200 <= status < 300:
+                    return answer
+                refused = self._refusal(path, status, answer)
+                if status not in _PASSING:
+                    raise refused
+            if self._closed.is_set():
+                raise Closed
+            if attempt == _ATTEMPTS or not deadline.has(pause):
+                raise refused
+            self._closed.wait(pause)
+            pause *= 2
+        raise AssertionError("not reached")
 
-    def _without_key(self, text: str) -> str:
-        """Leaves the key out, as it is and as JSON writes it, before anything is cut off."""
+    def _late(self, path: str) -> UserError:
+        if self._closed.is_set():
+            raise Closed
+        return UserError(
+            f"{self.url} did not answer {path} within {self._timeout:g} seconds: see whether the server hangs, or "
+            "raise rollout.server_timeout."
+        )
+
+    def _failure(self, error: Exception) -> UserError:
+        """Returns what to say of a connection that failed. Of what is no HTTP only the kind: it may contain the key."""
+        if not isinstance(error, OSError):
+            return UserError(
+                f"{self.url} sends what is no answer of HTTP ({type(error).__name__}): see that rollout.server is the "
+                "address of a vLLM or SGLang server."
+            )
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return UserError(f"{self.url} cannot be reached ({problem}): start the server, or correct rollout.server.")
+
+    def _refusal(self, path: str, status: int, answer: bytes) -> UserError:
+        """Returns what to say of a status that is no success."""
+        if status in _KEY_WANTED:
+            what = "is not the one that it" if self._key else "is not set, and it"
+            return UserError(f"{self.url} refuses the run ({status}): {KEY_VARIABLE} {what} asks for: export it.")
+        if status in _REDIRECTED:
+            return UserError(
+                f"{self.url} redirects {path} to another address (status {status}): give that in rollout.server."
+            )
+        words = _words(answer)
         if self._key is None:
-            return text
-        return text.replace(json.dumps(self._key)[1:-1], "...").replace(self._key, "...")
+            said = f": {words}" if words else ""
+        else:
+            said = self.repeated(words)
+        return CallRefused(f"{self.url} answers {path} with status {status}{said}", status=status, words=words)
+
+    def _once(self, path: str, data: bytes | None, deadline: Deadline, most_bytes: int) -> tuple[int, bytes]:
+        """Returns status and content of one answer; of one that is no success no more than `SMALL_ANSWER`.
+
+        Raises:
+            JsonFlaw: it is too long, or compressed.
+            OSError, HTTPException, ValueError: there is none, or none that is HTTP.
+        """
+        headers = {"Accept": "application/json"} | ({} if data is None else {"Content-Type": "application/json"})
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        with self._connected(deadline) as link:
+            connection = http.client.HTTPConnection(self._host, self._port)
+            connection.sock = _Link(LimitedStream(link, deadline, most_bytes=_HEADERS + most_bytes))
+            connection.request("GET" if data is None else "POST", self._prefix + path, body=data, headers=headers)
+            with connection.getresponse() as answer:
+                if not 200 <= answer.status < 300:
+                    return answer.status, answer.read(SMALL_ANSWER)
+                if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+                    raise JsonFlaw("it is compressed")
+                content = b"" if (answer.length or 0) > most_bytes else answer.read(most_bytes + 1)
+                if len(content) + (answer.length or 0) > most_bytes:
+                    raise JsonFlaw(f"it has more than {most_bytes} bytes")
+                if answer.length:
+                    raise http.client.IncompleteRead(b"", answer.length)
+                return answer.status, content
+
+    @contextmanager
+    def _connected(self, deadline: Deadline) -> Iterator[socket.socket]:
+        """Yields a connection, which `close` can end from the moment when it is tried."""
+        addresses = self._addresses(deadline)
+        for place, (family, kind, protocol, _, address) in enumerate(addresses):
+            link = socket.socket(family, kind, protocol)
+            try:
+                self._keep(link)
+                link.settimeout(deadline.left() / (len(addresses) - place))
+                link.connect(address)
+                break
+            except OSError:
+                self._leave(link)
+                if place == len(addresses) - 1:
+                    raise
+        try:
+            if self._tls is not None:
+                plain = link
+                link = self._tls.wrap_socket(plain, server_hostname=self._host, do_handshake_on_connect=False)
+                self._keep(link)
+                link.settimeout(deadline.left())
+                link.do_handshake()
+            yield link
+        finally:
+            self._leave(link)
+
+    def _addresses(self, deadline: Deadline) -> list[Any]:
+        """Returns what the system's resolver knows of the host. It has no limit of time, so it works in a thread, which
+        is left alone where it takes too long."""
+        found = Future[list[Any]]()
+
+        def look_up() -> None:
+            try:
+                found.set_result(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+            except UnicodeError:
+                found.set_exception(OSError("no host has such a name"))
+            except OSError as error:
+                found.set_exception(error)
+
+        threading.Thread(target=look_up, name="resolver", daemon=True).start()
+        while wait([found], min(deadline.left(), _LOOK_SECONDS)).not_done:
+            if self._closed.is_set():
+                raise Closed
+        return found.result()
+
+    def _keep(self, link: socket.socket) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                link.close()
+                raise Closed
+            self._open.add(link)
+
+    def _leave(self, link: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(link)
+        link.close()
 
 
-def _decoded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+class _Link:
+    """A connection with the methods that http.client calls.
+
+    Args:
+        stream: to the server.
+    """
+
+    def __init__(self, stream: LimitedStream) -> None:
+        self._stream = stream
+
+    def sendall(self, data: bytes) -> None:
+        self._stream.send(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self._stream)
+
+    def close(self) -> None:
+        """Does nothing: `HttpServer` closes the connection."""
 
 
-def _words(answer: Any) -> str:
+def _words(answer: bytes) -> str:
     """Returns the message of an error, whatever of the usual forms it has."""
-    found = answer
+    try:
+        found = parse_json(answer, ANSWER_LIMITS)
+    except JsonFlaw:
+        found = answer.decode("utf-8", errors="replace")
     for key in ("error", "error_message", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
             found = found[key]

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from http import HTTPStatus
-from math import isfinite
 from typing import Any, NamedTuple
 
 from engine.completion_server.dialects import Answer, Call, Question, SamplingSettings, dialect_of
-from engine.completion_server.http import CallRefused, HttpServer
+from engine.completion_server.http import SMALL_ANSWER, CallRefused, HttpServer
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
+from engine.foreign.fields import described, is_integer
 
 _HOT = 2.0
 """The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
@@ -25,8 +25,19 @@ _HALVED = 0.75
 """The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
 _NOBODY = "rankfold-looks"
 """An adapter that no server has."""
-_ROUNDING = 1e-3
-"""By how much a log-probability may lie above 0."""
+_LIST_BYTES = 1 << 20
+"""Of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
+_TOKEN_BYTES = 16
+"""Of a token in a list of ids."""
+
+
+_CARD_FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("id", str, "a text"),
+    ("owned_by", str | None, "a text"),
+    ("parent", str | None, "a text or null"),
+    ("max_model_len", int | None, "an integer"),
+)
+"""What is read of a model in the list: the field, its kind in Python, and in words."""
 
 
 class Shown(NamedTuple):
@@ -123,13 +134,20 @@ class CompletionServer:
 
     def _cards(self) -> dict[str, dict[str, Any]]:
         """Returns what the server says of its models and adapters, by name."""
-        listed = self._http.call("/v1/models")
+        listed = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
         cards = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise UserError(
                 f"{self._http.url}/v1/models lists no models: give the address of a {self._dialect.name} server."
             )
-        return {str(card["id"]): card for card in cards}
+        for card in cards:
+            for name, kind, expected in _CARD_FIELDS:
+                if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
+                    raise UserError(
+                        f"{self._http.url}/v1/models gives {described(card[name])} as {name} of a model, and "
+                        f"{expected} is expected: give the address of a {self._dialect.name} server."
+                    )
+        return {card["id"]: card for card in cards}
 
     def _require_model(self, length: int) -> None:
         url, options = self._http.url, self._options
@@ -145,9 +163,12 @@ class CompletionServer:
             (name,) = bases
         if name not in bases:
             asked = "rollout.server_model is not set" if name is None else f"rollout.server_model is {name}"
-            raise UserError(f"{asked}, and {url} serves {', '.join(bases) or 'none'}: name the one that is trained.")
+            served = (
+                f"{len(bases) or 'no'} model{'s' if len(bases) != 1 else ''}{self._http.repeated(', '.join(bases))}"
+            )
+            raise UserError(f"{asked}, and {url} serves {served}: name the one that is trained.")
         limit = bases[name].get("max_model_len")
-        if isinstance(limit, int) and limit < length:
+        if limit is not None and limit < length:
             raise UserError(
                 f"{url} serves {name} with a context of {limit} tokens, and data.seq_length is {length}: raise the "
                 "server's, or lower data.seq_length."
@@ -158,7 +179,8 @@ class CompletionServer:
         """Refuses a server whose tokenizer gives a text other tokens."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
-            answer = self._http.call("/tokenize", body)
+            most = SMALL_ANSWER + _TOKEN_BYTES * len(text.encode())
+            answer = self._http.call("/tokenize", body, most_bytes=most)
         except CallRefused as refusal:
             return [f"the server's tokenizer could not be compared: {refusal}"]
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
@@ -204,7 +226,7 @@ class CompletionServer:
 
     def _require_adapters(self) -> None:
         try:
-            self._post(self._dialect.unload(_NOBODY))
+            self._tell(self._dialect.unload(_NOBODY))
         except CallRefused as refusal:
             if not self._dialect.takes_adapters(refusal.status, refusal.words):
                 raise UserError(
@@ -236,13 +258,13 @@ class CompletionServer:
         call = self._dialect.load(adapter, folder)
         try:
             try:
-                self._post(call)
+                self._tell(call)
             except CallRefused as refusal:
                 if "already" not in refusal.words:
                     raise
                 # an attempt before this one came through, and its answer was lost
                 self.unload(adapter)
-                self._post(call)
+                self._tell(call)
         except CallRefused as refusal:
             raise UserError(
                 f"the server did not load the adapter in {folder} ({refusal}): it reads that folder itself, so it "
@@ -256,7 +278,7 @@ class CompletionServer:
             UserError: the server is gone.
         """
         try:
-            self._post(self._dialect.unload(adapter))
+            self._tell(self._dialect.unload(adapter))
         except CallRefused as refusal:
             if not self._dialect.takes_adapters(refusal.status, refusal.words):
                 raise
@@ -303,19 +325,14 @@ class CompletionServer:
             UserError: what is wrong with it.
         """
         tokens, ends, longest = found.tokens, settings.ends, settings.max_tokens
-        if len(tokens) != len(found.logps):
-            raise UserError(f"a completion has {len(tokens)} tokens and {len(found.logps)} log-probabilities")
         if not 1 <= len(tokens) <= longest:
             raise UserError(f"a completion has {len(tokens)} tokens, and 1 to {longest} were asked for")
-        strange = [one for one in tokens if type(one) is not int or not 0 <= one < self._vocabulary]
+        strange = [one for one in tokens if not 0 <= one < self._vocabulary]
         if strange:
             raise UserError(
-                f"a completion has the token {strange[0]!r}, and the model's vocabulary {self._vocabulary} entries: "
+                f"a completion has the token {strange[0]}, and the model's vocabulary {self._vocabulary} entries: "
                 "serve the model of model.path"
             )
-        for one in found.logps:
-            if not isinstance(one, int | float) or not isfinite(one) or one > _ROUNDING:
-                raise UserError(f"a token has {one!r} for a log-probability")
         if any(token in ends for token in tokens[:-1]):
             raise UserError(
                 "a completion continues after a token that ends one here: serve the model of model.path, with its "
@@ -334,12 +351,15 @@ class CompletionServer:
             raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
 
     def _post(self, call: Call) -> Any:
-        return self._http.call(call.path, call.body)
+        return self._http.call(call.path, call.body, most_bytes=call.most_bytes)
+
+    def _tell(self, call: Call) -> None:
+        self._http.tell(call.path, call.body)
 
 
 def _few(ids: object) -> str:
     """Returns some tokens for a sentence."""
-    if not isinstance(ids, Sequence) or isinstance(ids, str):
+    if not isinstance(ids, Sequence) or not all(map(is_integer, ids)):
         return "no tokens"
     shown = ", ".join(str(one) for one in list(ids)[:6])
     return f"[{shown}{', ...' if len(ids) > 6 else ''}]"

@@ -25,3 +25,7 @@ class Deadline:
         if left <= 0:
             raise TimeoutError(f"it took more than {self.seconds:g} s")
         return left
+
+    def has(self, seconds: float) -> bool:
+        """Returns whether more than so many seconds are left."""
+        return self._ends - time.monotonic() > seconds

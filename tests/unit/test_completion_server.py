@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import base64
+import codecs
 import importlib.util
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -282,8 +286,16 @@ ANSWERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_ended, "ended after 1 of 6 tokens with token 3, which ends none here"),
     (_behind_end, "continues after a token that ends one here"),
     (_foreign, "has the token 77, and the model's vocabulary 16 entries"),
-    (_impossible, "a token has 0.5 for a log-probability"),
-    (_unknown, "a token has None for a log-probability"),
+    (_impossible, "has 0.5 for a log-probability, and -1000 to 0 are expected"),
+    (_unknown, "has null for a log-probability"),
+    (lambda answer: _set(answer, [5, 0], [-0.5, -1e30]), r"has -1e\+30 for a log-probability"),
+    (lambda answer: _set(answer, [5, 0], [-0.5, False]), "has false for a log-probability"),
+    (lambda answer: _set(answer, [5, 0], [-0.5, "-0.5"]), "has a text for a log-probability"),
+    (lambda answer: _set(answer, [5, 0], [-0.5, [-0.5]]), "has a list of 1 for a log-probability"),
+    (lambda answer: _set(answer, [5, False], [-0.5, -0.5]), "has false, where tokens are expected as integers"),
+    (lambda answer: _set(answer, [5.0, 0], [-0.5, -0.5]), "has 5, where tokens are expected as integers"),
+    (lambda answer: _set(answer, [{"id": 5}, 0], [-0.5, -0.5]), "has an object, where tokens are expected as"),
+    (lambda answer: _set(answer, [-1, 0], [-0.5, -0.5]), "has the token -1, and the model's vocabulary 16"),
     (_longer, "a completion has 7 tokens, and 1 to 6 were asked for"),
     (_no_tokens, "the answer has no (token_ids|output_ids)"),
     (_no_logps, "the answer has no (token_logprobs|output_token_logprobs)"),
@@ -312,16 +324,43 @@ def test_a_server_that_asks_for_a_key(stand_in: StandIn) -> None:
         checked(stand_in)
 
 
-@pytest.mark.parametrize("key", ["sk-0123456789abcdef", 'sk-a"b\\c'])
-def test_no_message_has_the_key(key: str, stand_in: StandIn) -> None:
-    """Where the server repeats it, in a text or inside JSON, and where a long message is cut in the middle of it."""
+def _encodings(key: str) -> list[str]:
+    """What a server may make of a key."""
+    return [
+        key,
+        base64.b64encode(key.encode()).decode(),
+        key.encode().hex(),
+        quote(key, safe=""),
+        key[::-1],
+        codecs.encode(key, "rot13"),
+        " ".join(key),
+        json.dumps(key),
+    ]
+
+
+@pytest.mark.parametrize("key", ["sk-0123456789abcdef", 'sk-a"b\\c', "hunter"])
+def test_no_message_repeats_a_server_that_was_given_the_key(key: str, stand_in: StandIn) -> None:
     server = HttpServer(stand_in.url, timeout=5, key=key)
-    for before in ("", "x" * 290):
-        for reply in (f"{before} {key}", {"error": f"{before} {key}"}, {"error": {"told": [f"{before} {key}"]}}):
+    for told in _encodings(key):
+        for reply in (told, {"error": told}, {"error": {"told": [f"{'x' * 290} {told}"]}}):
             stand_in.fault = lambda path, body, count, reply=reply: (400, reply)
             with pytest.raises(CallRefused) as refused:
                 server.call("/tokenize", {})
-            assert "sk-" not in str(refused.value) + refused.value.words
+            assert told not in str(refused.value) and "words are left out" in str(refused.value)
+    server.close()
+
+
+@pytest.mark.parametrize("field", ["id", "owned_by", "parent", "max_model_len"])
+def test_no_message_repeats_a_list_of_models(field: str, stand_in: StandIn) -> None:
+    key = "sk-0123456789abcdef"
+    options = RolloutOptions(server=stand_in.url, server_kind=stand_in.kind, server_model="other", server_timeout=5)  # type: ignore[arg-type]
+    server = CompletionServer(stand_in.url, options, vocabulary=16, key=key)
+    for told in _encodings(key):
+        for value in (told, [told], {told: told}):
+            stand_in.listed = {field: value}
+            with pytest.raises(UserError) as refused:
+                server.check(Shown(32, TEXT, PROMPT, PROMPT), SETTINGS)
+            assert told not in str(refused.value)
     server.close()
 
 

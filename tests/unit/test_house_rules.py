@@ -33,6 +33,7 @@ CATCHES_ALL = {
         "engine/telemetry/errors.py",
         "run_command",
     ): "ends the process whatever happened, and waits for no rank",
+    ("engine/data/vision/files.py", "_readable"): "a broken file makes any of Python's errors in Pillow's decoders",
     ("engine/rewards/worker.py", "_load_all"): "a file of reward functions is somebody's program",
     ("engine/rewards/worker.py", "_scored"): "so is a reward function",
     ("rankfold/benchmarking/workers.py", "_serve"): "a worker process sends any error to the process that asked",

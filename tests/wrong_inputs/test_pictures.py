@@ -4,6 +4,7 @@ any weight is read."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -75,6 +76,11 @@ def _no_folder(file: Path) -> None:
     file.mkdir()
 
 
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 def _link_to_itself(file: Path) -> None:
     file.unlink()
     file.symlink_to(file)
@@ -99,6 +105,8 @@ CASES: dict[str, tuple[Change, str]] = {
     "a folder": (_file(_no_folder), "Is a directory"),
     "a link to itself": (_file(_link_to_itself), "x.png"),
     "unreadable": (_file(_unreadable), "x.png"),
+    "EPS": (_file(lambda file: file.write_text("%!PS-Adobe-3.0 EPSF-3.0\nshowpage\n")), "whose format is EPS"),
+    "a pipe": (_file(_pipe), "x.png, which is not a regular file"),
     "SVG": (_file(lambda file: file.write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")), "no picture that Pillow"),
     # where a record says they are
     "a number": (_record(image=3, conversations=TURNS), "'image' is no path of a picture"),
@@ -160,7 +168,16 @@ CASES: dict[str, tuple[Change, str]] = {
     "no adapter in the tower": ({"lora.targets": r"vpm\..*\.nothing"}, "nothing"),
 }  # fmt: skip
 """What is changed, files or options, and words of the sentence."""
-QUICK = ("missing", "unreadable", "a very long name", "two markers", "queries of no square", "cut pictures")
+QUICK = (
+    "missing",
+    "EPS",
+    "a pipe",
+    "unreadable",
+    "a very long name",
+    "two markers",
+    "queries of no square",
+    "cut pictures",
+)
 
 
 @pytest.mark.parametrize("name", sampled(CASES, QUICK))

@@ -9,13 +9,14 @@ printed here too. What cannot work raises `UserError`, whose message is one sent
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from engine.inference.generate import Generator, Request, check_requests
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.runtime.launch import Launch, start, stop, world_size_from_environment
+from engine.telemetry.format import shown
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.training import trainer
@@ -45,6 +47,23 @@ __all__ = ["RunConfig", "RunListener", "RunSummary", "UserError", "export", "gen
 AnyPath = str | PathLike[str]
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation: {"role": "user", "content": ...}."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _briefly_interrupted(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets Ctrl-C leave a function with the caller's part of the traceback alone."""
+
+    @functools.wraps(call)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return call(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            raise interrupt.with_traceback(None) from None
+
+    return wrapped
 
 
 def load_config(source: AnyPath | Mapping[str, Any] | None = None, **options: Any) -> RunConfig:
@@ -71,6 +90,7 @@ def load_config(source: AnyPath | Mapping[str, Any] | None = None, **options: An
     return load_arguments(arguments)
 
 
+@_briefly_interrupted
 def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     """Trains as configured, in this process, or as one rank where torchrun started it.
 
@@ -79,9 +99,11 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
         listener: hears, on every rank, when things happen: steps, evaluations, the end.
 
     Returns:
-        What the run did. `run_dir` is its folder; `stopped` says what a scheduler stopped it with, None at its end.
+        What the run did. `run_dir` is its folder; `stopped` says which of a scheduler's signals stopped it, None at its
+        end.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C; where steps had been taken, after the run was saved.
         UserError: something in the configuration, the model or the data cannot work, or another rank is lost. With one
             process the next call starts afresh; as a rank of several, let the process end.
     """
@@ -93,11 +115,15 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     _require_no_group()
     try:
-        return trainer.train(config, listener)
+        summary = trainer.train(config, listener)
     finally:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
+    if summary.interrupted:
+        raise KeyboardInterrupt(f"stopped after step {summary.steps} of the run in {shown(summary.run_dir)}")
+    return summary
 
 
+@_briefly_interrupted
 def export(
     run: AnyPath,
     out: AnyPath,
@@ -142,6 +168,7 @@ def export(
     return Path(out)
 
 
+@_briefly_interrupted
 def generate(
     model: AnyPath | None,
     prompts: Sequence[Prompt],

@@ -105,6 +105,9 @@ def run(command: str | None = None) -> NoReturn:
             raise
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
     run_command(main if command is None else partial(_run_one, command))
 
 

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 
 from engine.config.load import load_config
 from engine.errors import UserError
+from engine.runtime.command import given_command
 from engine.telemetry.errors import EXIT_STOPPED
+from engine.telemetry.interrupts import EXIT_INTERRUPTED
 
 _PROFILE = re.compile(r"^--profile(?=$|=)")
 """A short name of an option."""
@@ -28,8 +30,9 @@ def main() -> None:
     # imported after the configuration is known to be sound: torch takes seconds to load
     from engine.training.trainer import train
 
-    if train(config).stopped is not None:
-        sys.exit(EXIT_STOPPED)
+    summary = train(config, command=given_command)
+    if summary.stopped is not None:
+        sys.exit(EXIT_INTERRUPTED if summary.interrupted else EXIT_STOPPED)
 
 
 def with_rewards(arguments: Sequence[str]) -> list[str]:

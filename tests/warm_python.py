@@ -194,6 +194,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> N
     status = 1
     try:
         os.chdir(folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python starts on a terminal
         os.environ.clear()
         os.environ.update(environment)
         while arguments and arguments[0] == "-u":

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import active_children, forkserver, get_context, resource_tracker
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +41,7 @@ from engine.files.durable import delete_folder, open_new, write_durably
 from engine.files.refusals import Unfinished, reading, writing
 from engine.files.staging import staged_folder
 from engine.kernels.checksum import Checksum
+from engine.telemetry.interrupts import interrupts_held_back
 
 _COPY_BYTES = 16 * 2**20
 _PARTS, _SUMMARY = "parts", ".summary"
@@ -217,6 +218,9 @@ def _run(
     # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
     context = get_context("forkserver")
     context.set_forkserver_preload(["engine.data.build_store", "transformers"])
+    resource_tracker.ensure_running()  # which lets signals through again as it starts
+    with interrupts_held_back():  # workers are started so too: this process alone answers Ctrl-C
+        forkserver.ensure_running()
     workers = min(request.workers, len(waiting))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(request,)) as pool:
         running: dict[Future[_Done], int] = {}
@@ -224,7 +228,8 @@ def _run(
         try:
             while True:
                 for number, unit in islice(todo, 2 * workers - len(running)):
-                    running[pool.submit(_do_in_worker, unit, parts, number, dtype)] = number
+                    with interrupts_held_back():  # a worker that is half started could not be ended
+                        running[pool.submit(_do_in_worker, unit, parts, number, dtype)] = number
                 if not running:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -235,6 +240,10 @@ def _run(
                 "a process that tokenised was killed, perhaps because memory ran out: give the same command again, "
                 "with fewer --workers, and it resumes from there."
             ) from None
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.kill()  # a unit is complete or absent, and may take minutes
+            raise
         finally:
             for future in running:
                 future.cancel()

@@ -1,4 +1,4 @@
-"""A scheduler's SIGTERM or SIGUSR1: all ranks stop after the same step, which is then saved.
+"""A scheduler's SIGTERM or SIGUSR1, or Ctrl-C: all ranks stop after the same step, which is then saved.
 
 A rank may get the signal while others are steps ahead on the host, or wait for it inside of a step. So nobody stops at
 once. The first to know leaves word in the store; a thread of each rank, which runs whatever its main thread waits for,
@@ -15,7 +15,8 @@ The store may be lost, with the machine that holds it, or never answer. Ranks th
 each ends in a sentence, at its next place and within a time limit.
 
 A launcher forwards what the scheduler may have sent to everybody already, so signals close together are one. A later
-one ends the process at once.
+one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get only
+what torchrun forwards, the first as SIGINT and the second as SIGTERM.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ from engine.runtime.hang_report import some_ranks
 from engine.runtime.watchdog import seconds_between_looks
 from engine.telemetry.ending import end_at_once
 from engine.telemetry.errors import EXIT_USER_ERROR
+from engine.telemetry.interrupts import SAME_PRESS_SECONDS, is_ignored
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+CTRL_C = "Ctrl-C"
+"""The reason of a stop that a user asked for, whichever rank heard of it."""
 SAME_SECONDS = 3.0
-"""Signals so close to the first are the first, forwarded."""
+"""A scheduler's signals so close to the first are the first, forwarded; a user may press Ctrl-C again much sooner."""
 ANSWER_SECONDS = 15.0
 """Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
 _WORD_SECONDS = 3.0
@@ -77,6 +81,11 @@ class Preemption:
         self.reason: str | None = None
         """What all stop for; set when `tick` has said so."""
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether this rank was asked to stop by Ctrl-C."""
+        return self._wanted == CTRL_C
+
     def listen(self) -> None:
         """Has the signals stop the run from now on. In the main thread only."""
         reader, writer = os.pipe()
@@ -86,6 +95,8 @@ class Preemption:
         # the pipe at once, by whichever thread the system interrupts.
         self._old_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
+            if number == signal.SIGINT and is_ignored():
+                continue
             self._old[number] = signal.signal(number, _nothing)
         self._thread = threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True)
         self._thread.start()
@@ -205,7 +216,8 @@ class Preemption:
             return self._passed
 
     def _announce(self) -> None:
-        self._say(f"{self.reason}: the run stops after the step under way and saves; a second signal ends it at once")
+        again = "press it again to end at once" if self.reason == CTRL_C else "a second signal ends it at once"
+        self._say(f"{self.reason}: the run stops after the step under way and saves; {again}")
 
     def _set_deadline(self) -> None:
         """Gives the thread with the store the time that it may take, and once more that of the last word."""
@@ -231,18 +243,23 @@ class Preemption:
         end_at_once(EXIT_USER_ERROR)
 
     def _listen(self, reader: int) -> None:
-        first: float | None = None
+        first: tuple[float, int] | None = None
         while (sent := os.read(reader, 1)) and sent[0] != 0:
             if sent[0] not in SIGNALS:
                 continue
-            name, now = signal.Signals(sent[0]).name, time.monotonic()
+            now, said = time.monotonic(), self._described(sent[0])
             if first is None:
-                first = now
-                self.request(f"{name} to rank {self._rank}")
-            elif now - first > SAME_SECONDS:
-                self._say(f"a second signal, {name} to rank {self._rank}: ended at once, the step under way is lost")
+                first = now, sent[0]
+                self.request(said)
+                continue
+            same = SAME_PRESS_SECONDS if signal.SIGINT in (first[1], sent[0]) else SAME_SECONDS
+            if now - first[0] > same:
+                self._say(f"a second signal, {said}: ended at once, the step under way is lost")
                 end_at_once(128 + sent[0])
         os.close(reader)
+
+    def _described(self, number: int) -> str:
+        return CTRL_C if number == signal.SIGINT else f"{signal.Signals(number).name} to rank {self._rank}"
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Supervision of the loop: a scheduler's signals and the watch for hangs, over one connection to the store."""
+"""Supervision of the loop: a scheduler's signals, Ctrl-C and the watch for hangs, over one connection to the store."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ class Supervision:
         self._watchdog.passed(step)
         if self._preemption.tick():
             raise Preempted(self._preemption.reason)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this rank was asked to stop by Ctrl-C."""
+        return self._preemption.interrupted
 
     def close(self) -> None:
         """Restores the signals' handlers and ends the watch; may be called twice."""

@@ -21,12 +21,12 @@ from engine.files.refusals import sentence_of
 from engine.printable import printable
 from engine.telemetry.ending import end, end_at_once, has_joined
 from engine.telemetry.format import format_bytes
+from engine.telemetry.interrupts import EXIT_INTERRUPTED, end_at_the_next, leave_in_order, was_interrupted
 from engine.telemetry.output import give_up, has_reader, outliving_the_reader, say
 from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
 
 EXIT_DEFECT = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
 """Exit status where the reader of the results has gone: what a shell reports for a program that SIGPIPE ended."""
 EXIT_STOPPED = 75
@@ -57,9 +57,16 @@ class Ending:
     is_after_another: bool = False
 
 
+_INTERRUPTED = Ending(status=EXIT_INTERRUPTED, line="interrupted")
+
+
 def ending_of(error: BaseException) -> Ending:
     """Returns how a command ends after `error`."""
     match error:
+        case KeyboardInterrupt():
+            return _INTERRUPTED
+        case _ if was_interrupted():  # an exception that a library makes of it, or another rank that has ended sooner
+            return _INTERRUPTED
         case UserError():
             line = f"error: {one_line(str(error))}"
             return Ending(status=EXIT_USER_ERROR, line=line, is_after_another=isinstance(error, LostRankError))
@@ -67,13 +74,11 @@ def ending_of(error: BaseException) -> Ending:
             return Ending(status=EXIT_USER_ERROR, line=f"error: {one_line(sentence)}")
         case MemoryError() | RuntimeError() if (sentence := _memory_sentence(error)) is not None:
             return Ending(status=EXIT_USER_ERROR, line=f"error: {sentence}")
-        case KeyboardInterrupt():
-            return Ending(status=EXIT_INTERRUPTED, line="interrupted")
         case SystemExit(code=None):
             return Ending(status=0)
         case SystemExit(code=int(status)):
-            stopped = "stopped by a scheduler, and saved: the same command resumes from there"
-            return Ending(status=status, reason=stopped if status == EXIT_STOPPED else None)
+            stopped = "stopped by a signal, and saved: the same command resumes from there"
+            return Ending(status=status, reason=stopped if status in (EXIT_STOPPED, EXIT_INTERRUPTED) else None)
         case SystemExit(code=words):
             return Ending(status=EXIT_DEFECT, line=str(words))
         case BrokenPipeError() if not has_reader(sys.stdout):
@@ -110,9 +115,10 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     """Runs a command line's `main` and ends the process.
 
     A `UserError` becomes `error: <sentence>` on stderr, once per machine, and status 2; Ctrl-C becomes one line and
-    status 130. A reader that leaves before it has all results (`| head`) ends the command quietly with status 141;
-    unread stderr is ignored, and so is --help that is not read to its end. Other exceptions keep their traceback: they
-    are defects. A process that has joined others ends at once in each of these cases, see `engine.telemetry.ending`.
+    status 130, and a second one ends the process wherever it is. A reader that leaves before it has all results
+    (`| head`) ends the command quietly with status 141; unread stderr is ignored, and so is --help that is not read to
+    its end. Other exceptions keep their traceback: they are defects. A process that has joined others ends at once in
+    each of these cases, see `engine.telemetry.ending`.
 
     Args:
         main: the command; returns None when all went well.
@@ -120,14 +126,17 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     Raises:
         SystemExit: always, when `main` returned or failed as described, in a process on its own.
     """
+    leave_in_order(lambda: _tell(_INTERRUPTED))
     with outliving_the_reader():
         try:
             main()
             sys.stdout.flush()
+            end_at_the_next()
         except BaseException as error:  # whatever it is, do not wait for other ranks
             ending = Ending(status=EXIT_DEFECT)
             try:
                 ending = ending_of(error)
+                end_at_the_next()
                 _tell(ending)
             finally:
                 if has_joined():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def format_bytes(count: float) -> str:
@@ -57,3 +59,11 @@ def format_columns(rows: Sequence[Sequence[str]], *, names: int = 1) -> list[str
         )
         for row in rows
     ]
+
+
+def shown(path: str | Path) -> str:
+    """Returns a path as it is shown: from the current folder, where that is shorter."""
+    try:
+        return min(os.path.relpath(path), str(path), key=len)
+    except OSError:  # the current folder is gone
+        return str(path)

@@ -6,6 +6,7 @@ What it consists of is made by `engine.training.prepare`; what is reported of st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from engine.checkpoint.run.step_folders import checkpoint_folder
@@ -15,7 +16,7 @@ from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError
 from engine.runtime.launch import start, stop, world_size_from_environment
 from engine.runtime.supervision import Preempted
-from engine.telemetry.format import counted
+from engine.telemetry.format import counted, shown
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
@@ -68,6 +69,11 @@ class Trainer:
         run.progress.close()
         run.metrics.close("finished" if stopped is None else "stopped")
         return self._summary(seconds, stopped)
+
+    @property
+    def interrupted_before_a_step(self) -> bool:
+        """Whether Ctrl-C came before this start has taken a step that could be lost."""
+        return self.step == self._run.start.step and self._run.supervision.interrupted
 
     def _take_steps(self) -> None:
         """Takes the steps, until the last one or until an evaluation ends the run."""
@@ -190,7 +196,9 @@ class Trainer:
         self._saved = self.step
 
 
-def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
+def train(
+    config: RunConfig, listener: RunListener | None = None, command: Callable[..., str] | None = None
+) -> RunSummary:
     """Trains as configured, in this process or as one rank under torchrun.
 
     However the run ends, its folder is given up and its threads, files and trackers are closed. Only the process group
@@ -200,6 +208,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     Args:
         config: of the run.
         listener: hears, on every rank, when things happen.
+        command: returns the command line that a user gave, with words added at its end; None where a program calls.
 
     Raises:
         UserError: something in the configuration, the model or the data cannot work, or another rank is lost.
@@ -217,15 +226,31 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
         log.info(str(complete))
         return RunSummary(run_dir=complete.run_dir, steps=complete.step)
     except CommunicationError as error:
+        if trainer is not None and trainer.interrupted_before_a_step:
+            raise KeyboardInterrupt from error  # ranks that had not begun to listen have ended by it
         raise LostRankError(_lost_rank(error, None if trainer is None else trainer.step, config)) from error
     stop()
     if summary.stopped is None:
         log.info("done")
     else:
-        log.info(f"stopped after step {summary.steps}, {summary.stopped}: the same command resumes from there")
+        log.info(f"stopped after step {summary.steps}, {summary.stopped}: {_how_to_resume(summary, config, command)}")
     for line in summary.lines():
         log.info(line)
     return summary
+
+
+def _how_to_resume(summary: RunSummary, config: RunConfig, command: Callable[..., str] | None) -> str:
+    """Says what goes on from where a signal stopped the run."""
+    options = [] if config.checkpoint.dir is not None else ["--checkpoint.dir", shown(summary.run_dir)]
+    if config.checkpoint.resume != "auto":  # which would start the run where it has begun
+        options += ["--checkpoint.resume", "auto"]
+    does = "start again with" if summary.steps == 0 else "resume with"
+    if command is not None:
+        return f"{does} {command(*options)}"
+    given = " and ".join(
+        f"{name.removeprefix('--')} {value}" for name, value in zip(options[::2], options[1::2], strict=True)
+    )
+    return f"the same configuration resumes from there{f', with {given}' if given else ''}"
 
 
 def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

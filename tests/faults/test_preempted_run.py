@@ -36,7 +36,7 @@ def test_under_torchrun(settings: dict[str, object], tmp_path: Path) -> None:
         assert run.wait(60) == 1, "torchrun's own status, which docs/runs.md names"
         output = run.output.read_text()
     assert len(re.findall(r"^SIGTERM to rank [01]: the run stops after the step under way", output, re.M)) == 1, output
-    stopped = re.search(r"^stopped after step (\d+), SIGTERM to rank [01]: the same command resumes", output, re.M)
+    stopped = re.search(r"^stopped after step (\d+), SIGTERM to rank [01]: resume with", output, re.M)
     assert stopped and "resuming" not in output and "error: " not in output, output
     assert not (tmp_path / "run" / "run.lock").exists()
     with Torchrun(tmp_path, settings, 2) as run:

@@ -12,6 +12,7 @@ from engine.models.describe import num_parameters
 from engine.models.families import family_of
 from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
+from engine.runtime.preemption import CTRL_C
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
 from engine.telemetry.log import Log
 from engine.training.build import Training
@@ -39,7 +40,12 @@ class RunSummary:
     best: str | None = None
     """The best evaluation loss, and which checkpoint has it."""
     stopped: str | None = None
-    """What a scheduler stopped the run with, before its end."""
+    """The signal that stopped the run before its end."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user stopped the run, by Ctrl-C."""
+        return self.stopped == CTRL_C
 
     def lines(self) -> list[str]:
         rows = [("steps", f"{self.steps}")]

@@ -44,14 +44,14 @@ def batches(step: int, parts: int = 1) -> list[Batch]:
     ]
 
 
-def peft_start(name: str, folder: Path, **settings: Any) -> nn.Module:
+def peft_start(name: str, folder: Path, *, tied: bool = False, **settings: Any) -> nn.Module:
     """A stock model of a family under PEFT; the base lies in `folder`/hf and the adapter in `folder`/start.
 
-    B, biases and magnitudes are drawn, so that no factor starts from zeros or from the base's lengths.
+    B, biases, magnitudes and what trains in full are drawn, so that nothing starts from zeros or the base's values.
     """
     from peft import LoraConfig, get_peft_model
 
-    base = make_model(name, folder / "hf")
+    base = make_model(name, folder / "hf", **({"tie_word_embeddings": True} if tied else {}))
     torch.manual_seed(3)
     chosen = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
     model = get_peft_model(base, LoraConfig(**chosen))
@@ -61,6 +61,8 @@ def peft_start(name: str, folder: Path, **settings: Any) -> nn.Module:
                 parameter.normal_(std=0.1)
             if "magnitude" in key:
                 parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
+            if "modules_to_save" in key:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(folder / "start")
     return model
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.errors import UserError
 from engine.files.documents import read_json
@@ -75,4 +76,10 @@ class HfTensors:
             listed = {name for name, home in weight_map.items() if home == file}
             if missing := sorted(listed - set(self._open(file).names())):
                 raise UserError(f"{self.folder / file} lacks {missing[0]}, which {INDEX} places there: copy it again.")
+            refuse_leftover(
+                str(self.folder / file),
+                self._open(file).names(),
+                listed,
+                because=f"{INDEX} does not place there: copy the index again, or remove the tensor.",
+            )
         return weight_map

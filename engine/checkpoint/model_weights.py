@@ -21,6 +21,7 @@ from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
 from engine.checkpoint.copying.stored_tensors import StoredTensors
 from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.hf_tensors import HfTensors
+from engine.checkpoint.leftover import is_buffer, refuse_leftover, some
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
@@ -39,9 +40,6 @@ _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _KEPT_DECODED = 2
 """Linears of experts that stay decoded: one is read in several runs of rows."""
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
-
-# Buffers that old checkpoints carry; every reader recomputes them.
-_HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
 class WeightSource(StoredTensors):
@@ -314,20 +312,24 @@ class HfSource(WeightSource):
         if missing := sorted(wanted - stored):
             self._refuse_encoded(missing)
             raise UserError(
-                f"{self.label} lacks {_some(missing)}, which its config.json calls for: copy the model again, "
+                f"{self.label} lacks {some(missing)}, which its config.json calls for: copy the model again, "
                 "or correct config.json."
             )
         if self.has_tied_head:
             wanted.add(f"{names.head}.weight")
-        unknown = sorted(name for name in stored - wanted if names.is_unused(name) or not name.endswith(_HARMLESS))
+        unknown = sorted(name for name in stored - wanted if names.is_unused(name) or not is_buffer(name))
         beside = (names.body, f"{names.head}.")
         outside = [name for name in unknown if names.is_unused(name) or (nested and not name.startswith(beside))]
-        if strange := sorted(set(unknown) - set(outside)):
+        used = wanted.union(outside)
+        if strange := [name for name in unknown if name not in used]:
             self._refuse_encoded(strange)
-            raise UserError(
-                f"{self.label} has {_some(strange)}, which a {self.model.family} model with its config.json "
-                "does not have: it is another architecture, use a supported one."
-            )
+        refuse_leftover(
+            self.label,
+            stored,
+            used,
+            because=f"a {self.model.family} model with its config.json does not have: it is another architecture, use "
+            "a supported one.",
+        )
         return outside
 
     def _stored_names(self, name: str) -> list[str]:
@@ -395,6 +397,12 @@ class PartitionedSource(WeightSource):
         self.pieces = PieceReader(model.path, model.manifest)
         for name, shape in self._shapes.items():
             self.pieces.require(name, shape)
+        refuse_leftover(
+            self.label,
+            self.pieces.tensor_names(),
+            {*self._shapes, *(OUTSIDE + name for name in self.outside_names())},
+            because=f"a {model.family} model with its config.json does not have: import the model again.",
+        )
 
     def dtype(self, name: str) -> torch.dtype:
         return self.pieces.dtype(name)
@@ -470,8 +478,3 @@ def open_source(path: str | Path) -> WeightSource:
 def _num_experts(model: ModelFolder) -> int:
     assert model.decoder.routed is not None
     return model.decoder.routed.rule.num_experts
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

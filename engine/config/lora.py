@@ -48,6 +48,9 @@ class LoraOptions:
         experts: Which factors the adapters of a layer's experts share, where a router chooses these: "per_expert" none,
             "shared_outer" A of gate and up and B of down, the factors on the side of the residual stream, "shared"
             both. Whether gate and up have one A is for lora.fused to say.
+        ensure_weight_tying: Train an embedding and the head that the model ties to it as one matrix, where trainable
+            names one of them. By default, as in PEFT, a copy of what trainable names is trained, and the other stays as
+            it is. Without adapters they stay tied.
         init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
     """
 
@@ -65,6 +68,7 @@ class LoraOptions:
     init: str = "kaiming"
     fused: Fused = "auto"
     experts: ExpertFactors = "per_expert"
+    ensure_weight_tying: bool = False
     init_from: str | None = None
 
     def __post_init__(self) -> None:

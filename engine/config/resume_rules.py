@@ -18,7 +18,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "model": ("dtype", "base_dtype"),
     "lora": (
         "rank", "alpha", "dropout", "targets", "exclude", "layers", "rank_pattern", "alpha_pattern", "rslora", "dora",
-        "bias", "fused", "experts",
+        "bias", "fused", "experts", "ensure_weight_tying",
     ),
     "objective": (
         "name", "beta", "label_smoothing", "length_normalised", "margin", "desirable_weight", "undesirable_weight",

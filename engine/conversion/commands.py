@@ -21,6 +21,7 @@ from engine.checkpoint.run.training_state import (
     open_run,
 )
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
+from engine.checkpoint.untied import trained_apart, untied
 from engine.choices import AdapterForm, AdapterReader
 from engine.config.hub import instead_of
 from engine.conversion.add_adapter import summary
@@ -35,7 +36,13 @@ from engine.conversion.import_export import (
     import_checkpoint,
 )
 from engine.conversion.lora_scales import Scale
-from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale
+from engine.conversion.merged_model import (
+    MergedSource,
+    adapted_modules,
+    fully_trained,
+    recorded_scale,
+    require_known,
+)
 from engine.conversion.model_card import training_facts
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
@@ -52,7 +59,8 @@ _MAX_FILES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A training checkpoint with the base it belongs to; `weights` is None where it started from random values."""
+    """A training checkpoint with the base it belongs to, which has a head of its own where that is what was trained;
+    `weights` is None where it started from random values."""
 
     checkpoint: TrainingCheckpoint
     model: ModelFolder
@@ -218,7 +226,7 @@ def run_merge(base: Path, adapter: Path, out: Path, *, base_dtype: str | None, o
     log = Log()
     weights: WeightSource = open_source(base)
     factors = AdapterSource(adapter, names=weights.model.names, decoder=weights.model.decoder, with_saved_modules=True)
-    factors.require_base(weights)
+    weights = factors.on(weights)
     seen = _as_trained(weights, base_dtype, factors.tensor_names(), options, log)
     merged = MergedSource(weights.model, seen, factors, scale=factors.scale)
     _export_weights(merged, adapter, out, options, log, adapter_template(adapter))
@@ -296,7 +304,9 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) ->
             f"the base of {checkpoint.folder} was at {recorded}, which is gone: give its folder with --base."
         )
     if fingerprint is None:
-        return TrainedModel(checkpoint, open_model(folder), None)
+        found = TrainedModel(checkpoint, open_model(folder), None)
+        require_known(found.values, found.model)
+        return found
     weights = open_source(folder)
     if (found := weights.fingerprint()) != fingerprint:
         raise UserError(
@@ -304,7 +314,11 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) ->
             "give that model with --base."
         )
     expect_base(checkpoint, weights, log.info)
-    return TrainedModel(checkpoint, weights.model, weights)
+    if trained_apart(checkpoint.lora, checkpoint.trained().tensor_names()):
+        weights = untied(weights)
+    found = TrainedModel(checkpoint, weights.model, weights)
+    require_known(found.values, found.model)
+    return found
 
 
 def _say(log: Log, report: ConversionReport) -> None:

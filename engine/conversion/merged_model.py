@@ -4,8 +4,8 @@ To callers it is one more source of weights, so an export treats it as any other
 are read or, for an export, a few rows at a time (`engine.conversion.add_adapter`): W + s * B A in fp32, rounded once to
 the base's dtype.
 
-An adapter on one side of a tied matrix makes the two sides differ: the result has a head of its own and a config that
-says so.
+Training one side of a tied matrix, in full or by an adapter, makes the two sides differ: the result has a head of its
+own and a config that says so (`engine.checkpoint.untied`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.copying.contents import Content
+from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import ReadRows, Rows
+from engine.checkpoint.untied import untied
 from engine.config.lora import adapter_scale
 from engine.conversion.add_adapter import LowRank, MergedRows, Shift, write_rounding
 from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
@@ -30,6 +32,7 @@ from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES
 from engine.layers.router import CORRECTION
 from engine.models.decoder_config import DecoderConfig
+from engine.models.describe import module_names
 from engine.models.names import NameMap, fused_parts, fused_rows
 
 _QUANTIZATION = "quantization_config"
@@ -45,6 +48,15 @@ def adapted_modules(names: Sequence[str]) -> list[str]:
 def fully_trained(names: Sequence[str]) -> list[str]:
     """Returns the names of tensors trained in full, in order."""
     return [name for name in names if name.rpartition(".")[2] not in LORA_LEAVES]
+
+
+def require_known(trained: TensorReader, model: ModelFolder) -> None:
+    """Raises UserError where a trained tensor belongs to nothing that the model has."""
+    names, shapes = trained.tensor_names(), model.expected_shapes()
+    because = f"the model in {model.path} does not have: give the base that it was trained on with --base."
+    refuse_leftover(trained.label, fully_trained(names), shapes, because=because)
+    parts = [part for module in adapted_modules(names) for part in fused_parts(module)]
+    refuse_leftover(trained.label, parts, module_names(model.decoder), because=because)
 
 
 def read_adapter(trained: TensorReader, module: str) -> dict[str, Tensor]:
@@ -86,53 +98,41 @@ class MergedSource(WeightSource):
 
     Args:
         model: the description of the base.
-        base: its weights; None where every tensor was trained in full from random values.
+        base: its weights; None where every tensor was trained in full from random values. Where training changed one
+            side of a matrix that they tie, `self.base` has a head of its own.
         trained: trained values by logical name: full tensors, and lora_A / lora_B (and lora_magnitude) of
             adapted modules.
         scale: factor on B A.
-
-    `live_config` is the model that trained: an adapter on one side of a tied matrix leaves it tied.
 
     Raises:
         UserError: a trained tensor does not belong to the model, or values are neither trained nor in a base.
     """
 
     def __init__(self, model: ModelFolder, base: WeightSource | None, trained: TensorReader, *, scale: Scale) -> None:
-        self.base, self.trained, self.scale = base, trained, scale
-        self._base_shapes = model.expected_shapes()
         names = trained.tensor_names()
         self._full = set(fully_trained(names))
-        # which never train, and without a base are what a fresh model has
-        self._zeros = {name for name in self._base_shapes if name.endswith(f".{CORRECTION}")} if base is None else set()
         # Module whose weight changes -> module whose adapter changes it.
         self._adapter_of = {part: module for module in adapted_modules(names) for part in fused_parts(module)}
-        ends = {"embed_tokens", "lm_head"} & set(self._adapter_of)
-        self._unties = model.decoder.tied_embeddings and (bool(ends) or TIED_HEAD in self._full)
-        self.live_config = model.decoder
-        has_tied_head = not self._unties and base is not None and base.has_tied_head
-        super().__init__(model.untied() if self._unties else model, has_tied_head=has_tied_head)
-        if TIED_HEAD in self._full:
-            self.live_config = self.model.decoder
+        one_side = {"embed_tokens", "lm_head"} & set(self._adapter_of) or TIED_HEAD in self._full
+        if model.decoder.tied_embeddings and one_side:
+            model, base = model.untied(), None if base is None else untied(base)
+        super().__init__(model, has_tied_head=base is not None and base.has_tied_head)
+        self.base, self.trained, self.scale = base, trained, scale
+        # which never train, and without a base are what a fresh model has
+        self._zeros = {name for name in self._shapes if name.endswith(f".{CORRECTION}")} if base is None else set()
         self._check(model.path)
 
     @property
     def changed_config(self) -> dict[str, Any] | None:
-        before = None if self.base is None else self.base.changed_config
-        config = self.model.hf_config
-        if self.base is None and _QUANTIZATION in config:  # of released weights, which these are not
-            return {key: value for key, value in config.items() if key != _QUANTIZATION}
-        return config if self._unties else before
+        if self.base is not None:
+            return self.base.changed_config
+        # of released weights, which these are not
+        kept = {key: value for key, value in self.model.hf_config.items() if key != _QUANTIZATION}
+        return None if len(kept) == len(self.model.hf_config) else kept
 
     @property
     def notes(self) -> list[str]:
-        notes = [] if self.base is None else self.base.notes
-        if not self._unties:
-            return notes
-        return [
-            *notes,
-            "the base ties its head to its embedding, and training one of them makes them differ: both are "
-            "written, and tie_word_embeddings is false in config.json",
-        ]
+        return [] if self.base is None else self.base.notes
 
     def changed_names(self) -> list[str]:
         before = set() if self.base is None else set(self.base.changed_names())
@@ -145,23 +145,19 @@ class MergedSource(WeightSource):
     def dtype(self, name: str) -> torch.dtype:
         if name in self._zeros:
             return torch.float32
-        if self.base is None:
-            return self.model.config_dtype()
-        base_name = self._base_name(name)
-        return self.base.dtype(base_name if base_name in self.base else "embed_tokens.weight")
+        return self.model.config_dtype() if self.base is None else self.base.dtype(name)
 
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),)
 
     def view(self, name: str, index: int) -> Tensor:
-        base_name = self._base_name(name)
         if name in self._zeros:
             value = torch.zeros(self._shapes[name])
-        elif base_name in self._full:
-            value = self.trained.read_whole(base_name)
+        elif name in self._full:
+            value = self.trained.read_whole(name)
         else:
             assert self.base is not None, name
-            value = self.base.read_whole(base_name)
+            value = self.base.read_whole(name)
         module = self._module(name)
         if module in self._adapter_of:
             value = self._factors(module).added_to(value.float(), 0)
@@ -170,20 +166,20 @@ class MergedSource(WeightSource):
         return value.to(self.dtype(name))
 
     def content(self, name: str, box: Box) -> Content:
-        base_name, module = self._base_name(name), self._module(name)
+        module = self._module(name)
         assert box == Box(), box
         adapted, shift = module in self._adapter_of, self._shift(name)
         if name in self._zeros:
             return MergedRows(name, ReadRows(self, name), torch.float32, torch.float32, None)
-        if base_name not in self._full and not adapted and shift is None:
+        if name not in self._full and not adapted and shift is None:
             assert self.base is not None, name
-            return self.base.content(base_name, box)
+            return self.base.content(name, box)
         factors = self._factors(module) if adapted and module is not None else shift
-        if base_name in self._full:
-            rows: Rows = ReadRows(self.trained, base_name)
-            return MergedRows(name, rows, self.trained.dtype(base_name), self.dtype(name), factors)
+        if name in self._full:
+            rows: Rows = ReadRows(self.trained, name)
+            return MergedRows(name, rows, self.trained.dtype(name), self.dtype(name), factors)
         assert self.base is not None, name
-        return MergedRows(name, self.base.rows(base_name), self.base.dtype(base_name), self.dtype(name), factors)
+        return MergedRows(name, self.base.rows(name), self.base.dtype(name), self.dtype(name), factors)
 
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
         return [self.content(name, box) for box in wanted]
@@ -230,13 +226,6 @@ class MergedSource(WeightSource):
         assert self.base is not None
         return self.base.read_outside(name)
 
-    def _base_name(self, name: str) -> str:
-        """Returns the base's name of a tensor: an untied head starts from the shared matrix, unless it was trained in
-        full.
-        """
-        made = name == TIED_HEAD and name not in self._base_shapes and name not in self._full
-        return "embed_tokens.weight" if made else name
-
     @staticmethod
     def _module(name: str) -> str | None:
         module, _, leaf = name.rpartition(".")
@@ -254,25 +243,21 @@ class MergedSource(WeightSource):
         vectors = [name for leaf in (LORA_MAGNITUDE, LORA_BIAS) if (name := f"{module}.{leaf}") in self.trained]
         for name in vectors:
             self.trained.require(name, (rows,))
-        for name in (a, b, *vectors):
+
+    def _check(self, folder: Path) -> None:
+        """Raises UserError unless what was trained fits the model in `folder`."""
+        require_known(self.trained, self.model)
+        for name in self._full:
+            self.trained.require(name, self._shapes[name])
+        for name in self.trained.tensor_names():
             if not (dtype := self.trained.dtype(name)).is_floating_point:
                 raise UserError(
                     f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "
                     "point are expected: save it in float32 or bfloat16."
                 )
-
-    def _check(self, folder: Path) -> None:
-        modules = {self._module(name) for name in self._shapes}
-        if strange := sorted((self._full - set(self._shapes)) | (set(self._adapter_of) - modules)):
-            raise UserError(
-                f"{self.trained.label} trains {strange[0]}, which the model in {folder} does not have: "
-                "give the base that it was trained on with --base."
-            )
-        for name in self._full:
-            self.trained.require(name, self._shapes[name])
         for module in adapted_modules(self.trained.tensor_names()):
             self._check_factors(module)
-        if self.base is None and (untrained := sorted(set(self._base_shapes) - self._full - self._zeros)):
+        if self.base is None and (untrained := sorted(set(self._shapes) - self._full - self._zeros)):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
             )

@@ -23,13 +23,14 @@ from engine.files.strict_json import shown
 # Keys about who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
 # fmt: off
 _HARMLESS_KEYS = frozenset((
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "target_parameters", "task_type",
 ))
 _READ_KEYS = frozenset((
-    "alpha_pattern", "lora_alpha", "lora_bias", "lora_dropout", "r", "rank_pattern", "use_dora", "use_rslora",
+    "alpha_pattern", "ensure_weight_tying", "lora_alpha", "lora_bias", "lora_dropout", "r", "rank_pattern", "use_dora",
+    "use_rslora",
 ))
 # fmt: on
 _TOO_LARGE = 1e9
@@ -50,6 +51,7 @@ class PeftSettings:
         dora: whether there are magnitudes.
         bias: whether each B has a bias.
         dropout: of the adapters' input.
+        ensures_tying: what is saved of an embedding and its tied head is one matrix for both.
         rank_pattern, alpha_pattern: end of a module's name in the checkpoint, as an expression -> its rank or alpha.
         has_stacks: whether some adapters are those of parameters (`target_parameters`).
     """
@@ -62,6 +64,7 @@ class PeftSettings:
     dropout: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    ensures_tying: bool = False
     has_stacks: bool = False
 
     @property
@@ -118,6 +121,7 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         dropout=_number(path, config, "lora_dropout", 0.0),
         rank_pattern=_pattern(path, config, "rank_pattern", (int,)),
         alpha_pattern=_pattern(path, config, "alpha_pattern", (int, float)),
+        ensures_tying=_flag(path, config, "ensure_weight_tying"),
         has_stacks=bool(config.get("target_parameters")),
     )
 

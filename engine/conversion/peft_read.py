@@ -3,6 +3,9 @@
 An adapter on a fused module (`qkv_proj`, `gate_up_proj`) can be read as it is, or as adapters of the parts. These share
 A; or, where it has the sum of their ranks, each has its own rows of A and columns of B, and B is zero elsewhere.
 
+Over a base that ties its head to its embedding, a folder that saves one of them has a copy of it, and leaves the base's
+matrix to the other. With ensure_weight_tying it saves both, equal, which are one matrix here too.
+
 Only what the engine computes the same way is accepted (`engine.conversion.peft_config`).
 """
 
@@ -21,9 +24,11 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
+from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
+from engine.checkpoint.untied import SHARED, untied
 from engine.choices import VISION
 from engine.conversion.expert_stacks import (
     GATE_UP,
@@ -107,21 +112,22 @@ class AdapterSource(TensorReader):
                 "this model's experts: remove it there, or give the model that the adapter is for."
             )
         stacked = {key for one in stacks for key in one.keys.values()}
-        self._places: dict[str, tuple[_Place, ...]] = {
-            _logical_name(key, names, self._file.path, with_saved_modules): (_Place(key),)
-            for key in keys
-            if key not in stacked
-        }
+        self._places: dict[str, tuple[_Place, ...]] = {}
+        for key in (key for key in keys if key not in stacked):
+            name = _logical_name(key, names, self._file.path, with_saved_modules)
+            if other := self._places.get(name):
+                raise UserError(
+                    f"{self._file.path} has {other[0].key} and {key}, which are the same tensor of the model: remove "
+                    "one."
+                )
+            self._places[name] = (_Place(key),)
         self._names = names
         stored = {module: names.module_to_hf(module) for module in self.modules()}
         self._ranks = {module: self.settings.rank_of(name) for module, name in stored.items()}
         self._scales = {module: self.settings.scale_of(name) for module, name in stored.items()}
-        if decoder.tied_embeddings and "embed_tokens.weight" in self:
-            raise UserError(
-                f"{self.folder} saves an embedding that the base ties to its head, and does not say which of the two "
-                "it means: train with ensure_weight_tying, or save the head."
-            )
         self._decoder = decoder
+        if decoder.tied_embeddings and self.settings.ensures_tying:
+            self._tie()
         for module in self.modules():
             self._split(module, fused)
         for one in stacks:
@@ -143,6 +149,18 @@ class AdapterSource(TensorReader):
         """The factor on the adapters' B A."""
         return one_or_each({module: self._scales[module] for module in self.modules()}, self.settings.scale)
 
+    def on(self, base: WeightSource) -> WeightSource:
+        """Returns the base that the adapter belongs to: with a head of its own where the folder saves a copy of one
+        side of a tied matrix.
+
+        Raises:
+            UserError: as `require_base`.
+        """
+        apart = not self.settings.ensures_tying and {SHARED, TIED_HEAD} & set(self._places)
+        base = untied(base) if apart else base
+        self.require_base(base)
+        return base
+
     def require_base(self, base: TensorReader) -> None:
         """Raises UserError where the folder has a copy of a base weight that differs from the base's.
 
@@ -151,7 +169,7 @@ class AdapterSource(TensorReader):
         for key in self._copies:
             module = self._names.module_from_hf(key.removeprefix(KEY_PREFIX).removesuffix(_COPY))
             name = f"{module}.weight"
-            name = name if name in base else "embed_tokens.weight"  # of a tied head
+            name = SHARED if name == TIED_HEAD and name not in base else name
             copy = self._file.view(key)
             if module is None or name not in base or not torch.equal(base.read_whole(name).to(copy.dtype), copy):
                 raise UserError(
@@ -218,6 +236,22 @@ class AdapterSource(TensorReader):
         if place.turns:
             tensor = torch.cat([tensor[::2], tensor[1::2]])
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
+
+    def _tie(self) -> None:
+        """Presents embedding and head, which are saved both, as the one matrix that they are.
+
+        Raises:
+            UserError: they differ.
+        """
+        head = self._places.pop(TIED_HEAD, None)
+        if head is None:
+            return
+        embedding = self._places.setdefault(SHARED, head)
+        if not torch.equal(self._view(embedding[0]), self._view(head[0])):
+            raise UserError(
+                f"{self._file.path} has {embedding[0].key} and {head[0].key}, which differ, but {ADAPTER_CONFIG} says "
+                "ensure_weight_tying: set that to false if each is meant to be its own."
+            )
 
     def _split(self, module: str, fused: Collection[str] | None) -> None:
         """Replaces a fused module by its parts, unless it is to stay fused."""
@@ -392,6 +426,7 @@ def _leaf(module: str) -> str:
 
 def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool) -> str:
     saved, _, leaf = key.removeprefix(KEY_PREFIX).rpartition(".")
+    with_saved_modules = with_saved_modules and key.startswith(KEY_PREFIX)
     full = names.module_from_hf(saved) if with_saved_modules and ".lora_" not in key else None
     # a module of a vision model may have parameters of other names
     if full is not None and (leaf in ("weight", "bias") or full.startswith(VISION)):
@@ -400,7 +435,7 @@ def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool
     module = names.module_from_hf(match[1]) if match else None
     if match is None or module is None:
         raise UserError(
-            f"{path} has {key}, which is not a LoRA factor of a module of this model: "
+            f"{path} has {key}, which is neither a LoRA factor nor a weight of a module of this model: "
             "use a LoRA adapter that was trained on it."
         )
     return f"{module}.{match[2] or match[4] or 'lora_' + (match[3] or match[5])}"

@@ -19,6 +19,7 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
+from engine.checkpoint.untied import SHARED
 from engine.choices import VISION, AdapterForm, AdapterReader
 from engine.config.lora import adapter_scale
 from engine.conversion.expert_factors import EachExpert
@@ -110,6 +111,7 @@ def export_peft(
     tensors, config = _contents(trained, adapters, described, model, lora, form)
     alone = form == "per_expert" and obstacle(adapters, model.decoder, form) is not None
     config["modules_to_save"] = saved or None
+    config["ensure_weight_tying"] = _tied_head_key(model) in tensors
     if base_name is not None:
         config["base_model_name_or_path"] = base_name
     companions = tokenizer.companions(model.companions(), with_model=False)
@@ -272,7 +274,14 @@ def _tensors(
     tensors, adapters = tensors | blocks, adapters | more
     for name in fully_trained(trained.tensor_names()):
         tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
+    if (head := _tied_head_key(model)) is not None and SHARED in trained:
+        tensors[head] = trained.read_whole(SHARED)
     return tensors, adapters
+
+
+def _tied_head_key(model: ModelFolder) -> str | None:
+    """Returns PEFT's key of a head that is the embedding; None where it is not."""
+    return f"{KEY_PREFIX}{model.names.head}.weight" if model.decoder.tied_embeddings else None
 
 
 def _adapter_tensors(
@@ -356,11 +365,6 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
         raise UserError(
             f"{parts[0]} was trained in full beside adapters, and the base stores it as rows of a larger matrix, which "
             "a PEFT folder cannot express: export with --format hf --merge."
-        )
-    if model.decoder.tied_embeddings and "embed_tokens" in modules:
-        raise UserError(
-            "the tied embedding was trained in full beside adapters, and a PEFT folder would untie it: "
-            "export with --format hf --merge."
         )
     if alone := [module for module in modules if model.names.is_parameter(module)]:
         raise UserError(
@@ -484,6 +488,11 @@ def _notes(
     if config["use_dora"]:
         notes.append(
             "the adapters are DoRA's, which PEFT reads and vLLM does not: there merge with --format hf --merge"
+        )
+    if config["ensure_weight_tying"]:
+        notes.append(
+            "embedding and head were trained as one matrix, which is saved for both, with ensure_weight_tying in "
+            "adapter_config.json: older releases of PEFT do not know it and would continue to train them apart"
         )
     if saved:
         notes.append(

@@ -79,7 +79,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     live = Live(source.model.decoder, source, TrainingPlan())
     if isinstance(source, MergedSource):
         # without a base all is trained but what never trains, which the source knows
-        live = live_model(source.live_config, source.base or source, source.trained, source.scale)
+        live = live_model(source.model.decoder, source.base or source, source.trained, source.scale)
     tokens = proof_tokens(live.config.vocab_size)
     expected = live_logits(*live[:2], tokens, live.plan)
     written = open_source(folder)

@@ -153,8 +153,8 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Trained
             f"the adapter was trained beside a base in {encoded}, and --base-dtype is "
             f"{choice.base_dtype or 'not given'}: --base-dtype {encoded} gives the model that was trained"
         )
-    config = MergedSource(source.model, source, trained, scale=scale).live_config
-    live = live_model(config, source, trained, scale)
+    merged = MergedSource(source.model, source, trained, scale=scale)
+    live = live_model(merged.model.decoder, merged.base, trained, scale)
     full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
     if full and choice.base_dtype is not None:  # what training changed in full was not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
@@ -191,8 +191,7 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
             raise UserError(f"--step chooses a checkpoint of a run, but {folder} is a PEFT adapter: leave it out.")
         base = open_source(choice.path)
         adapter = AdapterSource(folder, names=base.model.names, decoder=base.model.decoder, with_saved_modules=True)
-        adapter.require_base(base)
-        return _Adapter(base, adapter, adapter.scale, None, adapter_template(folder))
+        return _Adapter(adapter.on(base), adapter, adapter.scale, None, adapter_template(folder))
     checkpoint = open_run(folder, step=choice.step)
     trained = open_trained(checkpoint, choice.path, log)
     if trained.weights is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from engine.choices import VISION
 from engine.config.lora import LoraOptions
@@ -32,6 +33,23 @@ def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
         return module in vision_linears(decoder)
     leaf = module.rpartition(".")[2]
     return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens", "router") or ".cross_attention." in module
+
+
+def trains_apart(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> bool:
+    """Returns whether a run trains a copy of one side of a tied matrix, or of each: the model then has a head of its
+    own.
+
+    Args:
+        decoder, names: of the model on the disk.
+    """
+    if not decoder.tied_embeddings or config.lora.rank == 0 or config.lora.ensure_weight_tying:
+        return False
+    return any(matches_trainable(end, config.trainable, names.aliases(end)) for end in ("embed_tokens", "lm_head"))
+
+
+def decoder_in_training(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> DecoderConfig:
+    """Returns the model as a run trains it, see `trains_apart`; for callers that have no folder of it."""
+    return replace(decoder, tied_embeddings=decoder.tied_embeddings and not trains_apart(config, decoder, names))
 
 
 def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> TrainingPlan:
@@ -71,6 +89,8 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
             f"{both[0]} is in lora.targets and in trainable, but a module is either trained in full or carries an "
             "adapter: remove it from one of them (lora.rank 0 trains without adapters)."
         )
+    if config.lora.rank > 0 and config.lora.ensure_weight_tying:
+        _check_tying(decoder, trained, settings)
     if config.lora.experts != "per_expert" and not any(".experts." in module for module in settings):
         raise UserError(
             f"lora.experts is {config.lora.experts}, but no expert that a router chooses is to have an adapter: add "
@@ -83,6 +103,26 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
         experts=config.lora.experts,
         seed=config.train.seed,
     )
+
+
+def _check_tying(decoder: DecoderConfig, trained: Collection[str], adapted: Collection[str]) -> None:
+    """Raises UserError where lora.ensure_weight_tying means nothing, or adapters."""
+    ends = ("embed_tokens", "lm_head")
+    if not decoder.tied_embeddings:
+        raise UserError(
+            "lora.ensure_weight_tying is true, but this model has a head of its own (tie_word_embeddings is false): "
+            "set lora.ensure_weight_tying to false."
+        )
+    if both := [end for end in ends if end in adapted]:
+        raise UserError(
+            f"lora.ensure_weight_tying is true and lora.targets has {both[0]}, but adapters that embedding and head "
+            "share are not supported: name it in trainable, or set lora.ensure_weight_tying to false."
+        )
+    if not any(end in trained for end in ends):
+        raise UserError(
+            "lora.ensure_weight_tying is true, but neither embed_tokens nor lm_head is in trainable, so that both stay "
+            "frozen: name one of them there, or set lora.ensure_weight_tying to false."
+        )
 
 
 def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> list[str]:

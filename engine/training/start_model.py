@@ -9,6 +9,7 @@ from typing import cast
 
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.untied import untied
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
 from engine.layers.context import TrainingPlan
@@ -18,7 +19,7 @@ from engine.models.describe import meta_model
 from engine.ops.attention.ulysses import check_context_heads
 from engine.training.base_encoding import check_base
 from engine.training.learning_rates import lr_factors
-from engine.training.module_plan import training_plan
+from engine.training.module_plan import training_plan, trains_apart
 from engine.training.router_load import check_balance
 from engine.training.stage_layout import Partition, plan_partition
 
@@ -30,10 +31,17 @@ class ModelSource:
     Args:
         model: its description.
         weights: its tensors; None when they are drawn anew.
+        head_is_copy: the head is a copy of the embedding, to which the model on the disk ties it.
     """
 
     model: ModelFolder
     weights: WeightSource | None
+    head_is_copy: bool = False
+
+    def untied(self) -> ModelSource:
+        """Returns the same model with a head of its own, a copy of its embedding."""
+        weights = None if self.weights is None else untied(self.weights)
+        return ModelSource(model=self.model.untied(), weights=weights, head_is_copy=True)
 
     def fingerprint(self) -> str | None:
         """Returns the fingerprint of the weights; None when there are none."""
@@ -86,15 +94,17 @@ class ModelPlan:
 
 
 def model_source(config: RunConfig) -> ModelSource:
-    """Opens `model.path`; reads no weights yet.
+    """Opens `model.path`, as the run trains it; reads no weights yet.
 
     Raises:
         UserError: the folder is not a model the engine knows.
     """
     if config.model.init == "random":
-        return ModelSource(model=open_model(config.model.path), weights=None)
-    weights = open_source(config.model.path)
-    return ModelSource(model=weights.model, weights=weights)
+        source = ModelSource(model=open_model(config.model.path), weights=None)
+    else:
+        weights = open_source(config.model.path)
+        source = ModelSource(model=weights.model, weights=weights)
+    return source.untied() if trains_apart(config, source.model.decoder, source.model.names) else source
 
 
 def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:

@@ -15,6 +15,7 @@ from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
+from engine.checkpoint.untied import trained_apart
 from engine.checkpoint.verification import checked_together
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
@@ -120,8 +121,10 @@ def check_state(
     if checkpoint.lora:
         # what checkpoints from before there were these options do not have
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
-        saved = {**added, **checkpoint.lora}
-        _check_same("lora", saved, asdict(config.lora), path, _SAME_LORA)
+        saved, now = {**added, **checkpoint.lora}, asdict(config.lora)
+        _check_same("lora", saved, now, path, _SAME_LORA)
+        if source.head_is_copy and not trained_apart(checkpoint.lora, checkpoint.trained().tensor_names()):
+            _check_same("lora", {_TYING: True}, now, path, (_TYING,))
     _check_trained(checkpoint, plan)
     fingerprint = source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
@@ -160,6 +163,7 @@ def load_state(path: Path, config: RunConfig, training: Training) -> dict[str, A
     return state
 
 
+_TYING = "ensure_weight_tying"
 _SAME_LORA = ("rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora", "bias")
 _RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
     "state": {"step": (int,), "consumed": (int,), "updates": (int, float), "skipped": (int, float), "data": (str,)},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.checkpoint.loading import load_copies, load_parameters
+from engine.checkpoint.model_weights import TIED_HEAD
+from engine.checkpoint.untied import SHARED
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
@@ -46,7 +48,8 @@ def fill_parameters(
     adapters = [shard for shard in masters if shard.name.rpartition(".")[2] in LORA_LEAVES]
     if source.weights is None:
         std = float(source.model.hf_config.get("initializer_range", 0.02))
-        initialise_weights(copied + base, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
+        drawn = [_as_drawn(shard, source) for shard in copied + base]
+        initialise_weights(drawn, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
     else:
         total = sum(shard.tensor.nbytes for shard in copied + base)
         with Progress(log, "reading weights", total, "bytes") as progress:
@@ -63,7 +66,7 @@ def fill_parameters(
                 _initialise_magnitudes(lengths, config, source, dtype)
         else:
             start = adapter_source(config, source, plan)
-            load_parameters(adapters + [shard for shard in copied + base if shard.name in start], start)
+            load_parameters(adapters + [shard for shard in base if shard.name in start], start)
     flat.publish()
 
 
@@ -72,19 +75,25 @@ def _initialise_magnitudes(
 ) -> None:
     """DoRA's lengths, from the weights as the checkpoint has them, or drawn once more."""
     shapes, decoder = source.model.expected_shapes(), source.model.decoder
-    tied = "embed_tokens.weight"  # what a tied head's weight is called
 
     def fill(shard: NamedShard) -> None:
         if source.weights is None:
             std = float(source.model.hf_config.get("initializer_range", 0.02))
-            initialise_weights([shard if shard.name in shapes else shard._replace(name=tied)], config.train.seed, std)
+            initialise_weights([_as_drawn(shard, source)], config.train.seed, std)
         else:
-            source.weights.read(shard.name if shard.name in source.weights else tied, shard.spec, out=shard.tensor)
+            source.weights.read(shard.name if shard.name in source.weights else SHARED, shard.spec, out=shard.tensor)
 
     def width(module: str) -> int:
-        return shapes.get(f"{module}.weight", shapes[tied])[1]
+        return shapes.get(f"{module}.weight", shapes[SHARED])[1]
 
     initialise_magnitudes([part for shard in shards for part in _by_part(shard, decoder)], width, fill, dtype)
+
+
+def _as_drawn(shard: NamedShard, source: ModelSource) -> NamedShard:
+    """The shard by the name that its random values follow from: a head that is the embedding, or a copy of it, has
+    those of the embedding."""
+    is_shared = source.head_is_copy or source.model.decoder.tied_embeddings
+    return shard._replace(name=SHARED) if is_shared and shard.name == TIED_HEAD else shard
 
 
 def _by_part(shard: NamedShard, decoder: DecoderConfig) -> list[NamedShard]:

@@ -26,7 +26,7 @@ from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
-from engine.training.module_plan import training_plan
+from engine.training.module_plan import decoder_in_training, training_plan
 from rankfold.planning import time_by_kernel
 from rankfold.planning.memory_measure import measure
 from rankfold.planning.memory_question import GIB, measured_cpu, read_config
@@ -110,7 +110,7 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
 def _workload(config: RunConfig, device_type: str) -> Workload:
     hf_config, _ = read_config(config.model.path)
     family, text = family_of(hf_config)
-    decoder = family.config_from_hf(text)
+    decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type=device_type)
 
 

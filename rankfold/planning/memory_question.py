@@ -34,7 +34,7 @@ from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Workload
 from engine.planning.search import SearchRequest, SearchResult, search
 from engine.telemetry.process_memory import total_memory_bytes
-from engine.training.module_plan import training_plan
+from engine.training.module_plan import decoder_in_training, training_plan
 
 GIB = 2**30
 PLACES = ("weights", "optimizer", "activations")
@@ -188,7 +188,7 @@ def answer_for(
         UserError: the model or a name in the configuration is not known.
     """
     family, text = family_of(hf_config)
-    decoder = family.config_from_hf(text)
+    decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     plan = training_plan(config, decoder, family.names)
     chosen = measured_cpu(gpu_memory) if machine == "cpu" else machine_for(machine, gpu_memory)
     workload = workload_of(config, decoder, plan, device_type="cpu" if machine == "cpu" else "cuda")

@@ -337,7 +337,7 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
     tensors = load_file(weights)
     text = json.loads(config.read_text())
     save_file({**tensors, "base_model.model.model.layers.0.self_attn.other.lora_A.weight": torch.ones(3, 3)}, weights)
-    with pytest.raises(UserError, match="self_attn.other.lora_A.weight, which is not a LoRA factor"):
+    with pytest.raises(UserError, match="self_attn.other.lora_A.weight, which is neither a LoRA factor"):
         open_adapter(tmp_path)
     save_file(
         {name: value for name, value in tensors.items() if "layers.1.self_attn.q_proj.lora_B" not in name}, weights

@@ -23,7 +23,7 @@ TOOLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "inspect": ("convert", ("inspect", MODEL)),
     "generate": (
         "generate",
-        ("--model", MODEL, "--adapter", ADAPTER, "--prompt", "ab", "--max-new-tokens", 1, "--device", "cpu"),
+        ("--model", MODEL, "--adapter", ADAPTER, "--prompt", "ab", "--max-new-tokens", 1),
     ),
     "plan": ("plan", ("memory", "--model", MODEL, "--gpus", 1, "--gpu-memory", 1, "--seq-length", 16)),
     "preprocess": ("preprocess", ("--tokenizer", MODEL, "--out", OUT, "--workers", 1, TRAIN)),

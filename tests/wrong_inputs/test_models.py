@@ -167,7 +167,7 @@ WEIGHTS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
     "index without map": (_index({"metadata": {}}), "has no weight_map from tensor names to files"),
     "index of numbers": (_index({"weight_map": {Q: 1}}), "has no weight_map from tensor names to files"),
     "index to a tensor that is not there": (_index({"weight_map": {"more": SHARD}}), "lacks more, which"),
-    "index of some tensors": (_index({"weight_map": {Q: SHARD}}), "lacks lm_head.weight"),
+    "index of some tensors": (_index({"weight_map": {Q: SHARD}}), "has lm_head.weight, model.embed_tokens.weight"),
     "index that is no JSON": (_index("{"), "index.json is not valid JSON"),
 }  # fmt: skip
 

@@ -239,7 +239,7 @@ ADAPTERS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
     ),
     "one factor": (_tensors(lambda tensors: tensors.pop(FACTOR)), "lacks lora_A of layers.0.attention.q_proj"),
     "no factor": (_tensors(lambda tensors: tensors.clear()), "which the adapter in"),
-    "a strange tensor": (_tensors(lambda tensors: tensors.update(foo=torch.ones(1))), "has foo, which is not a LoRA"),
+    "a strange tensor": (_tensors(lambda tensors: tensors.update(foo=torch.ones(1))), "has foo, which is neither"),
     "another layer": (_tensors(_elsewhere), "lora.targets asks for layers.1.attention.q_proj, which the"),
     "narrower": (_factor(torch.ones(2, 8)), "with shape [2, 8], but this model takes [2, 16]"),
     "another rank": (_factor(torch.ones(3, 16)), "has rank 3 at layers.0.attention.q_proj, but"),

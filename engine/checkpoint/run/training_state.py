@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.pieces import PieceReader
@@ -48,7 +49,7 @@ __all__ = [
     "prune",
 ]
 
-MASTER, ADAPTER = "master/", "adapter/"
+MASTER, ADAPTER, MOMENTS = "master/", "adapter/", ("optim.exp_avg/", "optim.exp_avg_sq/")
 _MAX_CONFIG_BYTES, _MAX_BESIDE_BYTES = 16 << 20, 8 << 30
 
 
@@ -77,6 +78,15 @@ class TrainingCheckpoint(PieceReader):
         self.run_config = _read_checked(folder / RUN_CONFIG, checksum, _MAX_CONFIG_BYTES).decode("utf-8")
         """The resolved YAML of the run."""
         super().__init__(folder, manifest)
+        self._refuse_leftover()
+
+    def _refuse_leftover(self) -> None:
+        """Raises UserError where a tensor is neither a trained value nor a moment of one."""
+        stored = self.tensor_names()
+        masters = {name.removeprefix(MASTER) for name in stored if name.startswith(MASTER)}
+        used = {name for name in stored if name.startswith((MASTER, ADAPTER))}
+        used |= {prefix + name for prefix in MOMENTS for name in masters}
+        refuse_leftover(str(self.folder), stored, used, because="no run reads: use another copy of the checkpoint.")
 
     @property
     def state(self) -> dict[str, Any]:

@@ -86,6 +86,12 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         log.info(f"note: {reason}")
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
         log.info(line)
+    if training.source.head_is_copy:
+        ends = " and ".join(end for end in ("embed_tokens", "lm_head") if training.plan.modules.trains(end))
+        log.info(
+            f"note: the model ties its head to its embedding, and a copy of {ends} is trained, as under PEFT "
+            "(lora.ensure_weight_tying true: one matrix for both)"
+        )
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
         log.info(line)
     log.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -12,6 +13,7 @@ from engine.checkpoint.reader import TensorReader
 from engine.distributed.collectives import broadcast_async
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
+from engine.errors import UserError
 from engine.layers.encoded_storage import EncodedEntry, fill_encoded
 
 
@@ -29,15 +31,26 @@ def load_parameters(
         The number of tensors loaded.
 
     Raises:
-        UserError: a tensor is absent from the source, has another shape, or is damaged.
+        UserError: a tensor is absent from the source, has another shape, is damaged, or is not finite.
     """
     count = 0
     for name, tensor, spec in shards:
         source.read(name, spec, out=tensor)
+        if not is_finite(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name} of {source.label} has values that are not finite, as they are stored or in {dtype}, in which "
+                "they are computed with: use another copy of the model, or a dtype of a wider range."
+            )
         count += 1
         if progress is not None:
             progress(tensor.nbytes)
     return count
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Returns whether no value is infinite or NaN; reads them once and makes no tensor of their number."""
+    return not tensor.numel() or all(map(math.isfinite, torch.aminmax(tensor)))  # both NaN where one value is
 
 
 def load_copies(

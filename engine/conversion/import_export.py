@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from engine.checkpoint.copying.resumable import Written, resumable_folder
 from engine.checkpoint.copying.streaming import Streaming, compare_files, write_files
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
+from engine.checkpoint.leftover import some
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
@@ -123,8 +124,9 @@ def import_checkpoint(
         journal,
     ):
         begin = time.monotonic()
-        streamed = write_files(staging, files, journal, threads=work.threads, progress=work.progress)
+        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
         seconds = time.monotonic() - begin
+        _refuse_not_finite(source, streamed, trained=())
         companions.copy_to(staging)
         _write_changed_config(staging, source)
         manifest = Manifest(
@@ -396,22 +398,31 @@ def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], stream
     An unchanged matrix of zeros is accepted: some bases have biases or whole matrices of them.
     """
     changed, zeros = set(source.changed_names()), []
+    trained = {key for key, names in parts.items() if any(name in changed for name in names)}
+    _refuse_not_finite(source, streamed, trained)
     for (_, key), written in streamed.written.items():
-        trained = any(name in changed for name in parts.get(key, ()))
-        if not written.facts.get("finite", True):
-            if trained:
-                raise UserError(
-                    f"{key} is not finite after training, so nothing was exported: use an earlier step (--step)."
-                )
-            raise UserError(f"{key} of {source.label} has values that are not finite: use another copy of the model.")
         matrix = any(len(source.shape(name)) > 1 for name in parts.get(key, ()))
         if matrix and written.facts.get("zero", False):
-            if trained:
+            if key in trained:
                 raise UserError(
                     f"{key} is all zero after training, so nothing was exported: use an earlier step (--step)."
                 )
             zeros.append(key)
     return [f"all zero, as in {source.label}: {', '.join(sorted(zeros))}"] if zeros else []
+
+
+def _refuse_not_finite(source: WeightSource, streamed: Streaming, trained: Collection[str]) -> None:
+    """Refuses tensors with infinite values or NaN; `trained` has the keys of those that training changed."""
+    bad = sorted(key for (_, key), written in streamed.written.items() if not written.facts.get("finite", True))
+    if changed := [key for key in bad if key in trained]:
+        raise UserError(
+            f"{changed[0]} is not finite after training, so nothing was exported: use an earlier step (--step)."
+        )
+    if bad:
+        raise UserError(
+            f"{source.label} has values that are not finite in {some(bad)}, so nothing was written: use another copy "
+            "of the model."
+        )
 
 
 def _write_index(path: Path, files: Sequence[PlannedFile], total: int) -> None:

@@ -10,6 +10,8 @@ from engine.config.load import to_yaml
 from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
 from engine.data.order import DataOrder
+from engine.errors import UserError
+from engine.telemetry.format import counted
 from engine.training.best import BestLoss
 from engine.training.course import Course, rate_change
 from engine.training.evaluate import is_due
@@ -24,6 +26,16 @@ class RunComplete(Exception):
         self.step, self.run_dir = step, run_dir
 
 
+def require_trained(run_dir: Path, steps: int, *, updates: int) -> None:
+    """Raises UserError where a run is at its end and every one of its steps was skipped."""
+    if steps and not updates:
+        raise UserError(
+            f"all {counted(steps, 'step')} of the run in {run_dir} were skipped, because loss or gradient were not "
+            "finite or far above those before, so that nothing was trained: look at the warnings of its first steps "
+            "and at the data, and train anew in another checkpoint.dir."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
     """The state of a run as its checkpoint has it.
@@ -31,6 +43,7 @@ class StartingPoint:
     Args:
         path: of the checkpoint.
         step, consumed: steps taken and samples consumed.
+        updates: steps that were not skipped.
         data: fingerprint of the training data.
         best: what its evaluations came to.
         run_config: its configuration, as YAML.
@@ -39,6 +52,7 @@ class StartingPoint:
     path: Path
     step: int
     consumed: int
+    updates: int
     data: str
     best: BestLoss
     run_config: str
@@ -51,6 +65,7 @@ class StartingPoint:
             path=checkpoint.folder,
             step=int(state["step"]),
             consumed=int(state["consumed"]),
+            updates=int(state["updates"]),
             data=str(state["data"]),
             best=BestLoss.of_state(state.get("best")),
             run_config=checkpoint.run_config,
@@ -78,6 +93,9 @@ class StartingPoint:
 
         Args:
             best: what all evaluations came to.
+
+        Raises:
+            UserError: nothing is left to do, and nothing was done.
         """
         train, ends = config.train, self.step >= course.steps
         why = ending(best, target=train.target_eval_loss, patience=train.early_stopping_patience)
@@ -86,6 +104,7 @@ class StartingPoint:
         evaluates = config.data.evaluates and is_due(train, self.step, ends=True)
         if why is None and evaluates and best.seen != self.step:
             return None
+        require_trained(self.path.parent.parent, self.step, updates=self.updates)
         reason = {
             "target": f"step {self.step}, train.target_eval_loss {train.target_eval_loss} reached",
             "patience": f"step {self.step}, early stopping after {best.misses} evaluations without improvement",

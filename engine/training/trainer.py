@@ -23,7 +23,7 @@ from engine.telemetry.process_memory import peak_memory_bytes
 from engine.training.guards.run_guards import StepSeen
 from engine.training.prepare import PreparedRun, prepare
 from engine.training.reports.summary import RunSummary, announce
-from engine.training.resuming import RunComplete
+from engine.training.resuming import RunComplete, require_trained
 from engine.training.samples import quoted
 from engine.training.step_figures import StepFigures
 from engine.training.step_source import StepRows
@@ -67,6 +67,8 @@ class Trainer:
         run.saver.finish()
         run.supervision.close()
         run.progress.close()
+        if stopped is None:
+            require_trained(run.folder.path, self.step, updates=int(run.training.optimizer.step_count))
         run.metrics.close("finished" if stopped is None else "stopped")
         return self._summary(seconds, stopped)
 

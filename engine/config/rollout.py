@@ -19,6 +19,10 @@ _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
 """An entry with a weight behind it, which has an option of its own."""
 
 
+LARGEST_REWARD = 1e6
+"""Rewards and their weights lie between this and its negative. Advantages, and losses with them, are float32, where
+numbers of that size are 0.06 apart; larger ones differ by more than what most rewards are made of, and 1e200 has no
+square even in fp64."""
 KEY_VARIABLE = "RANKFOLD_SERVER_KEY"
 """The environment variable that has the API key of rollout.server."""
 
@@ -137,6 +141,12 @@ class RolloutOptions:
         )
         wrong = next((weight for weight in weights if not math.isfinite(weight)), None)
         require(wrong is None, f"rollout.reward_weights has {wrong}, but finite numbers are expected: correct it.")
+        large = next((weight for weight in weights if abs(weight) > LARGEST_REWARD), None)
+        require(
+            large is None,
+            f"rollout.reward_weights has {large}, but weights from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g} are "
+            "expected: write smaller ones, whose ratios count.",
+        )
         require(
             not weights or any(weights),
             f"rollout.reward_weights is {list(weights)}, so that no completion is better than another: give one above "

@@ -30,5 +30,9 @@ def receive_frame(stream: LimitedStream, limits: JsonLimits = ANSWER_LIMITS) -> 
         EOFError: the other end is closed.
         OSError: the connection failed, or the time is over (TimeoutError).
     """
-    length = int.from_bytes(stream.receive(HEADER_BYTES), "big")
-    return parse_json(stream.receive(length), limits)
+    return parse_json(receive_text(stream), limits)
+
+
+def receive_text(stream: LimitedStream) -> bytes:
+    """Receives the text of a message; see `receive_frame`."""
+    return stream.receive(int.from_bytes(stream.receive(HEADER_BYTES), "big"))

@@ -20,11 +20,11 @@ class LimitedStream(io.RawIOBase):
 
     Args:
         connection: stays the caller's, who closes it.
-        deadline: of everything together.
+        deadline: of everything together; None for none.
         most_bytes: that may be received.
     """
 
-    def __init__(self, connection: socket, deadline: Deadline, *, most_bytes: int) -> None:
+    def __init__(self, connection: socket, deadline: Deadline | None, *, most_bytes: int) -> None:
         super().__init__()
         self._connection, self._deadline, self._left = connection, deadline, most_bytes
         self._most = most_bytes
@@ -39,7 +39,7 @@ class LimitedStream(io.RawIOBase):
             JsonFlaw: there is more than was to come.
             OSError: the connection failed, or the time is over (TimeoutError).
         """
-        self._connection.settimeout(self._deadline.left())
+        self._limit_time()
         count = self._connection.recv_into(buffer)
         self._left -= count
         if self._left < 0:
@@ -71,5 +71,8 @@ class LimitedStream(io.RawIOBase):
         """
         rest = memoryview(data)
         while rest:
-            self._connection.settimeout(self._deadline.left())
+            self._limit_time()
             rest = rest[self._connection.send(rest) :]
+
+    def _limit_time(self) -> None:
+        self._connection.settimeout(None if self._deadline is None else self._deadline.left())

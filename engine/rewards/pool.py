@@ -26,14 +26,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config.rollout import KEY_VARIABLE, RewardSource
-from engine.rewards.worker import Gone, receive, send
+from engine.config.rollout import LARGEST_REWARD, RewardSource
+from engine.files.strict_json import JsonFlaw
+from engine.foreign.deadline import Deadline
+from engine.foreign.fields import described, is_number
+from engine.foreign.frames import receive_frame, send_frame
+from engine.foreign.streams import LimitedStream
+from engine.foreign.supervisor import ENDING_SECONDS
 from engine.telemetry.torchrun import without_rank
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from engine.rewards.worker import serve; "
-    "serve(int(sys.argv[2]), int(sys.argv[3]))"
+    "import sys; sys.path.insert(0, sys.argv[1]); from engine.rewards.worker import run; run(*map(int, sys.argv[2:]))"
 )
 _START_SECONDS = 120.0
 """What a process gets to import the files of the functions."""
@@ -41,6 +45,10 @@ _HANGS = 3
 """Completions of one failed call that may hang one after the other before the rest of it is not tried."""
 _TRIES = 4
 """Times rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
+_GONE_SECONDS = 2.0
+"""What a process that has closed its connection gets to end, before it is ended."""
+_ANSWER_BYTES, _SENTENCE_BYTES = 1 << 16, 1 << 13
+"""Bytes of an answer, and more of it for each completion or function, of which it may have a sentence."""
 _KINDS = 5
 """Failures of one function in one generation batch that are told apart."""
 
@@ -105,6 +113,9 @@ class _Worker:
         """Seconds that all calls took, without what processes take to start."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._lifeline: int | None = None
+        """A pipe's end for writing: the process ends when it is closed."""
+        self._calls = 0
         self._lock, self._has_ended = threading.Lock(), False
 
     def start(self) -> list[str]:
@@ -119,20 +130,24 @@ class _Worker:
             if self._process is not None:
                 return []
             self._connection, other = socket.socketpair()
+            lifeline, self._lifeline = os.pipe()
             with other:
-                command = [sys.executable, "-c", _PROGRAM, str(_ROOT), str(other.fileno()), str(os.getpid())]
+                numbers = map(str, (other.fileno(), lifeline, os.getpid()))
                 # what functions print must not mix with what this program gives on its standard output; in a session
-                # of its own, so that what functions start can be killed with it; the key of a server is none of theirs
+                # of its own, so that what functions start can be killed with it
                 self._process = subprocess.Popen(
-                    command,
+                    [sys.executable, "-c", _PROGRAM, str(_ROOT), *numbers],
                     stdin=subprocess.DEVNULL,
                     stdout=2,
-                    pass_fds=(other.fileno(),),
+                    pass_fds=(other.fileno(), lifeline),
                     close_fds=True,
                     start_new_session=True,
-                    env={name: value for name, value in without_rank(os.environ).items() if name != KEY_VARIABLE},
+                    env=without_rank(os.environ),
                 )
-        problems: list[str] = self._exchange(self._wanted, _START_SECONDS)
+            os.close(lifeline)
+        problems = self._exchange(self._wanted, Deadline(_START_SECONDS), sentences=len(self._wanted))
+        if not isinstance(problems, list) or not all(isinstance(one, str) for one in problems):
+            raise self._malformed(f"{described(problems)}, where a list of sentences was expected")
         return problems
 
     def call(self, request: dict[str, Any]) -> list[float | str | None]:
@@ -145,36 +160,61 @@ class _Worker:
         if problems:
             self.close()
             raise _CallFailed(problems[0])
+        self._calls += 1
         begin = time.monotonic()
+        count = len(request["completions"])
         try:
-            reply = self._exchange(request, self._timeout)
+            reply = self._exchange({"call": self._calls, **request}, Deadline(self._timeout), sentences=count)
         finally:
             self.call_seconds += time.monotonic() - begin
-        if "problem" in reply:
-            raise _CallFailed(reply["problem"])
-        rewards: list[float | str | None] = reply["rewards"]
+        if not isinstance(reply, dict) or reply.get("call") != self._calls:
+            raise self._malformed(f"{described(reply)} to another call")
+        if isinstance(problem := reply.get("problem"), str):
+            raise _CallFailed(problem)
+        rewards = reply.get("rewards")
+        if not isinstance(rewards, list) or len(rewards) != count:
+            raise self._malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
+        for one in rewards:
+            if not (one is None or isinstance(one, str) or (is_number(one) and abs(one) <= LARGEST_REWARD)):
+                raise self._malformed(f"{described(one)} for a reward")
         return rewards
 
-    def _exchange(self, message: object, seconds: float) -> Any:
+    def _exchange(self, message: object, deadline: Deadline, *, sentences: int) -> Any:
+        """Sends a message and returns its answer.
+
+        Args:
+            sentences: that the answer may have.
+
+        Raises:
+            _CallFailed: there is none in time, or none that is JSON within limits.
+        """
         connection = self._connection
         if connection is None:  # another thread has ended the process
             raise _CallFailed("the run ended")
+        most_bytes = _ANSWER_BYTES + sentences * _SENTENCE_BYTES
+        stream = LimitedStream(connection, deadline, most_bytes=most_bytes)
         try:
-            connection.settimeout(seconds)
-            send(connection, message)
-            return receive(connection)
+            send_frame(stream, message)
+            return receive_frame(stream)
         except TimeoutError:
             self.close()
-            raise _CallFailed(f"it did not come to an end within {seconds:g} s", hung=True) from None
-        except (Gone, OSError):
+            raise _CallFailed(f"it did not come to an end within {deadline.seconds:g} s", hung=True) from None
+        except JsonFlaw as flaw:
+            raise self._malformed(f"what cannot be read ({flaw})") from None
+        except (EOFError, OSError):
             raise _CallFailed(f"its process ended {self._how_it_ended()}") from None
+
+    def _malformed(self, answer: str) -> _CallFailed:
+        """Ends the process, since what comes after such an answer may belong to it; returns what to say of it."""
+        self.close()
+        return _CallFailed(f"its process answered with {answer}")
 
     def _how_it_ended(self) -> str:
         process = self._process
         if process is None:
             return "with the run"
         with suppress(subprocess.TimeoutExpired):
-            process.wait(5.0)
+            process.wait(_GONE_SECONDS)
         status = process.poll()
         self.close()
         if status is None:
@@ -184,19 +224,23 @@ class _Worker:
         return f"by {signal.Signals(-status).name}" if -status in signal.valid_signals() else f"by signal {-status}"
 
     def close(self) -> None:
-        """Kills the process and what it has started in its session; a later call starts another."""
+        """Ends the process and all that it has started; a later call starts another."""
         with self._lock:
-            connection, process = self._connection, self._process
-            self._connection = self._process = None
+            connection, lifeline, process = self._connection, self._lifeline, self._process
+            self._connection = self._lifeline = self._process = None
         if connection is not None:
             connection.close()
+        if lifeline is not None:
+            os.close(lifeline)
         if process is not None:
-            with suppress(ProcessLookupError):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2 * ENDING_SECONDS)
+            with suppress(ProcessLookupError):  # all of it was ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def end(self) -> None:
-        """Kills the process as `close` does; no other is started."""
+        """Ends the process as `close` does; no other is started."""
         with self._lock:
             self._has_ended = True
         self.close()
@@ -284,7 +328,6 @@ class RewardPool:
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        # threads that live as long as the pool: a process that one has started ends with it
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
     def check(self) -> str | None:

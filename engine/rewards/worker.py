@@ -22,74 +22,64 @@ import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from engine.config.rollout import LARGEST_REWARD
+from engine.foreign.frames import receive_text, send_frame
+from engine.foreign.streams import LimitedStream
+from engine.foreign.supervisor import STOPPING, supervise
 from engine.rewards.built_in import Reward, built_in
 from engine.telemetry.ending import end_with_parent
 
-_HEADER_BYTES = 8
-"""Bytes of a frame's length, in front of it."""
+_LONGEST_WORDS = 300
+_REQUEST_BYTES = 1 << 40
+"""Of a request, which is as long as the run's prompts and completions: this process trusts the one that asks."""
 
 
-class Gone(Exception):
-    """Raised where the other end of the socket is closed."""
+def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
+    """Runs `serve` in a process below this one, and ends with all that the functions start; see
+    `engine.foreign.supervisor`.
 
-
-def send(connection: socket.socket, message: object) -> None:
-    """Sends a frame.
-
-    Raises:
-        OSError: the other end is gone, or does not read within the socket's timeout (TimeoutError).
+    Args:
+        descriptor: of the socket.
+        lifeline: of a pipe's end for reading; everything ends when the other end is closed.
+        parent: process id of the one that asks; everything ends with it.
     """
-    data = json.dumps(message).encode()
-    connection.sendall(len(data).to_bytes(_HEADER_BYTES, "big") + data)
-
-
-def receive(connection: socket.socket) -> Any:
-    """Receives a frame.
-
-    Raises:
-        Gone: the other end is closed.
-        OSError: it does not come within the socket's timeout (TimeoutError).
-    """
-    length = int.from_bytes(_read(connection, _HEADER_BYTES), "big")
-    return json.loads(_read(connection, length))
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise Gone
-        parts += part
-    return bytes(parts)
+    own = os.getpid()
+    supervise(lambda: serve(descriptor, own), descriptors=[descriptor], lifeline=lifeline, parent=parent)
 
 
 def serve(descriptor: int, parent: int) -> None:
     """Answers requests until the other end is closed. The first names the functions: a list of [file or null, function,
-    argument, columns]; its answer is a list of sentences on those that cannot be used. Each further one is {"function":
-    its place in the list, "prompts", "completions", "completion_ids", "columns"}; see `_scored` for its answer.
+    argument, columns]; its answer is a list of sentences on those that cannot be used. Each further one is {"call": a
+    number, "function": its place in the list, "prompts", "completions", "completion_ids", "columns"}; its answer is
+    that of `_scored` with the same number.
 
     Args:
         descriptor: of the socket.
-        parent: process id of the one that asks; this one ends with it.
+        parent: process id of this one's, with which it ends.
     """
     end_with_parent(parent)
     _ignore_signals()
     with socket.socket(fileno=descriptor) as connection:
+        stream = LimitedStream(connection, None, most_bytes=_REQUEST_BYTES)
         try:
-            functions, problems = _load_all(receive(connection))
-            send(connection, problems)
+            functions, problems = _load_all(_receive(stream))
+            send_frame(stream, problems)
             own = os.getpid()
             while True:
-                request = receive(connection)
+                request = _receive(stream)
                 reply = _scored(functions[request.pop("function")], request)
                 if os.getpid() != own:  # a copy that a function has forked, and that came back: it answers nobody
                     os._exit(0)
-                send(connection, reply)
-        except (Gone, ConnectionError):
+                send_frame(stream, {"call": request["call"], **reply})
+        except (EOFError, ConnectionError):
             return
+
+
+def _receive(stream: LimitedStream) -> Any:
+    """Receives what the run sends: its records may have anything that a data file may."""
+    return json.loads(receive_text(stream))
 
 
 def _ignore_signals() -> None:
@@ -97,10 +87,9 @@ def _ignore_signals() -> None:
     the step it is in first, and ends this process. What functions start keeps the system's own way with them, and none
     is blocked, whatever the one that asks has blocked in its threads."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def handle(as_what: Any) -> None:
-        for number in stopping:
+        for number in STOPPING:
             signal.signal(number, as_what)
 
     handle(lambda number, frame: None)  # unlike one that is ignored, one with a handler is not passed on by exec
@@ -206,13 +195,17 @@ def _checked(reward: Any) -> float | str | None:
         number = float(reward)
     except OverflowError:
         return "it returned a number that is too large for a float"
-    return number if math.isfinite(number) else f"it returned {number}, not a finite number"
+    if not math.isfinite(number):
+        return f"it returned {number}, not a finite number"
+    if abs(number) > LARGEST_REWARD:
+        return f"it returned {number:g}, and rewards are from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+    return number
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__[:_LONGEST_WORDS]}"
 
 
 def _described(error: BaseException) -> str:
-    words = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    words = " ".join(str(error).split())[:_LONGEST_WORDS]
+    return f"{type(error).__name__[:_LONGEST_WORDS]}: {words}" if words else type(error).__name__[:_LONGEST_WORDS]

@@ -1,6 +1,7 @@
 """Start and end of a process: what torchrun's environment says, the device, the default process group.
 
-The only place that reads the launcher's environment, with `engine.runtime.rendezvous`. No rank outlives its launcher.
+The only place that reads the launcher's environment, with `engine.runtime.rendezvous` and `engine.runtime.secrets`. No
+rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engine.config.rollout import KEY_VARIABLE
 from engine.distributed.failures import communicating
-from engine.errors import UserError
 from engine.runtime.network import interface_towards, name_is_usable
 from engine.runtime.rendezvous import meet
+from engine.runtime.secrets import take_secret
 from engine.telemetry.ending import end_with_parent, joins_others
 
 
@@ -55,18 +57,6 @@ def ranks_of_this_node() -> int:
 def local_rank() -> int:
     """This process's number among those of its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def secret_from_environment(name: str) -> str | None:
-    """Returns what a header of HTTP may carry of a variable; None where it is not set, or empty.
-
-    Raises:
-        UserError: it has characters that no header carries. The sentence has none of them.
-    """
-    value = os.environ.get(name, "").strip()
-    if not all(" " < character < "\x7f" for character in value):
-        raise UserError(f"{name} has spaces or characters that are not ASCII, which no API key has: correct it.")
-    return value or None
 
 
 def rank_from_environment() -> int:
@@ -219,8 +209,10 @@ def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Lau
 
     Raises:
         CommunicationError: the other ranks did not come.
+        UserError: the key of a server is none.
     """
     end_with_launcher()
+    take_secret(KEY_VARIABLE)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world_size = world_size_from_environment()

@@ -127,7 +127,11 @@ def test_a_process_on_its_own_ends_as_any_program() -> None:
 
 ENDS = {
     "destroy_process_group": {"engine/runtime/launch.py"},
-    "_exit": {"engine/telemetry/ending.py", "engine/rewards/worker.py"},  # there: copies that a reward has forked
+    "_exit": {
+        "engine/telemetry/ending.py",
+        "engine/rewards/worker.py",  # copies that a reward has forked
+        "engine/foreign/supervisor.py",  # a process that runs nothing else, and its child
+    },
     "register": set[str](),  # of atexit
 }
 """What ends a process or is called at its end, and the files that may call it."""

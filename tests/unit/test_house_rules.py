@@ -19,6 +19,7 @@ PROCESS_WIDE = {
     ("engine/distributed/transfer_meter.py", "METER"): "the same; also measures collectives that are given no mesh",
     ("engine/telemetry/ending.py", "_joined"): "whether this process has joined others is a fact of the process",
     ("engine/telemetry/output.py", "_lost"): "whether anybody reads standard error is a fact of the process",
+    ("engine/runtime/secrets.py", "_taken"): "a secret leaves the environment of the process when it is read",
     ("engine/data/build_store.py", "_worker"): "a worker of a process pool gets what it works with as it starts",
 }
 """State that belongs to no object, because a process has one of each."""

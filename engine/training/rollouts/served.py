@@ -33,7 +33,8 @@ from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.refusals import reading, writing
 from engine.files.staging import partial_folder
-from engine.runtime.launch import Launch, secret_from_environment
+from engine.runtime.launch import Launch
+from engine.runtime.secrets import secret
 from engine.training.build import Training
 from engine.training.rollouts.ends import completion_ends
 from engine.training.rollouts.sampler import Sampled
@@ -114,7 +115,7 @@ def check_server(
     if launch.rank == 0:
         server: CompletionServers | None = None
         try:
-            server = CompletionServers(config.rollout, vocabulary=model.decoder.vocab_size, key=_key())
+            server = CompletionServers(config.rollout, vocabulary=model.decoder.vocab_size, key=secret(KEY_VARIABLE))
             settings = sampling_settings(config.rollout, completion_ends(model.path, tokenizer))
             text = " ".join(tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED])
             shown = Shown(config.data.seq_length, text, tokenizer.encode(text), prompts.prompts[0].ids)
@@ -127,11 +128,6 @@ def check_server(
                 server.close()
     if (told := broadcast_object(problem)) is not None:
         raise UserError(str(told))
-
-
-def _key() -> str | None:
-    """Returns the servers' API key, of which nothing is written anywhere."""
-    return secret_from_environment(KEY_VARIABLE)
 
 
 def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
@@ -276,7 +272,7 @@ class ServedSampler:
 
     def _servers(self, rollout: RolloutOptions) -> CompletionServers:
         vocabulary = self._training.source.model.decoder.vocab_size
-        return CompletionServers(rollout, vocabulary=vocabulary, key=_key())
+        return CompletionServers(rollout, vocabulary=vocabulary, key=secret(KEY_VARIABLE))
 
     def _name(self, step: int) -> str:
         return f"{self._start}step{step}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,12 @@ def stories_dir(data_dir: Path) -> Path:
     if not folder.is_dir():
         pytest.skip(f"no model in {folder}")
     return folder
+
+
+@pytest.fixture
+def no_secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has taken no secrets, and is open to its user's other processes again when the test has ended."""
+    monkeypatch.setattr("engine.runtime.secrets._taken", {})
+    yield
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE

@@ -45,7 +45,8 @@ def ones(completions, **columns):
         number = int(open({count!r}).read()) - 1
         open({count!r}, "w").write(str(number))
         if number == 0:
-            os.kill(os.getppid(), signal.SIGKILL)
+            supervisor = open("/proc/%d/stat" % os.getppid()).read()
+            os.kill(int(supervisor.rpartition(")")[2].split()[1]), signal.SIGKILL)
     return [completion.count("1") / 6 for completion in completions]
 """
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.errors import UserError
+from engine.runtime.secrets import take_secret
 from engine.training.rollouts.buffer import FILE
 from engine.training.rollouts.served import completion_seed
 from engine.training.rollouts.served_adapter import FILES
@@ -118,7 +119,11 @@ KEY = "sk-nobody-may-read-this"
 
 
 def test_two_servers_with_a_key_sample_what_one_does(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_secrets: None,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Each has every adapter, and whole groups of every second prompt. The key stands nowhere in the run's folder or
     log. Without the header the run is refused; dealt out one by one, completions of a prompt go to both."""
@@ -129,10 +134,12 @@ def test_two_servers_with_a_key_sample_what_one_does(
         with pytest.raises(UserError, match=r"refuses the run \(401\): RANKFOLD_SERVER_KEY is not set, and it asks"):
             run_here(both)
         monkeypatch.setenv("RANKFOLD_SERVER_KEY", KEY[:-1])
+        take_secret("RANKFOLD_SERVER_KEY")
         with pytest.raises(UserError, match="RANKFOLD_SERVER_KEY is not the one that it asks for: export it") as error:
             run_here(both)
         assert KEY[:-1] not in str(error.value)
         monkeypatch.setenv("RANKFOLD_SERVER_KEY", KEY)
+        take_secret("RANKFOLD_SERVER_KEY")
         run_here(both)
         for number, server in enumerate((first, second)):
             seeds = {one.body["seed"] for one in server.asked}

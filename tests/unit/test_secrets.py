@@ -68,7 +68,7 @@ def test_the_environment_that_root_sees_has_no_key() -> None:
 
 
 @pytest.mark.parametrize(("value", "found"), [("", None), ("  ", None), (" key\n", "key")])
-def test_what_is_taken(value: str, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_taken(value: str, found: str | None, no_secrets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANOTHER_KEY", value)
     take_secret("ANOTHER_KEY")
     assert secret("ANOTHER_KEY") == found and "ANOTHER_KEY" not in os.environ
@@ -76,7 +76,7 @@ def test_what_is_taken(value: str, found: str | None, monkeypatch: pytest.Monkey
     assert secret("ANOTHER_KEY") == found
 
 
-def test_what_is_no_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_key_is_not_repeated(no_secrets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANOTHER_KEY", "a key")
     with pytest.raises(UserError, match="^ANOTHER_KEY has spaces"):
         take_secret("ANOTHER_KEY")

@@ -27,6 +27,9 @@ def _mixed_precision(conversion: Conversion, given: Given) -> None:
     names = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "False": "float32", "fp8": "bfloat16"}
     if str(given.value) not in names:
         raise UserError(f"{given.source} gives {given.key} as {given.value!r}: write no, bf16 or fp16.")
+    if names[str(given.value)] == "float32":  # a trainer that is switched to 16 bits itself stays so
+        conversion.drop(given, "the trainer's own keys say the arithmetic; without them it is float32")
+        return
     set_dtype(conversion, given, names[str(given.value)])
 
 
@@ -64,6 +67,13 @@ def _reshard(conversion: Conversion, given: Given) -> None:
         conversion.take(given, "parallel.shard", level)
 
 
+@sets("memory.offload_weights", "memory.offload_optimizer")
+def _fsdp_offload(conversion: Conversion, given: Given) -> None:
+    """Translates FSDP's CPUOffload, which keeps the states of the optimizer in host memory with the parameters."""
+    conversion.take(given, "memory.offload_weights", truth(given))
+    conversion.take(given, "memory.offload_optimizer", truth(given))
+
+
 RULES: dict[str, Rule] = {
     "compute_environment": dropped("the machine at hand; nothing is asked of a cloud"),
     "debug": dropped("a hang is reported with every rank's place: train.hang_report_after"),
@@ -94,9 +104,9 @@ RULES: dict[str, Rule] = {
     "sharding_strategy": _fsdp,
     "fsdp_reshard_after_forward": _reshard,
     "reshard_after_forward": _reshard,
-    "offload_params": option("memory.offload_weights", truth),
+    "offload_params": _fsdp_offload,
     "activation_checkpointing": option("memory.recompute", lambda g: "full" if truth(g) else "selective"),
-    "fsdp_offload_params": option("memory.offload_weights", truth),
+    "fsdp_offload_params": _fsdp_offload,
     "fsdp_activation_checkpointing": option("memory.recompute", lambda g: "full" if truth(g) else "selective"),
     "zero_stage": stage,
     "zero3_init_flag": dropped(_EAGER),

@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from engine.config.conversion import launcher_rules
-from engine.config.conversion.conversion import Conversion, Rule, dropped, names
+from engine.config.conversion.conversion import Conversion, Rule, dropped, names, other_objective
 from engine.config.conversion.finish import finish
 from engine.config.conversion.given import PROGRAM, PROGRAM_FILE, Given
 from engine.config.conversion.reading import read_file, read_flags
 from engine.config.conversion.shell import BRANCHES
 from engine.config.conversion.trainer import Trainer
-from engine.config.conversion.trainers import recognise
+from engine.config.conversion.trainers import SOURCES, check_known, recognise
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=Path, nargs="?", help="another trainer's file (YAML or JSON), or its script .sh or .py"
     )
     parser.add_argument("--flags", default="", help="a command line, in quotes: beside a file, or alone")
+    parser.add_argument(
+        "--from",
+        choices=sorted(SOURCES),
+        metavar="SOURCE",
+        dest="trainer",
+        help=f"whose keys these are, where that is not recognised: {', '.join(sorted(SOURCES))}",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -60,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = arguments.file.parent if arguments.file is not None else Path()
     given = read_file(arguments.file) if arguments.file is not None else []
     given += read_flags(arguments.flags, "flags", folder)
-    conversion, ranks = convert(given, values=arguments.values, ranks=arguments.ranks)
+    conversion, ranks = convert(given, values=arguments.values, ranks=arguments.ranks, source=arguments.trainer)
     source = arguments.file.name if arguments.file is not None else "a command line"
     text = to_text(conversion.options, title=f"From {source}; {_launch(arguments.out, ranks)}")
     check_config(from_yaml(text))
@@ -72,25 +79,30 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\nwrote {arguments.out}\nstart it with: {_launch(arguments.out, ranks)}")
 
 
-def convert(given: list[Given], *, values: list[str], ranks: int | None) -> tuple[Conversion, int]:
+def convert(
+    given: list[Given], *, values: list[str], ranks: int | None, source: str | None = None
+) -> tuple[Conversion, int]:
     """Converts keys to options.
 
     Args:
         given: all keys, files before flags.
         values: "option=value", which win.
         ranks: processes, where the user says it.
+        source: the trainer, one of SOURCES, where the user says it; None recognises it by the keys.
 
     Returns:
         The conversion, and how many processes the run has.
 
     Raises:
-        UserError: a value that its key cannot have.
+        UserError: the source is not known, what it trains is not available, or a value that its key cannot have.
     """
-    trainer = recognise(given)
+    trainer = recognise(given, source)
     conversion = Conversion(trainer=trainer.name)
     # DeepSpeed's and the launcher's keys come first: some flags depend on them
     for one in sorted(given, key=lambda one: launcher_rules.rule_for(one.key) is None):
         _apply(conversion, trainer, one)
+    if source is None:
+        check_known(conversion)
     for pair in values:
         name, equals, value = pair.partition("=")
         if not equals or not conversion.has(name):
@@ -106,26 +118,69 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
     if one.key == PROGRAM:
         conversion.drop(one, "rankfold train is started")
         return
-    if one.key == PROGRAM_FILE:
-        conversion.drop(one, "read, and converted key by key" if one.file_read else "no such file beside this one")
+    if one.key == PROGRAM_FILE or (one.key == "config" and str(one.value).endswith((".yaml", ".yml", ".json"))):
+        _require_read(one)
+        conversion.drop(one, "read, and converted key by key")
         return
     if one.key == BRANCHES:
         conversion.drop(one, "the last of the values between which the script chooses: check them")
         conversion.notes.append(f"the script chooses between values, and the last was read: {', '.join(names(one))}")
         return
-    own, launchers = trainer.rule(one.key), launcher_rules.rule_for(one.key)
-    # DeepSpeed's auto is what the trainer's own key says
-    rule = launchers if one.value == "auto" and launchers is not None else own or launchers
+    rule = _rule(trainer, one)
     if rule is None and not one.idle:
         rule = _environment(one.key)
     if rule is None and not one.idle:
+        if _names_objective(one):
+            raise other_objective(one, "a key that names the objective and is not known")
         conversion.miss(one, "check whether it matters, and set the option that it means")
     elif rule is None:
         return
+    elif one.open and "objective.name" in rule.options:
+        raise UserError(
+            f"{one.source} gives {one.key} as {one.value}, which is only known when the script runs, but decides "
+            f"what is "
+            f"trained: add its value with --flags '--{one.key} VALUE'."
+        )
     elif one.open:
         conversion.leave(one, rule.options)
     else:
         rule.apply(conversion, one)
+
+
+def _rule(trainer: Trainer, one: Given) -> Rule | None:
+    """Returns the rule for a key, the trainer's own or the launchers'; one for this very key comes before those for
+    all keys that begin as it does.
+    """
+    own, launchers = trainer.rule(one.key), launcher_rules.rule_for(one.key)
+    if one.value == "auto" and launchers is not None:  # DeepSpeed's auto is what the trainer's own key says
+        return launchers
+    if one.key not in trainer.rules and launchers is not None and launcher_rules.names(one.key):
+        return launchers
+    return own or launchers
+
+
+def _require_read(one: Given) -> None:
+    """Refuses a file that has all of a program's options, and is missing."""
+    if not one.file_read:
+        raise UserError(
+            f"{one.source} starts a program with the options in {one.value}, which is no file there: convert that "
+            f"file, or "
+            f"put it where {one.source} expects it."
+        )
+
+
+_OBJECTIVES = frozenset({
+    "loss", "loss_type", "loss_fn", "loss_func", "loss_function", "algorithm", "algo", "rl", "rl_algorithm", "rl_type",
+    "stage", "rlhf_type", "trainer", "trainer_type", "trainer_cls", "task_type", "task", "training_method",
+    "train_method", "training_type", "objective", "adv_estimator", "advantage_estimator", "reward_model",
+    "reward_funcs", "teacher_model", "distillation",
+})  # fmt: skip
+"""Keys, or their last parts, that name what is trained wherever they are found."""
+
+
+def _names_objective(one: Given) -> bool:
+    leaf = one.key.rpartition(".")[2].lower()
+    return leaf in _OBJECTIVES and one.value not in (None, False, "", [], "none", "null")
 
 
 def _environment(key: str) -> Rule | None:

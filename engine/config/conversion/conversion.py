@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, get_args
 
 from engine.config.conversion.given import Given
 from engine.config.model import ModelOptions
+from engine.config.objective import Name
 from engine.config.option_names import option_types
 from engine.errors import UserError
 
@@ -216,6 +217,20 @@ def truth(given: Given) -> bool:
     if word in ("1", "yes", "on", "true", "0", "no", "off", "false", "none"):
         return word in ("1", "yes", "on", "true")
     raise _wrong(given, "true or false")
+
+
+def other_objective(given: Given, what: str) -> UserError:
+    """Returns the refusal of a key by which another objective is trained than any that is available here.
+
+    Args:
+        given: the key.
+        what: the objective, or its part that has no counterpart, such as "a reward model".
+    """
+    return UserError(
+        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: objectives "
+        f"are "
+        f"{', '.join(get_args(Name))}. If the run should train without it, take {given.key} out."
+    )
 
 
 def _wrong(given: Given, expected: str) -> UserError:

@@ -133,6 +133,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.offload_optimizer.pin_memory": dropped("copies are always pinned"),
     "zero_optimization.offload_param.pin_memory": dropped("copies are always pinned"),
     "zero_optimization.cpu_offload": option("memory.offload_optimizer", truth),
+    "zero_optimization.cpu_offload_params": option("memory.offload_weights", truth),
     "zero_optimization.contiguous_gradients": dropped("gradients are always in one buffer"),
     "zero_optimization.overlap_comm": dropped(_OVERLAP),
     "zero_optimization.reduce_scatter": dropped("parallel.shard gradients and parameters reduce-scatter"),
@@ -180,7 +181,6 @@ _BUCKET_KEYS = (
     "load_from_fp32_weights",
     "elastic_checkpoint",
     "prefetch_bucket_size",
-    "cpu_offload_params",
     "cpu_offload_use_pin_memory",
 )
 RULES |= {f"zero_optimization.{key}": dropped(_BUCKETS) for key in _BUCKET_KEYS}

@@ -46,6 +46,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
         conversion.to_fill.append(
             f"--ranks: the number of processes is not given; {processes} hold one copy of the model"
         )
+    facts["ranks"] = int(processes)
     trainer.finish(conversion)
     launcher_rules.follow(conversion)
     adapters = trainer.adapters(conversion) and conversion.options.get("lora.rank") != 0
@@ -88,6 +89,8 @@ def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> No
     """Sets each option that was not given to the trainer's default, where this engine's own differs."""
     for name, default in trainer.defaults.items():
         if name in DERIVED or name in conversion.options or not isinstance(default, Default):
+            continue
+        if conversion.facts.get("no_warmup") and name in ("optim.warmup_steps", "optim.warmup_ratio"):
             continue
         answers = conversion.options.get("objective.name", "language_modeling") != "language_modeling"
         own = name.startswith("lora.") and not adapters
@@ -137,7 +140,8 @@ def _saving(conversion: Conversion, trainer: Trainer) -> None:
 def _lowest_rate(conversion: Conversion) -> None:
     share, rate = conversion.facts.get("min_lr_share"), conversion.options.get("optim.lr")
     if share is not None and rate is not None:
-        conversion.imply("derived", "share of the highest rate", "optim.min_lr", share * rate, f"{share:g} x {rate:g}")
+        lowest = float(f"{share * rate:.12g}")  # 1e-6, not 1.0000000000000002e-06
+        conversion.imply("derived", "share of the highest rate", "optim.min_lr", lowest, f"{share:g} x {rate:g}")
 
 
 def _model_ranks(conversion: Conversion) -> int:
@@ -243,7 +247,13 @@ def _betas(conversion: Conversion, trainer: Trainer) -> None:
     default = trainer.defaults.get("optim.betas")
     usual = default.of(conversion) if isinstance(default, Default) else engine_default("optim.betas")
     betas = [facts.get("beta1", usual[0]), facts.get("beta2", usual[1])]
-    if betas != engine_default("optim.betas"):
+    if (
+        betas != engine_default("optim.betas")
+        and isinstance(default, Default)
+        and not {"beta1", "beta2"} & facts.keys()
+    ):
+        conversion.imply(f"{trainer.name}'s default", default.where, "optim.betas", betas)
+    elif betas != engine_default("optim.betas"):
         conversion.imply("flags", "adam_beta1, adam_beta2", "optim.betas", betas)
 
 

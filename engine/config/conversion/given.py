@@ -9,6 +9,10 @@ Value = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 PROGRAM = "(program)"
 """Key of the program that a command line starts: a Python script, a module, or a command with its subcommand."""
+PROGRAM_CODE = "(script)"
+"""Key of the Python script that a command line starts, as its path; its own arguments have defaults."""
+OWN_LOOP = "(loop)"
+"""Key of a Python script that trains without a trainer of a library."""
 PROGRAM_FILE = "(configuration)"
 """Key of the file that a program reads all its options from."""
 

@@ -7,15 +7,24 @@ from engine.config.conversion.conversion import Conversion, Rule
 from engine.config.conversion.trainer import find_rule
 
 RULES: dict[str, Rule] = accelerate_rules.RULES | deepspeed_rules.RULES
+_PREFIXES = ("deepspeed_config.", "fsdp_config.", "deepspeed.", "")
 
 
 def rule_for(key: str) -> Rule | None:
-    """Returns the rule for a key as it was read, also below accelerate's deepspeed_config.* and fsdp_config.*."""
-    for prefix in ("deepspeed_config.", "fsdp_config.", ""):
+    """Returns the rule for a key as it was read, also below accelerate's deepspeed_config.* and fsdp_config.* and
+    TrainingArguments' deepspeed.*.
+    """
+    for prefix in _PREFIXES:
         found = find_rule(RULES, key.removeprefix(prefix).strip()) if key.startswith(prefix) else None
         if found is not None:
             return found
     return None
+
+
+def names(key: str) -> bool:
+    """Returns whether there is a rule for this very key, not only for keys that begin as it does."""
+    parts = (key.removeprefix(prefix).strip() for prefix in _PREFIXES)
+    return any(part in RULES for part in parts)
 
 
 def follow(conversion: Conversion) -> None:

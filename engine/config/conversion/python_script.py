@@ -1,12 +1,16 @@
-"""Reads the calls of a Python training script that configure it (TrainingArguments, LoraConfig, ...); runs nothing."""
+"""Reads the calls of a Python training script that configure it (TrainingArguments, LoraConfig, ...), and the
+defaults of the arguments that it parses itself; runs nothing.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from engine.config.conversion.given import PROGRAM, Given
+from engine.config.conversion.given import OWN_LOOP, PROGRAM, Given
+from engine.config.conversion.script_arguments import assigned, parsed_classes, parsed_names, script_arguments
 from engine.errors import UserError
 
 _ARGUMENTS = {
@@ -18,6 +22,13 @@ _ARGUMENTS = {
 _TRAINERS = (
     "Trainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "Seq2SeqTrainer",
 )  # fmt: skip
+_OTHER_OBJECTIVES = re.compile(
+    r"(?:BCO|GKD|RLOO|OnlineDPO|XPO|NashMD|PPO|PPOv2|PRM|TPO|Reward|GOLD|SDFT|SSD|SDPO|Distillation|AsyncGRPO|MiniLLM|GSPOToken|"
+    r"IterativeSFT|DDPO|AlignProp|PAPO|GFPO)(?:Trainer|Config)"
+)
+"""Classes of TRL's that train something else."""
+_LOSSES = ("compute_loss", "compute_loss_func", "get_batch_loss_metrics", "dpo_loss", "kto_loss", "training_step")
+"""Functions of a trainer by which the objective is another one."""
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
 _MODEL = ("torch_dtype", "dtype", "load_in_8bit", "load_in_4bit", "attn_implementation", "trust_remote_code")
@@ -26,32 +37,87 @@ _OBJECTS = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data
 
 
 def read_python(text: str, source: str) -> list[Given]:
-    """Returns the keywords of those calls, with plain values and names of plain values resolved.
+    """Returns the keywords of those calls, with plain values and names of plain values resolved, and before them the
+    defaults of the script's own arguments.
 
     Raises:
         UserError: it is not Python.
     """
+    tree = _parsed(text, source)
+    names, own, parsed = _names(tree), script_arguments(tree), parsed_names(tree)
+    given = [Given(source=source, key=PROGRAM, value=source), *_defaults(tree, source)]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    classes = parsed_classes(tree)
+    kinds = {kind for kind in (*classes, *(_name(call.func)[0] for call in calls)) if kind}
+    if not any(kind in _ARGUMENTS or kind.endswith("Trainer") for kind in kinds):
+        given.append(Given(source=source, key=OWN_LOOP, value=source, idle=True))
+    given += _own_losses(tree, source)
+    given += [
+        Given(source=source, key="trainer", value=kind) for kind in sorted(kinds) if _OTHER_OBJECTIVES.fullmatch(kind)
+    ]
+    for call in calls:
+        kind, owner = _name(call.func)
+        for key, node in _keys(call, kind, owner):
+            value = _function_names(node, names) if key == "reward_funcs" else _value(node, names, own, parsed)
+            if value != "" and not (_computed(value) and any(one.key == key for one in given)):
+                given.append(Given(source=source, key=key, value=value))
+    given += [Given(source=source, key=key, value=_value(node, names)) for key, node in assigned(tree).items()]
+    given[:0] = [
+        Given(source=source, key=PROGRAM, value=_ARGUMENTS[kind]) for kind in sorted(kinds) if _ARGUMENTS.get(kind)
+    ]
+    if not kinds & {*_ARGUMENTS, *_TRAINERS, "LoraConfig"} and not own:
+        raise UserError(
+            f"{source} has no call of TrainingArguments, SFTConfig or the like whose options could be read, and "
+            f"parses no "
+            "arguments: give the command line that starts it, with --flags."
+        )
+    return given
+
+
+def _own_losses(tree: ast.Module, source: str) -> list[Given]:
+    """Returns the classes of a script that compute another loss than the trainer that they are made from."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [
+        Given(source=source, key="trainer", value=f"{node.name} with {part.name}")
+        for node in classes
+        for part in node.body
+        if isinstance(part, ast.FunctionDef) and part.name in _LOSSES and any(_base(one) for one in node.bases)
+    ]
+
+
+def _base(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) and (_name(node)[0]).endswith("Trainer")
+
+
+def own_arguments(text: str, source: str) -> list[Given]:
+    """Returns the defaults of the arguments that a script parses, those that are plain values.
+
+    Raises:
+        UserError: it is not Python.
+    """
+    return _defaults(_parsed(text, source), source)
+
+
+def _defaults(tree: ast.Module, source: str) -> list[Given]:
+    names, own, parsed = _names(tree), script_arguments(tree), parsed_names(tree)
+    values = {key: _value(node, names, own, parsed) for key, node in own.items()}
+    return [
+        Given(source=source, key=key, value=value)
+        for key, value in values.items()
+        if value not in ("", None) and not _computed(value)
+    ]
+
+
+def _parsed(text: str, source: str) -> ast.Module:
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError(f"{source} is not valid Python{line}: correct that line, or give a file that runs.") from None
-    names = _names(tree)
-    given = [Given(source=source, key=PROGRAM, value=source)]
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        kind, owner = _name(call.func)
-        for key, node in _keys(call, kind, owner):
-            value = _function_names(node, names) if key == "reward_funcs" else _value(node, names)
-            if value != "":  # a parameter that has to be given
-                given.append(Given(source=source, key=key, value=value))
-        if _ARGUMENTS.get(kind):
-            given.insert(0, Given(source=source, key=PROGRAM, value=_ARGUMENTS[kind]))
-    if len(given) == 1:
-        raise UserError(
-            f"{source} has no call of TrainingArguments, SFTConfig or the like whose options could be read: give the "
-            "command line that starts it, with --flags."
-        )
-    return given
+
+
+def _computed(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("<computed")
 
 
 def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr]]:
@@ -105,12 +171,28 @@ def _function_names(node: ast.expr, names: dict[str, ast.expr]) -> Any:
     return _value(node, names)
 
 
-def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
-    """Returns the value of a plain expression; text that begins with "<computed" for any other."""
+def _value(
+    node: ast.expr,
+    names: dict[str, ast.expr],
+    own: dict[str, ast.expr] | None = None,
+    parsed: Collection[str] = (),
+    depth: int = 0,
+) -> Any:
+    """Returns the value of a plain expression; text that begins with "<computed" for any other.
+
+    Args:
+        node: the expression.
+        names: variables, with their only value.
+        own: arguments that the script parses, with their defaults.
+        parsed: variables that hold the parsed arguments.
+        depth: of names that stand for others.
+    """
     if isinstance(node, ast.Name) and node.id in names and depth < 10:
-        return _value(names[node.id], names, depth + 1)
+        return _value(names[node.id], names, own, parsed, depth + 1)
     if isinstance(node, ast.Attribute) and _name(node)[1] == "torch":
         return node.attr
+    if isinstance(node, ast.Attribute) and _name(node)[1] in parsed and own and node.attr in own and depth < 10:
+        return _value(own[node.attr], names, own, parsed, depth + 1)
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -5,6 +5,7 @@ Nothing is interpreted here, and no script is run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,19 @@ from typing import Any
 
 import yaml
 
-from engine.config.conversion.given import PROGRAM_FILE, Given, Value
-from engine.config.conversion.python_script import read_python
+from engine.config.conversion.given import PROGRAM_CODE, PROGRAM_FILE, Given, Value
+from engine.config.conversion.python_script import own_arguments, read_python
 from engine.config.conversion.shell import plain, read_command, read_shell
 from engine.errors import UserError
 from engine.files.documents import read_text
 
-_FILE_KEYS = ("deepspeed", "deepspeed_config", "config_file", "deepspeed_config_file", "config", PROGRAM_FILE)
+_FILE_KEYS = (
+    "deepspeed", "deepspeed_config", "ds_config", "config_file", "deepspeed_config_file", "config", PROGRAM_FILE,
+)  # fmt: skip
+_AROUND = 5
+"""How many folders around a configuration's own are looked through."""
+_LOOK = 2**28
+"""Bytes of the largest file of data whose records are counted."""
 _WHAT = "give another trainer's YAML or JSON file, or a script .sh or .py"
 
 
@@ -55,14 +62,88 @@ def read_flags(text: str, source: str, folder: Path) -> list[Given]:
 
 def with_files(given: list[Given], folder: Path) -> list[Given]:
     """Returns the keys, with those of each existing file that one of them names."""
-    result = []
+    result: list[Given] = []
     for one in given:
+        if one.key == PROGRAM_CODE:
+            result[:0] = _own_defaults(str(one.value), folder)
+            continue
         leaf = one.key.rpartition(".")[2]
-        if leaf in _FILE_KEYS and isinstance(one.value, str) and _is_file(folder / one.value):
-            result += read_file(folder / one.value)
+        path = find_file(one.value, folder) if leaf in _FILE_KEYS and isinstance(one.value, str) else None
+        if path is not None:
+            result += read_file(path)
             one = replace(one, file_read=True)
         result.append(one)
-    return result
+    return result + _registered(result, folder)
+
+
+_REGISTRY = "dataset_info.json"
+"""LLaMA-Factory's list of datasets, in the folder that dataset_dir names."""
+
+
+def _registered(given: list[Given], folder: Path) -> list[Given]:
+    """Returns the entries of dataset_info.json for the datasets that LLaMA-Factory's keys name, each with its "
+    "folder."""
+    keys = {one.key: one.value for one in given}
+    if not keys.keys() & {"finetuning_type", "cutoff_len", "dataset_dir", "stage"}:
+        return []
+    path = find_file(f"{keys.get('dataset_dir', 'data')}/{_REGISTRY}", folder)
+    if path is None:
+        return []
+    try:
+        known = json.loads(read_text(path, _WHAT))
+    except ValueError:
+        raise UserError(f"{path} is not valid JSON: correct it, or name the data with --set data.train=FILE.") from None
+    found = []
+    for key in ("dataset", "eval_dataset"):
+        named = keys.get(key)
+        names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named or []
+        entries = [known.get(name) if isinstance(known, dict) else None for name in names if isinstance(name, str)]
+        if entries and all(isinstance(entry, dict) for entry in entries):
+            placed = [
+                {**entry, "folder": str(path.parent), "records": _records(path.parent / str(entry.get("file_name")))}
+                for entry in entries
+                if entry is not None
+            ]
+            found.append(Given(source=_REGISTRY, key=f"{key}_info", value=placed))
+    return found
+
+
+def _records(path: Path) -> int | None:
+    """Returns how many records a file of data has; None where it is missing, too large to look at, or of another "
+    "kind."""
+    try:
+        if path.suffix not in (".json", ".jsonl") or path.stat().st_size > _LOOK:
+            return None
+        text = read_text(path, _WHAT)
+        found = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError, UserError):
+        return None
+    return len(found) if isinstance(found, list) else None
+
+
+def _own_defaults(name: str, folder: Path) -> list[Given]:
+    """Returns the defaults of the arguments of the script that a command starts, where it is there; those that no rule
+    knows do not count.
+    """
+    path = find_file(name, folder)
+    if path is None:
+        return []
+    try:
+        found = own_arguments(read_text(path, _WHAT), path.name)
+    except UserError:  # no Python that this version reads: its defaults are not known
+        return []
+    return [replace(one, idle=True) for one in found]
+
+
+def find_file(name: str, folder: Path) -> Path | None:
+    """Returns the file that a configuration in `folder` names; programs are started in the folder of their checkout, so
+    the folders around it are looked through too.
+    """
+    around = folder.absolute()
+    for place in (folder, *list(around.parents)[:_AROUND]):
+        if _is_file(place / name):
+            return place / name
+    return None
 
 
 def _is_file(path: Path) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.conversion.given import PROGRAM, PROGRAM_FILE, Given, Value
+from engine.config.conversion.given import PROGRAM, PROGRAM_CODE, PROGRAM_FILE, Given, Value
 from engine.errors import UserError
 
 UNKNOWN = "$(...)"
@@ -31,7 +31,13 @@ _BRANCH, _END = ("if", "elif", "else", "case"), ("fi", "esac")
 _NO_COMMANDS = (
     "echo", "rsync", "set", "cd", "source", "mkdir", "printf", "for", "while", "done", "[", "[[", *_BRANCH, *_END,
 )  # fmt: skip
-_PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "lmf")
+_PROGRAMS = (
+    "trl", "axolotl", "llamafactory-cli", "lmf", "swift", "megatron", "tune", "automodel", "litgpt", "xtuner",
+    "colossalai",
+    "nemo",
+)  # fmt: skip
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./][\w@]+)+)=(.*)", re.DOTALL)
+"""Hydra's way to give a key."""
 _FLAG = re.compile(r"--?[A-Za-z]")
 _REDIRECTION = re.compile(r"(?:\d|&)?>>?(&\d?)?(.*)|<", re.DOTALL)
 
@@ -72,7 +78,7 @@ def read_shell(text: str, source: str) -> list[Given]:
         expanded = _words(_expand(joined, script.variables, script.used), source)
         inner = [word for word in expanded if " --" in word and ".py" in word]  # the argument of bash -c
         expanded = _words(inner[0], source) if inner else expanded
-        if sum(word.startswith("--") for word in expanded) > sum(word.startswith("--") for word in best):
+        if _flags(expanded) > _flags(best):
             best = expanded
     if not best:  # nothing is started, or a variable holds all of the command
         held = max(script.variables.values(), key=lambda value: value.count("--"), default="")
@@ -84,7 +90,8 @@ def read_shell(text: str, source: str) -> list[Given]:
     for name, value in script.variables.items():
         free = name not in script.used and "--" not in value and UNKNOWN not in value
         if free and name != name.lower():
-            given.append(Given(source=source, key=name, value=plain(value), idle=name not in script.exported))
+            found = plain(_expand(value, script.variables, set()))
+            given.append(Given(source=source, key=name, value=found, idle=name not in script.exported))
     chosen = [
         f"{name}={' '.join(script.variables[name].split()) or '(nothing)'}"
         for name, values in script.branches.items()
@@ -95,13 +102,25 @@ def read_shell(text: str, source: str) -> list[Given]:
     return given + read_words(best, source)
 
 
+def _flags(words: list[str]) -> int:
+    """Returns how many options a command has, in twos; a program or a file counts one, so that one without options is
+    found too.
+    """
+    options = sum(word.startswith("--") or _OVERRIDE.fullmatch(word) is not None for word in words)
+    return 2 * options + any(word.endswith(".py") or word == "-m" or Path(word).name in _PROGRAMS for word in words)
+
+
 def read_command(text: str, source: str) -> list[Given]:
     """Reads a command line as it would be typed: launcher, program and flags, or flags alone.
 
     Raises:
         UserError: a quote is not closed.
     """
-    return read_words(_words(_plain_text(text), source), source)
+    words, given = _words(_plain_text(text), source), []
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        given.append(Given(source=source, key=match[1], value=plain(match[3])))
+        words = words[1:]
+    return given + read_words(words, source)
 
 
 def read_words(words: list[str], source: str) -> list[Given]:
@@ -112,12 +131,15 @@ def read_words(words: list[str], source: str) -> list[Given]:
         word = words[position]
         position += 1
         if word.endswith(".py"):
-            given.append(Given(source=source, key=PROGRAM, value=Path(word).name))
-        elif Path(word).name in _PROGRAMS and position < len(words):
+            given.append(Given(source=source, key=PROGRAM, value=_program(word)))
+            given.append(Given(source=source, key=PROGRAM_CODE, value=word))
+        elif Path(word).name in _PROGRAMS and position < len(words) and words[position].isidentifier():
             given.append(Given(source=source, key=PROGRAM, value=f"{Path(word).name} {words[position]}"))
             position += 1
-        elif word.endswith((".yaml", ".yml")) and not _FLAG.match(word):
+        elif word.endswith((".yaml", ".yml", ".json")) and not _FLAG.match(word) and not _OVERRIDE.fullmatch(word):
             given.append(Given(source=source, key=PROGRAM_FILE, value=word))
+        elif override := _OVERRIDE.fullmatch(word):
+            given.append(Given(source=source, key=override[1], value=plain(override[2])))
         if word == "-m" and position < len(words) and not words[position].startswith("-"):
             given.append(Given(source=source, key=PROGRAM, value=words[position]))
             position += 1
@@ -136,6 +158,14 @@ def read_words(words: list[str], source: str) -> list[Given]:
         found: Value = True if not values else plain(values[0]) if len(values) == 1 else [*map(plain, values)]
         given.append(Given(source=source, key=name.replace("-", "_"), value=found))
     return given
+
+
+def _program(path: str) -> str:
+    """Returns the name of a script; ms-swift's own are called as its command is."""
+    parts = Path(path).parts
+    if parts[-3:-1] == ("swift", "cli"):
+        return f"swift {Path(path).stem}"
+    return f"megatron {Path(path).stem}" if parts[-4:-1] == ("swift", "cli", "_megatron") else Path(path).name
 
 
 def _without_redirections(words: list[str]) -> list[str]:
@@ -172,6 +202,7 @@ def _plain_text(text: str) -> str:
 
 def _without_commands(text: str) -> str:
     """Replaces $(command), `command` and >(command) by a placeholder; $(( 1 + 2 )) becomes one word."""
+    text = re.sub(r"`expr ([^`()]*)`|\$\(expr ([^()]*)\)", lambda match: f"$(({match[1] or match[2]}))", text)
     text = re.sub(r"`[^`]*`", lambda _: UNKNOWN, text)
     result, position = "", 0
     while (opening := re.compile(r"[$<>]\(").search(text, position)) is not None:

@@ -12,6 +12,7 @@ from engine.config.conversion.conversion import (
     fact,
     number,
     option,
+    other_objective,
     set_dtype,
     sets,
     text,
@@ -51,7 +52,7 @@ def adapter(conversion: Conversion, given: Given) -> None:
     name = str(given.value).lower() if given.value else ""
     conversion.know(given, "lora", name in ("lora", "qlora"), f"adapters: {name or 'none'}")
     if name not in ("", "lora", "qlora", "none"):
-        conversion.lack(given, "adapters are LoRA's")
+        raise UserError(f"{given.source} gives adapter as {name}, but adapters here are LoRA's: write lora or qlora.")
 
 
 def as_list(given: Given) -> list[Any]:
@@ -73,9 +74,7 @@ def datasets(conversion: Conversion, given: Given) -> None:
         files += [str(one) for one in named if str(one).endswith(shared.FILES)]
     kinds = {str(entry.get("type")).partition(".")[0].partition(":")[0] for entry in entries if entry.get("type")}
     if files:
-        conversion.take(given, which, files[0])
-        if len(files) > 1 and which == "data.train":
-            conversion.take(given, "data.mix", [f"{one}=1" for one in files[1:]], "weigh them as their sizes are")
+        shared.files(conversion, given, which, files)
     else:
         paths = ", ".join(str(entry.get("path")) for entry in entries)
         conversion.know(
@@ -119,7 +118,43 @@ def rl(conversion: Conversion, given: Given) -> None:
     elif not given.value:
         conversion.drop(given, "none")
     else:
-        conversion.lack(given, "objective.name says what can be minimised")
+        raise other_objective(given, "another objective")
+
+
+_DPO_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
+
+
+@sets("objective.name")
+def dpo_loss_type(conversion: Conversion, given: Given) -> None:
+    found = [str(one) for one in as_list(given)]
+    if len(found) > 1 or any(one not in _DPO_LOSSES for one in found):
+        raise other_objective(given, "another loss")
+    for one in found:
+        conversion.know(given, "dpo_loss", _DPO_LOSSES[one], "objective.name, where rl is dpo")
+
+
+_PLUGINS = {"liger", "cut_cross_entropy", "kernels", "swanlab", "lm_eval", "expert_parallel"}
+"""Plug-ins of Axolotl's own that change the speed or the report alone."""
+_OBJECTIVES = {
+    "kd": "a student of another model",
+    "diffusion": "a model that denoises",
+    "nemo_gym": "rollouts in an environment",
+    "hatchery": "another trainer",
+}
+
+
+@sets("objective.name")
+def plugins(conversion: Conversion, given: Given) -> None:
+    """Converts the list of plug-ins, some of which have an objective of their own."""
+    for one in as_list(given):
+        name = str(one).removeprefix("axolotl.integrations.").partition(".")[0]
+        if name in _OBJECTIVES:
+            raise other_objective(given, _OBJECTIVES[name])
+        if name not in _PLUGINS:
+            conversion.notes.append(
+                f"plugins {one} has no counterpart, and the run may differ: no code of a plug-in is run"
+            )
+    conversion.drop(given, "no code of a plug-in is run")
 
 
 @sets("trainable")
@@ -143,18 +178,6 @@ def lr_groups(conversion: Conversion, given: Given) -> None:
         for module in group["modules"]:
             rate = Given(source=given.source, key=given.key, value=group.get("lr"))
             rates.know_rate(conversion, given, f"*{module}*", number(rate))
-
-
-def _maybe(rule: Rule) -> Rule:
-    """Returns the rule of a key that Axolotl's files often leave empty."""
-
-    def apply(conversion: Conversion, given: Given) -> None:
-        if given.value in (None, ""):
-            conversion.drop(given, "left empty")
-        else:
-            rule.apply(conversion, given)
-
-    return Rule(apply, rule.options)
 
 
 _OWN: dict[str, Rule] = {
@@ -205,6 +228,7 @@ _OWN: dict[str, Rule] = {
     "chat_template": shared.template,
     "chat_template_jinja": shared.template,
     "rl": rl,
+    "plugins": plugins,
     "rl_beta": option("objective.beta", number),
     "dpo_beta": option("objective.beta", number),
     "orpo_alpha": option("objective.beta", number),
@@ -212,8 +236,8 @@ _OWN: dict[str, Rule] = {
     "dpo_label_smoothing": option("objective.label_smoothing", number),
     "kto_desirable_weight": option("objective.desirable_weight", number),
     "kto_undesirable_weight": option("objective.undesirable_weight", number),
-    "dpo_loss_type": shared.off_or_lack("objective.name says what is minimised"),
-    "cpo_alpha": shared.off_or_lack("the loss has no further term"),
+    "dpo_loss_type": dpo_loss_type,
+    "cpo_alpha": fact("cpo_alpha", number, became="the weight of a further term"),
     "unfrozen_parameters": unfrozen,
     "reinit_weights": option("model.init", lambda given: "random" if truth(given) else "checkpoint"),
     "tensor_parallel_size": option("parallel.tensor", whole),
@@ -223,17 +247,17 @@ _OWN: dict[str, Rule] = {
     "relora": shared.off_or_lack("adapters are not merged while they train"),
     "jagged_restart_steps": shared.off_or_lack("the learning rate does not restart"),
     "lisa_n_layers": shared.off_or_lack("trainable says what trains"),
-    "reward_model": shared.off_or_lack("reward models are not trained"),
-    "process_reward_model": shared.off_or_lack("reward models are not trained"),
-    "use_eaft": shared.off_or_lack("the loss is the cross-entropy"),
-    "ebft.*": shared.off_or_lack("objective.name says what can be minimised"),
+    "reward_model": shared.off_or_refuse("a reward model"),
+    "process_reward_model": shared.off_or_refuse("a reward model"),
+    "use_eaft": shared.off_or_refuse("another loss than the cross-entropy"),
+    "ebft.*": shared.off_or_refuse("another objective"),
     "trl.beta": option("objective.beta", number),
     "trl.*": shared.off_or_lack("objective.name says what can be minimised"),
     "qat": shared.off_or_lack("weights are not rounded while they train"),
     "qat.*": shared.off_or_lack("weights are not rounded while they train"),
     "quantization.*": dropped("after training: rankfold convert export writes weights as they are"),
     "use_pose": shared.off_or_lack("positions are those of the text"),
-    "diffusion.*": shared.off_or_lack("the model predicts the next token"),
+    "diffusion.*": shared.off_or_refuse("a model that denoises"),
     "gptq": shared.off_or_lack("model.base_dtype encodes the weights as they are read"),
     "shrink_embeddings": shared.off_or_lack("the embedding keeps its size"),
     "resize_token_embeddings_to_32x": shared.off_or_lack("the embedding keeps its size"),
@@ -251,6 +275,7 @@ _OWN: dict[str, Rule] = {
     "tokens.*": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
     "relora_*": shared.off_or_lack("adapters are not merged while they train"),
     "jagged_*": shared.off_or_lack("the learning rate does not restart"),
+    "kd_*": shared.off_or_refuse("a student of another model"),
     "lisa_*": dropped("part of what has no counterpart"),
     "eaft_*": dropped("part of what has no counterpart"),
     "vllm.*": dropped("objective.name says what can be minimised"),
@@ -285,7 +310,7 @@ _OWN |= shared.every(
 )
 _OWN |= shared.every(
     """
-    plugins strict use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel liger_*
+    strict use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel liger_*
     liger_rope liger_rms_norm liger_glu_activation liger_swiglu liger_layer_norm
     liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy chunked_cross_entropy use_scattermoe
     use_sonicmoe tiled_mlp flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv
@@ -356,7 +381,7 @@ _OWN |= shared.every(
 _OWN |= shared.every("hf_use_auth_token axolotl_config_path dataset_num_shards", why=shared.LOCAL)
 _OWN |= shared.every("debug group_by_length include_tkps num_labels wandb_*", why=shared.REPORT)
 
-RULES: dict[str, Rule] = {key: _maybe(rule) for key, rule in (hf.RULES | _OWN).items()}
+RULES: dict[str, Rule] = {key: shared.unless_empty(rule) for key, rule in (hf.RULES | _OWN).items()}
 
 
 DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
@@ -422,6 +447,11 @@ def _finish(conversion: Conversion) -> None:
     """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
     experts.set_coefficient(conversion)
+    if conversion.options.get("objective.name") == "dpo":
+        conversion.options["objective.name"] = facts.get("dpo_loss", "dpo")
+    if conversion.options.get("objective.name") == "simpo" and facts.get("cpo_alpha", 1.0):
+        alpha = Given(source="CPOConfig", key="cpo_alpha", value=facts.get("cpo_alpha", 1.0))
+        raise other_objective(alpha, "a further term of the chosen answer (cpo_alpha: 0 is SimPO without it)")
     if conversion.options.get("objective.name") == "grpo":
         trl_grpo.complete(conversion)
     for key, became in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "train.eval_every")):

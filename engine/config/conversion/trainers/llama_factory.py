@@ -11,6 +11,7 @@ from engine.config.conversion.conversion import (
     names,
     number,
     option,
+    other_objective,
     sets,
     text,
     truth,
@@ -24,15 +25,23 @@ from engine.config.conversion.trainers.trl import reference
 from engine.errors import UserError
 
 _LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_STAGES = ("pt", "sft", "dpo", "kto")
 _METHODS = ("lora", "full", "freeze")
 
 
 @sets("objective.name")
 def stage(conversion: Conversion, given: Given) -> None:
     name = str(given.value)
+    if name not in _STAGES:
+        raise other_objective(given, {"rm": "a reward model", "ppo": "PPO"}.get(name, "another stage"))
     conversion.know(given, "stage", name, f"objective.name: {'language_modeling' if name in ('pt', 'sft') else name}")
-    if name in ("rm", "ppo"):
-        conversion.notes.append(f"stage {name} has no counterpart: objective.name says what can be minimised")
+
+
+@sets("objective.name")
+def pref_loss(conversion: Conversion, given: Given) -> None:
+    if str(given.value) not in _LOSSES:
+        raise other_objective(given, "another loss")
+    conversion.know(given, "pref_loss", _LOSSES[str(given.value)], "objective.name, where the stage is dpo")
 
 
 @sets("lora.rank", "trainable")
@@ -67,7 +76,45 @@ def dataset(conversion: Conversion, given: Given) -> None:
     )
 
 
+_COLUMNS = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "conversations"},
+}
+"""Formatting of dataset_info.json -> its columns, as they are called by default."""
+
+
+@sets("data.train", "data.mix", "data.validation")
+def registered(conversion: Conversion, given: Given) -> None:
+    """Converts entries of dataset_info.json: those that are files become data.train and data.mix."""
+    which = "data.validation" if given.key.startswith("eval") else "data.train"
+    entries = [one for one in given.value if isinstance(one, dict)] if isinstance(given.value, list) else []
+    files = [f"{one.get('folder', 'data')}/{one['file_name']}" for one in entries if one.get("file_name")]
+    if not files or len(files) < len(entries) or not all(file.endswith(shared.FILES) for file in files):
+        conversion.drop(given, "not all are files: save them as files and name these")
+        return
+    counts = [one.get("records") for one in entries]
+    limit = next((row.given.value for row in conversion.rows if row.given.key == "max_samples"), None)
+    known = [min(one, limit) if isinstance(limit, int) else one for one in counts if isinstance(one, int)]
+    shared.files(conversion, given, which, files, known if len(known) == len(files) else None)
+    for entry in entries:
+        usual = _COLUMNS.get(str(entry.get("formatting", "alpaca")), {})
+        columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
+        other = [
+            f"{key} {name}" for key, name in columns.items() if key in usual and name not in (usual[key], key, "text")
+        ]
+        if other:
+            conversion.notes.append(
+                f"{entry['file_name']} has other fields ({', '.join(other)}): data.format says which are read"
+            )
+        if entry.get("num_samples"):
+            conversion.notes.append(
+                f"num_samples {entry['num_samples']} of {entry['file_name']}: shorten the file to as many"
+            )
+
+
 RULES: dict[str, Rule] = hf.RULES | {
+    "dataset_info": registered,
+    "eval_dataset_info": registered,
     "stage": stage,
     "finetuning_type": finetuning_type,
     "cutoff_len": option("data.seq_length", whole),
@@ -90,12 +137,12 @@ RULES: dict[str, Rule] = hf.RULES | {
     "freeze_trainable_modules": fact("freeze_modules", names, "trainable"),
     "freeze_extra_modules": fact("freeze_extra", names, "trainable"),
     "pref_beta": option("objective.beta", number),
-    "pref_loss": option("objective.name", lambda given: _LOSSES.get(str(given.value), "dpo")),
+    "pref_loss": pref_loss,
     "dpo_label_smoothing": option("objective.label_smoothing", number),
     "simpo_gamma": option("objective.margin", number),
     "kto_chosen_weight": option("objective.desirable_weight", number),
     "kto_rejected_weight": option("objective.undesirable_weight", number),
-    "pref_ftx": shared.off_or_lack("the loss has no further term"),
+    "pref_ftx": shared.off_or_refuse("a further term of the loss"),
     "train_from_scratch": option("model.init", lambda given: "random" if truth(given) else "checkpoint"),
     "val_size": shared.holdout,
     "early_stopping_steps": shared.patience,
@@ -108,7 +155,7 @@ RULES: dict[str, Rule] = hf.RULES | {
     "default_system": shared.off_or_lack("records have their own system message"),
     "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
     "ref_model_adapters": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
-    "reward_model": shared.off_or_lack("there is no PPO"),
+    "reward_model": shared.off_or_refuse("PPO"),
     "moe_aux_loss_coef": option("train.router_aux_loss_coef", number),
     "tensor_model_parallel_size": option("parallel.tensor", whole),
     "pipeline_model_parallel_size": option("parallel.pipeline", whole),
@@ -121,12 +168,15 @@ RULES |= {
     key: shared.off_or_lack(why)
     for why, keys in (
         ("AdamW is the optimizer", ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")),
-        ("the loss is the cross-entropy", ("use_dft_loss", "use_asft_loss", "use_eaft_loss")),
         ("adapters start as PEFT's do", ("pissa_init", "pissa_convert", "use_llama_pro", "mixture_of_depths")),
         ("attention sees all of a row", ("shift_attn",)),
         ("model.base_dtype stores the base in 8 bits", ("fp8",)),
     )
     for key in keys
+}
+RULES |= {
+    key: shared.off_or_refuse("another loss than the cross-entropy")
+    for key in ("use_dft_loss", "use_asft_loss", "use_eaft_loss")
 }
 RULES |= {
     f"{start}_*": dropped("part of what has no counterpart")
@@ -181,7 +231,8 @@ RULES |= shared.every(
 )
 RULES |= {
     "kt_optimize_rule": dropped(shared.SPEED),
-    "kt_maxlen": dropped(shared.SPEED),
+    "kt_*": dropped(shared.SPEED),
+    "kt_config.*": dropped(shared.SPEED),
     "chunk_size": dropped(shared.SPEED),
     "cpu_infer": dropped(shared.SPEED),
     "mode": dropped(shared.SPEED),
@@ -193,12 +244,15 @@ RULES |= {
 
 
 def _preference(conversion: Conversion) -> str:
-    return {"dpo": "dpo", "kto": "kto"}.get(conversion.facts.get("stage", "sft"), "language_modeling")
+    """Returns the objective; pref_loss counts with stage dpo alone."""
+    kinds = {"dpo": conversion.facts.get("pref_loss", "dpo"), "kto": "kto"}
+    return str(kinds.get(conversion.facts.get("stage", "sft"), "language_modeling"))
 
 
 DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     "model.dtype": Default("bfloat16", "ModelArguments.compute_dtype = None: infer_optim_dtype, of most checkpoints"),
     "model.init": Default("checkpoint", "ModelArguments.train_from_scratch"),
+    "data.mix": Ours("all datasets are named"),
     "data.seq_length": Default(2048, "DataArguments.cutoff_len"),
     "data.packing": Default(
         lambda conversion: "concatenate" if conversion.facts.get("stage") == "pt" else False,
@@ -239,8 +293,21 @@ def _adapters(conversion: Conversion) -> bool:
     return bool(conversion.facts.get("finetuning_type", "lora") == "lora")
 
 
+def _refuse_without_training(conversion: Conversion) -> None:
+    """Refuses files for chats, exports and predictions."""
+    given = {row.given.key: row.given for row in conversion.rows}
+    other = next(
+        (key for key in ("export_dir", "infer_backend", "do_predict") if key in given and given[key].value), None
+    )
+    if other is not None and not (given["do_train"].value if "do_train" in given else False):
+        raise UserError(
+            f"{given[other].source} has {other} and no do_train, so that it does not train: give a file that does."
+        )
+
+
 def _finish(conversion: Conversion) -> None:
     facts, options = conversion.facts, conversion.options
+    _refuse_without_training(conversion)
     if facts.get("pure_bf16"):
         options["model.dtype"] = "bfloat16"
     packed = facts.get("packing")

@@ -20,6 +20,7 @@ from engine.config.conversion.given import PROGRAM, Given
 from engine.config.conversion.trainer import Default, Ours, Trainer
 from engine.config.conversion.trainers import megatron_experts, shared
 from engine.config.conversion.trainers.megatron_flags import NO_COUNTERPART
+from engine.errors import UserError
 
 _SHAPE = {
     "hidden_size": "hidden_size",
@@ -223,20 +224,14 @@ RULES: dict[str, Rule] = {
     "lora_alpha": option("lora.alpha", number),
     "lora_dropout": option("lora.dropout", number),
     "lora_target_modules": shared.targets,
-    "target_modules": shared.targets,  # this and the next are ms-swift's, which starts Megatron
-    "train_type": peft,
-    "tuner_type": peft,
-    "model": option("model.path", text),
-    "max_length": option("data.seq_length", whole),
-    "max_epochs": option("train.epochs", number),
     "attention_dropout": shared.off_or_lack("the base has no dropout"),
     "hidden_dropout": shared.off_or_lack("the base has no dropout"),
     "label_smoothing": shared.off_or_lack("labels are not smoothed"),
     "mtp_num_layers": shared.off_or_lack("the model predicts the next token"),
     "decoupled_lr": rates.rate_of("embed_tokens", "lm_head"),
     "decoupled_min_lr": shared.off_or_lack("all learning rates fall by the same factor: optim.min_lr"),
-    "mos": shared.off_or_lack("the loss is the cross-entropy"),
-    "kd": shared.off_or_lack("the loss is the cross-entropy"),
+    "mos": shared.off_or_refuse("a student of another model"),
+    "kd": shared.off_or_refuse("a student of another model"),
     "kd_*": dropped("part of what has no counterpart"),
     "curriculum_*": shared.off_or_lack("each sample is read as often as the others"),
     "data_efficiency_*": shared.off_or_lack("each sample is read as often as the others"),
@@ -253,8 +248,6 @@ RULES |= NO_COUNTERPART | megatron_experts.RULES
 
 def _random(conversion: Conversion) -> str:
     facts, save = conversion.facts, conversion.options.get("checkpoint.dir")
-    if conversion.given("model"):  # ms-swift's: a Hugging Face checkpoint
-        return "checkpoint"
     starts = facts.get("load")
     if starts is None and conversion.given("load", "pretrained_checkpoint"):  # only the script knows which
         return "checkpoint" if facts.get("finetune") else "random"
@@ -318,6 +311,7 @@ DEFAULTS: dict[str, Default | Ours] = {
         lambda conversion: False if conversion.options.get("parallel.tensor", 1) > 1 else None,
         "ModelParallelConfig.sequence_parallel",
     ),
+    "objective.name": Default("language_modeling", "pretrain_gpt.py: loss_func"),
     "checkpoint.dir": Ours("the run's folder has to be named"),
     "checkpoint.every": Default(0, "CheckpointConfig.save_interval = None"),
     "checkpoint.keep": Default(0, "CheckpointConfig.most_recent_k = -1"),
@@ -395,14 +389,23 @@ def _model(conversion: Conversion) -> None:
         conversion.to_fill.append(
             f"model.path: weights are drawn, so a folder with a config.json is enough{f': {said}' if said else ''}"
         )
-    elif not conversion.given("model"):
+    else:
         conversion.to_fill.append(
             f"model.path: {facts.get('load')} is Megatron's checkpoint, which is not read; name the model's Hugging "
             "Face folder"
         )
     programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
-    if any(name.startswith(("pretrain_bert", "pretrain_t5", "pretrain_mamba", "pretrain_vlm")) for name in programs):
-        conversion.notes.append(f"{programs[-1]} trains another kind of model; decoders of text alone are trained here")
+    if any(name.startswith(_OTHER_MODELS) for name in programs):
+        raise UserError(
+            f"{programs[-1]} trains another kind of model, and only decoders are trained from Megatron's flags: give "
+            f"the "
+            "flags of pretrain_gpt.py."
+        )
 
+
+_OTHER_MODELS = (
+    "pretrain_bert", "pretrain_t5", "pretrain_mamba", "pretrain_hybrid", "pretrain_vlm", "pretrain_ict",
+    "pretrain_retro", "pretrain_vision",
+)  # fmt: skip
 
 MEGATRON = Trainer(name="Megatron", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)

@@ -95,7 +95,7 @@ NO_COUNTERPART |= shared.every("wandb_exp_name wandb_save_dir wandb_entity wandb
 NO_COUNTERPART |= shared.every("trust_remote_code", why="no code of a checkpoint is run")
 NO_COUNTERPART |= shared.every(
     """
-    sft train_mode task finetune_task keep_last train_data valid_data eod_id iter_per_epoch source_seq_len
+    sft train_mode finetune_task keep_last train_data valid_data eod_id iter_per_epoch source_seq_len
     target_seq_len input_len out_seq_length text_generate_output_file top_p top_k temperature repetition_penalty
     flash skip_train epochs_as_samples max_padding_length generation_length text_generate_input_file
     """,
@@ -148,10 +148,8 @@ NO_COUNTERPART |= shared.every("check_for_large_grads", why="guards.spike_policy
 NO_COUNTERPART |= {
     key: shared.off_or_lack(why)
     for keys, why in {
-        "perform_rl_step rl_* grpo_* langrl_*": "reinforcement learning is not there",
         "fp8_format fp8_hybrid fp8_e4m3": "products are in model.dtype; model.base_dtype stores a frozen base in FP8",
         "muon_* lion_* sgd_momentum": "the optimizer is AdamW",
-        "logits_*": "nothing is distilled",
         "fim_*": "no text is filled in the middle",
         "freeze_all_layers": "lora.rank and trainable say what trains",
         "init_method_xavier_uniform": "random weights are normal: model.init",
@@ -160,6 +158,15 @@ NO_COUNTERPART |= {
         "data_args_path per_split_data_args_path": "name the files in data.train and data.mix",
         "yaml_cfg": "give that file to this command",
         "use_same_sampling_seed_across_dp_ranks": "train.seed is that of all ranks",
+    }.items()
+    for key in keys.split()
+}
+NO_COUNTERPART |= {
+    key: shared.off_or_refuse(what)
+    for keys, what in {
+        "perform_rl_step rl_* grpo_* langrl_*": "reinforcement learning",
+        "logits_*": "a student of another model",
+        "task": "a task of another program than pretrain_gpt.py",
     }.items()
     for key in keys.split()
 }

@@ -66,6 +66,18 @@ RULES |= shared.every(
     why=_ARCHITECTURE,
 )
 RULES |= shared.every("temperature top_p top_k max_new_tokens", why="for generating text, not for training")
+RULES |= shared.every(
+    """
+    loss_type epsilon epsilon_high num_generations max_gen_len max_total_len reward_model_path thinking_ratio
+    rollout_engine sglang_* debug_mode debug_interval debug_log_ratio critic_learning_rate clip_epsilon vf_coef
+    kl_coef gamma lam cliprange_value ppo_update_iters early_stop_kl mini_batch_size student_* teacher_*
+    from_student_weight from_teacher_weight alpha
+    """,
+    why="of a script that is not converted",
+)
+RULES |= shared.every("device", why="torchrun starts the ranks, each with its device")
+_OTHERS = {"grpo": "GRPO", "ppo": "PPO", "agent": "reinforcement learning of tool calls", "distillation": "a student"}
+"""Scripts that train something else, with rewards, critics or teachers of their own."""
 
 
 def script(conversion: Conversion) -> str:
@@ -106,8 +118,19 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
 }
 
 
+def _finish(conversion: Conversion) -> None:
+    if script(conversion) in _OTHERS:
+        raise UserError(
+            f"train_{script(conversion)}.py of MiniMind trains {_OTHERS[script(conversion)]} with a loop of its own, "
+            f"which is not "
+            "converted: of its scripts, train_pretrain.py, train_full_sft.py, train_lora.py and train_dpo.py are. If "
+            "it is "
+            "another project's script, name its source with --from."
+        )
+
+
 def _adapters(conversion: Conversion) -> bool:
     return script(conversion) == "lora"
 
 
-MINIMIND = Trainer(name="MiniMind", rules=RULES, defaults=DEFAULTS, adapters=_adapters)
+MINIMIND = Trainer(name="MiniMind", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)

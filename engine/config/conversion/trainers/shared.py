@@ -10,6 +10,7 @@ from engine.config.conversion.conversion import (
     dropped,
     names,
     number,
+    other_objective,
     set_dtype,
     sets,
     truth,
@@ -164,6 +165,14 @@ def max_grad_norm(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "optim.clip_grad_norm", value, note)
 
 
+@sets("checkpoint.keep")
+def save_total_limit(conversion: Conversion, given: Given) -> None:
+    if given.value in (None, "None") or whole(given) <= 0:
+        conversion.drop(given, "all checkpoints are kept")
+    else:
+        conversion.take(given, "checkpoint.keep", whole(given))
+
+
 @sets("train.steps")
 def steps(conversion: Conversion, given: Given) -> None:
     if given.value is None or whole(given) <= 0:
@@ -268,6 +277,34 @@ def dataset(conversion: Conversion, given: Given) -> None:
         conversion.know(given, f"{which} of the hub", ", ".join(names_only), f"{which}: save it as a file and name it")
 
 
+def files(conversion: Conversion, given: Given, which: str, found: list[str], records: list[int] | None = None) -> None:
+    """Sets `which` of data.train and data.validation to the first of several files that are read one after another, and
+    data.mix to the others.
+
+    Args:
+        conversion: what is written.
+        given: the key.
+        which: the option.
+        found: the files.
+        records: how many records each of them has, where that is known.
+    """
+    conversion.take(given, which, found[0])
+    if len(found) == 1:
+        return
+    if which == "data.validation":
+        conversion.notes.append(f"{given.key}: only the first of {len(found)} is evaluated, {found[0]}")
+    elif records and records[0]:
+        weights = [f"{count / records[0]:.6g}" for count in records[1:]]
+        mix = [f"{file}={weight}" for file, weight in zip(found[1:], weights, strict=True)]
+        conversion.take(given, "data.mix", mix, "records of each, relative to data.train's")
+    else:
+        conversion.take(given, "data.mix", [f"{file}=1" for file in found[1:]], "weigh them as their sizes are")
+        conversion.to_fill.append(
+            "data.mix: give each file its number of records over data.train's as its weight; with 1, small files are "
+            "repeated"
+        )
+
+
 def quantize(base: str) -> Rule:
     """Returns the rule of a key that quantizes the frozen base."""
 
@@ -315,11 +352,39 @@ def fsdp(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "set parallel.shard")
 
 
+OFF = (None, False, 0, 0.0, "", "false", "none", "None", "no", [])
+"""Values by which a key is switched off."""
+
+
+def off_or_refuse(what: str) -> Rule:
+    """Returns the rule of a key that, unless it is switched off, changes the objective to `what`, which is refused."""
+
+    @sets("objective.name")
+    def rule(conversion: Conversion, given: Given) -> None:
+        if given.value not in OFF and str(given.value).lower() not in ("false", "none"):
+            raise other_objective(given, what)
+        conversion.drop(given, "switched off")
+
+    return rule
+
+
+def only_or_refuse(expected: object, what: str) -> Rule:
+    """Returns the rule of a key that with any other value than `expected` changes the objective to `what`."""
+
+    @sets("objective.name")
+    def rule(conversion: Conversion, given: Given) -> None:
+        if given.value is not None and str(given.value).lower() not in (str(expected).lower(), "none"):
+            raise other_objective(given, what)
+        conversion.drop(given, ALWAYS)
+
+    return rule
+
+
 def off_or_lack(why: str) -> Rule:
     """Returns the rule of a key that has no counterpart; nothing is lost where it is switched off."""
 
     def rule(conversion: Conversion, given: Given) -> None:
-        if given.value in (None, False, 0, 0.0, "", "false", "none", "None", "no", []):
+        if given.value in OFF:
             conversion.drop(given, "switched off")
         else:
             conversion.lack(given, why)
@@ -341,6 +406,18 @@ def only(expected: object, why: str) -> Rule:
             conversion.lack(given, why)
 
     return Rule(rule)
+
+
+def unless_empty(rule: Rule) -> Rule:
+    """Returns the rule of a key that files often leave empty, or write without a value."""
+
+    def apply(conversion: Conversion, given: Given) -> None:
+        if given.value in (None, ""):
+            conversion.drop(given, "left empty")
+        else:
+            rule.apply(conversion, given)
+
+    return Rule(apply, rule.options)
 
 
 def every(keys: str, *, why: str) -> dict[str, Rule]:

@@ -11,6 +11,7 @@ from engine.config.conversion.conversion import (
     fact,
     number,
     option,
+    other_objective,
     sets,
     truth,
     whole,
@@ -36,18 +37,30 @@ def task(conversion: Conversion) -> str:
     return found or "sft"
 
 
+_CPO = "of CPO, whose sums of log-probabilities have no reference (of its losses, simpo is available)"
+
+
 @sets("objective.name")
 def loss_type(conversion: Conversion, given: Given) -> None:
     found = given.value if isinstance(given.value, list) else [given.value]
-    if found in (["nll"], ["dft"], ["chunked_nll"]):
-        if found == ["dft"]:
-            conversion.lack(given, "the loss of supervised fine-tuning is the cross-entropy")
-        else:
-            conversion.drop(given, "the cross-entropy")
+    if found in (["nll"], ["chunked_nll"]):
+        conversion.drop(given, "the cross-entropy")
+    elif found == [None]:
+        conversion.drop(given, "the command's own loss")
     elif len(found) == 1 and str(found[0]) in _LOSSES:
+        if task(conversion) == "cpo" and str(found[0]) != "simpo":
+            raise other_objective(given, f"a loss {_CPO}")
         conversion.take(given, "objective.name", _LOSSES[str(found[0])])
     else:
-        conversion.lack(given, f"objective.name is one of {', '.join(sorted(_LOSSES.values()))}")
+        raise other_objective(given, "another loss")
+
+
+@sets("objective.name")
+def loss_weights(conversion: Conversion, given: Given) -> None:
+    found = given.value if isinstance(given.value, list) else [given.value]
+    if found not in ([None], ["None"], [1], [1.0]):
+        raise other_objective(given, "a weighted sum of losses")
+    conversion.drop(given, "of one loss")
 
 
 @sets("data.mask_prompt")
@@ -88,23 +101,24 @@ RULES: dict[str, Rule] = hf.RULES | {
     "max_completion_length": dropped("data.seq_length cuts question and answer together"),
     "chat_template": shared.template,
     "chat_template_path": shared.template,
-    "rpo_alpha": shared.off_or_lack("the loss has no further term"),
-    "f_divergence_type": shared.only("reverse_kl", "the divergence is the reverse one"),
-    "sync_ref_model": shared.off_or_lack("the reference does not move"),
-    "use_weighting": shared.off_or_lack("pairs weigh alike"),
+    "rpo_alpha": shared.off_or_refuse("a further term of the loss"),
+    "f_divergence_type": shared.only_or_refuse("reverse_kl", "another divergence"),
+    "sync_ref_model": shared.off_or_refuse("a reference that moves"),
+    "use_weighting": shared.off_or_refuse("pairs that weigh by their probability"),
     "router_aux_loss_coef": option("train.router_aux_loss_coef", number),
     "test_split": dropped("data.train and data.validation are files of their own"),
     "min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
     "num_proc": dropped(shared.SPEED),
-    "num_labels": shared.off_or_lack("reward models are not trained"),
-    "center_rewards_coefficient": shared.off_or_lack("reward models are not trained"),
-    "alpha": shared.off_or_lack("the loss has no further term"),
-    "loss_weights": shared.off_or_lack("one loss is trained: objective.name"),
-    "ld_alpha": shared.off_or_lack("tokens weigh alike"),
+    "num_labels": shared.off_or_refuse("a classifier or reward model"),
+    "center_rewards_coefficient": shared.off_or_refuse("a reward model"),
+    "alpha": shared.off_or_refuse("a further term of the loss"),
+    "loss_weights": loss_weights,
+    "ld_alpha": shared.off_or_refuse("tokens that weigh by their position"),
     "f_alpha_divergence_coef": dropped("the divergence is the reverse one"),
     "discopop_tau": dropped("of a loss that is not there"),
     "ref_model_mixup_alpha": dropped("the reference does not move"),
     "ref_model_sync_steps": dropped("the reference does not move"),
+    "quantization_config": shared.off_or_lack("model.base_dtype stores the frozen base encoded"),
     "padding_value": dropped(shared.SPEED),
 }
 RULES |= shared.every(
@@ -135,7 +149,18 @@ RULES |= shared.every(
     """,
     why="evaluations give the loss",
 )
-RULES["max_length"] = option("data.seq_length", whole)
+
+
+@sets("data.seq_length")
+def max_length(conversion: Conversion, given: Given) -> None:
+    if given.value in (None, "None", "null"):
+        conversion.know(given, "unlimited", True, "no sample is cut")
+        conversion.to_fill.append("data.seq_length: max_length none cuts no sample; give the length of the longest")
+    else:
+        conversion.take(given, "data.seq_length", whole(given))
+
+
+RULES["max_length"] = max_length
 
 
 def _of(**values: Any) -> Any:
@@ -162,7 +187,10 @@ def _margin(conversion: Conversion) -> float:
 
 DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     "model.dtype": Default("bfloat16", "SFTConfig.bf16 = None, which is true without fp16"),
-    "data.seq_length": Default(1024, "SFTConfig.max_length and DPOConfig.max_length"),
+    "data.seq_length": Default(
+        lambda conversion: 2048 if conversion.facts.get("unlimited") else 1024,
+        "SFTConfig.max_length and DPOConfig.max_length",
+    ),
     "data.packing": Default(False, "SFTConfig.packing"),
     "data.mask_prompt": Default(_of(sft=False, other=True), "SFTConfig.assistant_only_loss = False"),
     "data.chat_template": Default(None, "SFTConfig.chat_template_path"),
@@ -190,6 +218,20 @@ def _peft(conversion: Conversion) -> bool:
     return bool(conversion.facts.get("lora", False))
 
 
+def _cpo(conversion: Conversion) -> None:
+    """Refuses losses of CPOConfig that are not SimPO's; its loss_type is sigmoid, and its cpo_alpha 1 by default."""
+    programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
+    # scripts written for SimPO have no term of CPO's
+    ratio = conversion.given("gamma_beta_ratio") or any("simpo" in name for name in programs)
+    if task(conversion) == "cpo" and conversion.options.get("objective.name") != "simpo" and not ratio:
+        given = Given(source=f"{conversion.trainer}'s default", key="loss_type", value="sigmoid")
+        raise other_objective(given, f"a loss {_CPO}")
+    alpha = conversion.facts.get("cpo_alpha", 0.0 if ratio else 1.0)
+    if alpha:
+        given = Given(source="CPOConfig", key="cpo_alpha", value=alpha)
+        raise other_objective(given, "a further term of the chosen answer (cpo_alpha 0 is SimPO without it)")
+
+
 def _finish(conversion: Conversion) -> None:
     what, options = task(conversion), conversion.options
     if conversion.facts.get("wrapped") and options.get("data.packing"):
@@ -199,12 +241,10 @@ def _finish(conversion: Conversion) -> None:
             "TRL learns all of a conversation unless assistant_only_loss is true, and of a prompt and its completion "
             "the completion alone: data.mask_prompt is written for conversations, set it to true for the others"
         )
-    if what in ("cpo", "simpo") and conversion.facts.get(
-        "cpo_alpha", 0.0 if conversion.given("gamma_beta_ratio") else 1.0
-    ):
-        conversion.notes.append("CPO's term of the chosen answer (cpo_alpha) has no counterpart: give cpo_alpha 0")
+    if what in ("cpo", "simpo"):
+        _cpo(conversion)
     if what == "reward":
-        conversion.notes.append("reward models are not trained here: objective.name says what is minimised")
+        raise other_objective(Given(source="the input", key="the command", value="reward"), "a reward model")
 
 
 TRL = Trainer(name="TRL", rules=RULES, defaults=DEFAULTS, adapters=_peft, finish=_finish)

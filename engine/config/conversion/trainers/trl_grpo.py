@@ -14,6 +14,7 @@ from engine.config.conversion.conversion import (
     names,
     number,
     option,
+    other_objective,
     sets,
     truth,
     whole,
@@ -35,7 +36,7 @@ def loss_type(conversion: Conversion, given: Given) -> None:
     if str(given.value) in _LOSSES:
         conversion.take(given, "objective.loss_type", str(given.value))
     else:
-        conversion.lack(given, f"objective.loss_type is one of {', '.join(_LOSSES)}")
+        raise other_objective(given, f"another loss than {', '.join(_LOSSES)}")
 
 
 @sets("objective.scale_rewards")
@@ -135,7 +136,7 @@ OWN: dict[str, Rule] = {
     "max_completion_length": option("rollout.max_completion_length", whole),
     "max_prompt_length": fact("prompt_length", lambda given: given.value, "data.seq_length"),
     "temperature": option("rollout.temperature", number),
-    "top_p": option("rollout.top_p", number),
+    "top_p": _number_or_none("rollout.top_p"),
     "top_k": top_k,
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
@@ -153,12 +154,12 @@ OWN: dict[str, Rule] = {
         "where there are adapters"
     ),
     "cast_lm_head_to_fp32": shared.off_or_lack("the head computes in model.dtype, and its loss in float32"),
-    "entropy_coef": shared.off_or_lack("the loss has no term of the entropy, which is reported"),
-    "use_adaptive_entropy": shared.off_or_lack("the loss has no term of the entropy, which is reported"),
+    "entropy_coef": shared.off_or_refuse("a term of the entropy"),
+    "use_adaptive_entropy": shared.off_or_refuse("a term of the entropy"),
     "shuffle_dataset": shared.only(True, "prompts are shuffled in each epoch: train.seed"),
-    "tools": shared.off_or_lack("completions have one turn"),
-    "environment_factory": shared.off_or_lack("completions have one turn"),
-    "rollout_func": shared.off_or_lack(_SAMPLER),
+    "tools": shared.off_or_refuse("completions of several turns"),
+    "environment_factory": shared.off_or_refuse("completions of several turns"),
+    "rollout_func": shared.off_or_refuse("completions that a function of the script writes"),
     "reward_model_name_or_path": shared.off_or_lack("a reward model is a function that loads it"),
     "reward_processing_classes": shared.off_or_lack("a reward model is a function that loads it"),
     "eval_strategy": shared.off_or_lack(_NO_EVALUATION),

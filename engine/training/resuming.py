@@ -11,7 +11,6 @@ from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
 from engine.data.order import DataOrder
 from engine.errors import UserError
-from engine.telemetry.format import counted
 from engine.training.best import BestLoss
 from engine.training.course import Course, rate_change
 from engine.training.evaluate import is_due
@@ -30,9 +29,9 @@ def require_trained(run_dir: Path, steps: int, *, updates: int) -> None:
     """Raises UserError where a run is at its end and every one of its steps was skipped."""
     if steps and not updates:
         raise UserError(
-            f"all {counted(steps, 'step')} of the run in {run_dir} were skipped, because loss or gradient were not "
-            "finite or far above those before, so that nothing was trained: look at the warnings of its first steps "
-            "and at the data, and train anew in another checkpoint.dir."
+            f"the run in {run_dir} skipped every step of {steps:,}, because a loss or gradient was not finite or far "
+            "above those before, so that nothing was trained: look at the warnings of its first steps and at the data, "
+            "and train anew in another checkpoint.dir."
         )
 
 

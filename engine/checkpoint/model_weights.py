@@ -30,6 +30,7 @@ from engine.errors import UserError
 from engine.models.names import nest
 from engine.models.stacked_experts import ExpertPart
 from engine.quantization import mxfp4
+from engine.telemetry.format import counted
 
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
@@ -103,6 +104,16 @@ class WeightSource(StoredTensors):
     def outside_names(self) -> list[str]:
         """Returns the names, as stored, of tensors that are not the language model's."""
         raise NotImplementedError
+
+    def outside_note(self) -> str | None:
+        """Returns a line about tensors that nothing here is computed with, but for those that the family is known to
+        store; None without any."""
+        names = [name for name in self.outside_names() if not self.model.names.is_unused(name)]
+        if not names:
+            return None
+        return (
+            f"note: nothing is computed with {counted(len(names), 'tensor')} beside the language model: {some(names)}"
+        )
 
     def read_outside(self, name: str) -> Tensor:
         """Returns a whole tensor of `outside_names`."""

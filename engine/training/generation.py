@@ -109,6 +109,8 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, pictur
             f"{picture} names a picture, but the model reads text alone: give a vision-language model, or leave "
             "pictures out."
         )
+    if (line := source.outside_note()) is not None:
+        log.info(line)
     dtype_name: DType = choice.dtype or ("bfloat16" if launch.device.type == "cuda" else "float32")
     options = RunConfig(
         model=ModelOptions(

@@ -176,6 +176,25 @@ def test_what_is_harmless_is_read(kind: str, place: Workplace, capsys: pytest.Ca
         shutil.rmtree(place.folder / "out", ignore_errors=True)
 
 
+def test_what_lies_beside_a_nested_model_is_named(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is carried along by conversions, so that nothing of a model with another front is lost."""
+
+    def nest(tensors: dict[str, torch.Tensor]) -> None:
+        front = "base_model.model." if any("lora" in name for name in tensors) else ""
+        for name in list(tensors):
+            tensors[f"{front}llm.{name.removeprefix(front)}"] = tensors.pop(name)
+
+    place.change_tensors(nest)
+    place.change_tensors(nest, place.adapter / "adapter_model.safetensors")
+    _in_model("tower.weight")(place)
+    for command in COMMANDS["model"].values():
+        seen = _run(command, place, capsys)
+        assert seen.status == 0 and (command[0] == "convert" or "tower.weight" in seen.printed), seen.printed
+        for file in (place.folder / "out").glob("*.safetensors"):
+            assert any(name.endswith("tower.weight") for name in load_file(file))
+        shutil.rmtree(place.folder / "out", ignore_errors=True)
+
+
 def test_one_tensor_under_two_names_is_refused(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("lora_A.weight", "lora_embedding_A"):
         _in_adapter(f"base_model.model.model.embed_tokens.{name}")(place)

@@ -86,6 +86,9 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         log.info(f"note: {reason}")
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:
         log.info(line)
+    weights = training.source.weights
+    if weights is not None and (line := weights.outside_note()) is not None:
+        log.info(line)
     if training.source.head_is_copy:
         ends = " and ".join(end for end in ("embed_tokens", "lm_head") if training.plan.modules.trains(end))
         log.info(

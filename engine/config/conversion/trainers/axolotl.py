@@ -207,6 +207,7 @@ _OWN: dict[str, Rule] = {
     "lora_model_dir": option("lora.init_from", text),
     "peft_use_dora": option("lora.dora", truth),
     "peft_use_rslora": option("lora.rslora", truth),
+    "peft_ensure_weight_tying": hf.RULES["ensure_weight_tying"],
     "peft_layers_to_transform": hf.RULES["layers_to_transform"],
     "peft_init_lora_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "lora_rank_pattern": option("lora.rank_pattern", lambda given: given.value),

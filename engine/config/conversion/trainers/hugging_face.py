@@ -108,6 +108,7 @@ RULES: dict[str, Rule] = {
     "modules_to_save": shared.modules_to_save,
     "use_rslora": option("lora.rslora", truth),
     "use_dora": option("lora.dora", truth),
+    "ensure_weight_tying": option("lora.ensure_weight_tying", truth),
     "lora_bias": shared.only("none", "biases of the base stay frozen"),
     "lora_init_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "lora_weight_path": shared.off_or_lack("name the folder of the adapter in lora.init_from"),
@@ -225,6 +226,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "lora.layers": Default(None, "LoraConfig.layers_to_transform"),
     "lora.rslora": Default(False, "LoraConfig.use_rslora"),
     "lora.dora": Default(False, "LoraConfig.use_dora"),
+    "lora.ensure_weight_tying": Default(False, "LoraConfig.ensure_weight_tying"),
 }
 """Defaults of transformers' TrainingArguments and PEFT's LoraConfig; a script's own arguments may have others."""
 

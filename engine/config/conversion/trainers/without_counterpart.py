@@ -211,6 +211,5 @@ RULES |= {
     "layers_pattern": shared.off_or_lack("layers are counted from 0: lora.layers"),
     "layer_replication": shared.off_or_lack("layers are those of the model"),
     "velora_config": shared.off_or_lack("adapters are LoRA's or DoRA's"),
-    "ensure_weight_tying": shared.off_or_lack("tied weights stay tied"),
     "model_init_kwargs": shared.off_or_lack("set model.dtype and model.base_dtype"),
 }

@@ -66,6 +66,7 @@ setup(
         "numpy",
         "einops",
         "pillow",
+        "rich",
         "jsonargparse>=4.50",
         "docstring-parser",
         "PyYAML",

@@ -29,7 +29,7 @@ COMMANDS = {
 
 REQUIRED = (
     "torch", "transformers", "safetensors", "sentencepiece", "jinja2", "markupsafe", "numpy", "jsonargparse",
-    "docstring_parser", "yaml", "einops", "PIL",
+    "docstring_parser", "yaml", "einops", "PIL", "rich",
 )  # fmt: skip
 """What setup.py requires, by import name."""
 

@@ -18,6 +18,8 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
+from engine.telemetry.terminal import leave_bottom
+
 _joined = threading.Event()
 
 
@@ -45,6 +47,8 @@ def end(status: int) -> NoReturn:
 def end_at_once(status: int) -> NoReturn:
     """Ends the process from any thread, whatever other threads do; the system closes what is open."""
     try:
+        with suppress(OSError, ValueError):
+            leave_bottom()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # no reader, or closed already
                 stream.flush()

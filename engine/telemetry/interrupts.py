@@ -26,17 +26,21 @@ _SWALLOWED_SECONDS = 0.05
 class _Presses:
     """The Ctrl-C of this process."""
 
-    first: float | None = None
-    """When it was pressed first, by the monotonic clock."""
-    done = False
-    """Whether the command has come to its end, so that nothing is left to leave in order."""
-    tell: Callable[[], None] = staticmethod(lambda: None)
-    """Tells the user that the command was interrupted."""
+    def __init__(self) -> None:
+        self.first: float | None = None
+        """When it was pressed first, by the monotonic clock."""
+        self.done = False
+        """Whether the command has come to its end, so that nothing is left to leave in order."""
+        self.tell: Callable[[], None] = lambda: None
+        """Tells the user that the command was interrupted."""
+
+
+_PRESSES = _Presses()
 
 
 def was_interrupted() -> bool:
     """Returns whether Ctrl-C was pressed after `leave_in_order`, whatever exception came of it."""
-    return _Presses.first is not None
+    return _PRESSES.first is not None
 
 
 def is_ignored() -> bool:
@@ -56,7 +60,7 @@ def leave_in_order(tell: Callable[[], None]) -> None:
     """
     if threading.current_thread() is not threading.main_thread() or is_ignored():
         return
-    _Presses.first, _Presses.done, _Presses.tell = None, False, staticmethod(tell)
+    _PRESSES.first, _PRESSES.done, _PRESSES.tell = None, False, tell
     signal.signal(signal.SIGINT, _handle)
     sys.unraisablehook = _unraisable
 
@@ -73,21 +77,21 @@ def interrupts_held_back() -> Iterator[None]:
 
 def end_at_the_next() -> None:
     """Has the next Ctrl-C end the process: the command is done."""
-    _Presses.done = True
+    _PRESSES.done = True
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if _Presses.done:
+    if _PRESSES.done:
         end_at_once(EXIT_INTERRUPTED)
-    if _Presses.first is None:
-        _Presses.first = time.monotonic()
+    if _PRESSES.first is None:
+        _PRESSES.first = time.monotonic()
         if not _is_importing(frame):
             raise KeyboardInterrupt
         try:
-            _Presses.tell()
+            _PRESSES.tell()
         finally:
             end_at_once(EXIT_INTERRUPTED)
-    if time.monotonic() - _Presses.first > SAME_PRESS_SECONDS:
+    if time.monotonic() - _PRESSES.first > SAME_PRESS_SECONDS:
         end_at_once(EXIT_INTERRUPTED)
 
 
@@ -103,7 +107,7 @@ def _unraisable(seen: Any) -> None:
     if not issubclass(seen.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(seen)
         return
-    _Presses.first = None
+    _PRESSES.first = None
     again = threading.Timer(_SWALLOWED_SECONDS, signal.raise_signal, [signal.SIGINT])
     again.daemon = True
     again.start()

@@ -6,6 +6,7 @@ import sys
 from typing import TextIO
 
 from engine.telemetry.output import say
+from engine.telemetry.terminal import is_terminal, wrapped
 
 
 class Log:
@@ -33,12 +34,16 @@ class Log:
     @property
     def live(self) -> bool:
         """Whether the stream is a terminal on which a line can be rewritten."""
-        return self._enabled and self.stream.isatty()
+        return self._enabled and is_terminal(self.stream)
 
-    def info(self, message: str) -> None:
-        """Prints one line."""
+    def info(self, message: str, *, wraps: bool = True) -> None:
+        """Prints one line.
+
+        Args:
+            wraps: a terminal that it does not fit breaks it between words; false for what is copied from there.
+        """
         if self._enabled:
-            say(message, self._stream)
+            say(wrapped(message, self.stream) if wraps and self.live else message, self._stream)
 
     def warning(self, message: str) -> None:
         """Prints one line as a warning."""

@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from engine.printable import printable
+from engine.telemetry.terminal import print_line
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
     """Prints a line at once; None is stderr."""
-    print(printable(line), file=sys.stderr if stream is None else stream, flush=True)
+    print_line(printable(line), sys.stderr if stream is None else stream)
 
 
 _lost = threading.Event()

@@ -1,12 +1,11 @@
 """Progress of long work, on one line.
 
-On a terminal the line is rewritten in place; elsewhere plain lines are printed, at most about one a second, and
-always the last. Only rank 0 shows anything (see `Log`).
+On a terminal the line is rewritten in place, with a bar, and fits the terminal's width; elsewhere plain lines are
+printed, at most about one a second, and always the last. Only rank 0 shows anything (see `Log`).
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Self
 from engine.printable import printable
 from engine.telemetry.format import format_bytes, format_count, format_duration
 from engine.telemetry.log import Log
+from engine.telemetry.terminal import StatusLine, leave_bottom, show_at_bottom
 
 _LIVE_SECONDS = 0.1
 _PLAIN_SECONDS = 1.0
@@ -36,8 +36,13 @@ class ProgressLine:
         self._shown_at: float | None = None
         self._open = False
 
-    def show(self, text: str, *, last: bool = False) -> None:
-        """Shows `text` if enough time has passed since the previous line; `last` is always shown and ends the line."""
+    def show(self, plain: str, status: StatusLine, *, last: bool = False) -> None:
+        """Shows a line if enough time has passed since the previous one; `last` is always shown and ends the line.
+
+        Args:
+            plain: where there is no terminal.
+            status: the same on a terminal.
+        """
         if not self._log.enabled:
             return
         now = self._clock()
@@ -45,24 +50,18 @@ class ProgressLine:
         if not last and self._shown_at is not None and now - self._shown_at < pause:
             return
         self._shown_at = now
-        if self._log.live:
-            width = shutil.get_terminal_size().columns - 1
-            self._log.stream.write(f"\r\x1b[K{printable(text)[:width]}" + ("\n" if last else ""))
-            self._log.stream.flush()
-            self._open = not last
-        else:
-            self._log.info(text)
-
-    def info(self, message: str) -> None:
-        """Prints a separate line without mangling the rewritten one."""
-        self.end()
-        self._log.info(message)
+        if not self._log.live:
+            self._log.info(plain)
+            return
+        show_at_bottom(status, self._log.stream)
+        self._open = True
+        if last:
+            self.end()
 
     def end(self) -> None:
         """Leaves the rewritten line as it is and starts a new one."""
         if self._open:
-            self._log.stream.write("\n")
-            self._log.stream.flush()
+            leave_bottom()
             self._open = False
 
 
@@ -99,30 +98,43 @@ class Progress:
     def advance(self, amount: int = 1) -> None:
         """Counts `amount` more as done."""
         self._done += amount
-        self._line.show(self.text())
+        self._line.show(self.text(), self._status())
 
     def finish(self) -> None:
         """Shows the last line; further calls do nothing."""
         if not self._finished:
             self._finished = True
-            self._line.show(self.text(), last=True)
+            self._line.show(self.text(), self._status(), last=True)
 
     def text(self) -> str:
-        """Returns the current line."""
+        """Returns the current line where there is no terminal."""
+        share = f" ({100 * self._done / self._total:.0f}%)" if self._total else ""
+        return "  ".join((f"{self._title}: {self._counted()}{share}", *self._figures()))
+
+    def _status(self) -> StatusLine:
+        rate, *seconds = self._figures()
+        if self._finished:
+            return StatusLine(head=printable(self._title), fields=(self._counted(), rate, *seconds))
+        fraction = min(1.0, self._done / self._total) if self._total else None
+        return StatusLine(head=printable(self._title), fraction=fraction, fields=(*seconds, self._counted(), rate))
+
+    def _counted(self) -> str:
+        if self._unit == "bytes":
+            return " / ".join(map(format_bytes, [self._done] + ([] if self._total is None else [self._total])))
+        if self._total is not None:
+            return f"{self._done} / {self._total} {self._unit}"
+        return f"{self._done} {self._unit.removesuffix('s') if self._done == 1 else self._unit}"
+
+    def _figures(self) -> list[str]:
+        """Returns the rate, and the time that is left or that it took where that is known."""
         elapsed = max(self._clock() - self._start, 1e-9)
         rate = self._done / elapsed
-        is_bytes = self._unit == "bytes"
-        amount = format_bytes if is_bytes else lambda count: f"{count:.0f}"
-        done = amount(self._done) if self._total is None else f"{amount(self._done)} / {amount(self._total)}"
-        parts = [f"{self._title}: {done}" + ("" if is_bytes else f" {self._unit}")]
-        if self._total:
-            parts[0] += f" ({100 * self._done / self._total:.0f}%)"
-        parts.append(f"{format_bytes(rate)}/s" if is_bytes else f"{format_count(rate)}/s")
+        found = [f"{format_bytes(rate)}/s" if self._unit == "bytes" else f"{format_count(rate)}/s"]
         if self._finished or (self._total is not None and self._done >= self._total):
-            parts.append(f"took {format_duration(elapsed)}")
+            found.append(f"took {format_duration(elapsed)}")
         elif self._total is not None and rate > 0 and elapsed >= _SETTLED_SECONDS:
-            parts.append(f"ETA {format_duration((self._total - self._done) / rate)}")
-        return "  ".join(parts)
+            found.append(f"ETA {format_duration((self._total - self._done) / rate)}")
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +165,7 @@ class TrainProgress:
         start_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._line = ProgressLine(log, clock)
+        self._log, self._line = log, ProgressLine(log, clock)
         self._total = total_steps
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RATE_WINDOW)
         self._step = start_step
@@ -184,31 +196,25 @@ class TrainProgress:
         """
         self._recent.append((seconds, tokens, step - self._step))
         self._step = step
-        text = self._text(step, loss, lr, grad_norm, memory, more or {})
-        self._line.show(text, last=self._total is not None and step >= self._total)
+        seconds, tokens, steps = (sum(entry[place] for entry in self._recent) for place in range(3))
+        head = f"step {step}" if self._total is None else f"step {step}/{self._total}"
+        shown = [f"loss {loss:.4f}", *(f"{name} {value:.3g}" for name, value in (more or {}).items())]
+        speed = [f"{format_count(tokens / seconds)} tokens/s"] if seconds > 0 else []
+        rate, norm, held = f"lr {lr:.3g}", f"norm {grad_norm:.3g}", f"mem {format_bytes(memory)}"
+        left, ends = [], self._total is not None and step >= self._total
+        if self._total is not None and steps > 0:
+            left = [f"ETA {format_duration((self._total - step) * seconds / steps)}"]
+        fraction = None if self._total is None else min(1.0, step / self._total)
+        self._line.show(
+            "  ".join((head, *shown, rate, f"grad {norm}", *speed, held, *left)),
+            StatusLine(head=head, fraction=fraction, fields=[*left[ends:], *shown, *speed, norm, rate, held]),
+            last=ends,
+        )
 
     def info(self, message: str) -> None:
         """Prints a separate line, such as an evaluation or a checkpoint."""
-        self._line.info(message)
+        self._log.info(message)
 
     def close(self) -> None:
         """Leaves the line as it is."""
         self._line.end()
-
-    def _text(self, step: int, loss: float, lr: float, grad_norm: float, memory: int, more: Mapping[str, float]) -> str:
-        seconds = sum(entry[0] for entry in self._recent)
-        tokens = sum(entry[1] for entry in self._recent)
-        steps = sum(entry[2] for entry in self._recent)
-        parts = [
-            f"step {step}" if self._total is None else f"step {step}/{self._total}",
-            f"loss {loss:.4f}",
-            *(f"{name} {value:.3g}" for name, value in more.items()),
-            f"lr {lr:.3g}",
-            f"grad norm {grad_norm:.3g}",
-        ]
-        if seconds > 0:
-            parts.append(f"{format_count(tokens / seconds)} tokens/s")
-        parts.append(f"mem {format_bytes(memory)}")
-        if self._total is not None and steps > 0:
-            parts.append(f"ETA {format_duration((self._total - step) * seconds / steps)}")
-        return "  ".join(parts)

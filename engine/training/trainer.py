@@ -115,7 +115,7 @@ class Trainer:
         if (line := run.forecast.line()) is not None:
             run.log.info(line)
         run.log.info(f"data order: {source.sentence()}")
-        run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {run.folder.path}")
+        run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {shown(run.folder.path)}")
 
     def _summary(self, seconds: float, stopped: str | None) -> RunSummary:
         run = self._run
@@ -138,7 +138,9 @@ class Trainer:
         best = self._run.evaluations.best
         if not self._config.checkpoint.keep_best or best.step < 0:
             return None
-        kept = f"kept in {checkpoint_folder(self._run.folder.path, best.step)}" if best.step else "before training"
+        kept = (
+            f"kept in {shown(checkpoint_folder(self._run.folder.path, best.step))}" if best.step else "before training"
+        )
         return f"{best.loss:.4f} (step {best.step}), {kept}"
 
     def _sample(self) -> None:
@@ -235,7 +237,10 @@ def train(
     if summary.stopped is None:
         log.info("done")
     else:
-        log.info(f"stopped after step {summary.steps}, {summary.stopped}: {_how_to_resume(summary, config, command)}")
+        log.info(
+            f"stopped after step {summary.steps}, {summary.stopped}: {_how_to_resume(summary, config, command)}",
+            wraps=False,
+        )
     for line in summary.lines():
         log.info(line)
     return summary

@@ -18,6 +18,8 @@ PROCESS_WIDE = {
     ("engine/distributed/operations.py", "LOG"): "torch.distributed has one default group and one set of connections",
     ("engine/distributed/transfer_meter.py", "METER"): "the same; also measures collectives that are given no mesh",
     ("engine/telemetry/ending.py", "_joined"): "whether this process has joined others is a fact of the process",
+    ("engine/telemetry/interrupts.py", "_PRESSES"): "a process gets a signal, and has one way to answer it",
+    ("engine/telemetry/terminal.py", "_BOTTOM"): "all threads of a process write to one terminal",
     ("engine/telemetry/output.py", "_lost"): "whether anybody reads standard error is a fact of the process",
     ("engine/runtime/secrets.py", "_taken"): "a secret leaves the environment of the process when it is read",
     ("engine/data/build_store.py", "_worker"): "a worker of a process pool gets what it works with as it starts",

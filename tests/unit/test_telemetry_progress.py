@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.telemetry import (
     format_duration,
     peak_memory_bytes,
 )
+from engine.telemetry.terminal import leave_bottom
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +90,74 @@ def test_time_left_after_a_resume() -> None:
     assert line.startswith("step 51/53 ") and line.endswith("ETA 4s")
 
 
+def plain(text: str) -> list[str]:
+    """What stays on a terminal, without colours: the last of each line."""
+    return [re.sub(r"\x1b\[[\d;]*m", "", line).rpartition("\r\x1b[K")[2] for line in text.split("\n")]
+
+
+STEP = {"step": 22, "loss": 3.4925, "lr": 0.00197, "grad_norm": 0.53, "tokens": 2790, "seconds": 1.0, "memory": 2**28}
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (30, "13%  ETA 2m18s"),
+        (45, "13%  ETA 2m18s  loss 3.4925"),
+        (80, "13% ━───────  ETA 2m18s  loss 3.4925  2.79k tokens/s  norm 0.53"),
+        (100, "13% ━━──────────────  ETA 2m18s  loss 3.4925  2.79k tokens/s  norm 0.53  lr 0.00197"),
+        (120, "13% ━━──────────────  ETA 2m18s  loss 3.4925  2.79k tokens/s  norm 0.53  lr 0.00197  mem 256.0 MiB"),
+    ],
+)
+def test_a_step_fits_the_terminal_with_what_matters_first(
+    columns: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures that do not fit are left out, not cut."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    TrainProgress(Log(0, stream), 160, 21, Clock()).update(**STEP)  # type: ignore[arg-type]
+    assert plain(stream.getvalue()) == [f"step 22/160   {line}"]
+    leave_bottom()
+
+
+@pytest.mark.parametrize(
+    ("variables", "codes"),
+    [
+        ({"TERM": "xterm-256color"}, {"1", "36", "90"}),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, {"1"}),
+        ({"TERM": "dumb"}, None),
+    ],
+)
+def test_colours_where_the_user_wants_them(
+    variables: dict[str, str], codes: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal that can rewrite a line, the line is the one of a file."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal()
+    TrainProgress(Log(0, stream), 160, 21, Clock()).update(**STEP)  # type: ignore[arg-type]
+    if codes is None:
+        assert stream.getvalue().startswith("step 22/160  loss 3.4925  lr 0.00197") and "\x1b" not in stream.getvalue()
+    else:
+        assert set(re.findall(r"\x1b\[(\d+)m", stream.getvalue())) - {"0"} == codes
+    leave_bottom()
+
+
+def test_log_lines_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    Log(0, stream).info("layout: 2 ranks, tensor 2 with sequence parallelism, data 1")
+    Log(0, stream).info("  a row of a table is left as it is, whatever its width")
+    Log(0, stream).info("resume with rankfold train --config run.yaml --lora.rank 8", wraps=False)
+    assert stream.getvalue().splitlines() == [
+        "layout: 2 ranks, tensor 2 with sequence",
+        "  parallelism, data 1",
+        "  a row of a table is left as it is, whatever its width",
+        "resume with rankfold train --config run.yaml --lora.rank 8",
+    ]
+
+
 def test_a_terminal_gets_one_line_rewritten() -> None:
     text = train_lines(Terminal(), steps=5, seconds=1.0)
     assert text.count("\n") == 1 and text.endswith("\n")
@@ -98,8 +168,11 @@ def test_a_message_does_not_mangle_the_rewritten_line() -> None:
     stream = Terminal()
     progress = TrainProgress(Log(0, stream), 9, clock=Clock())
     progress.update(step=1, loss=2.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=1.0, memory=1)
+    before = plain(stream.getvalue())
     progress.info("saved")
-    assert stream.getvalue().endswith("\nsaved\n")
+    assert plain(stream.getvalue()) == ["saved", *before], "above the line, which is there still"
+    progress.close()
+    assert plain(stream.getvalue()) == ["saved", *before, ""]
 
 
 def test_other_ranks_are_silent() -> None:

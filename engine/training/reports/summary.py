@@ -13,7 +13,7 @@ from engine.models.families import family_of
 from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
 from engine.runtime.preemption import CTRL_C
-from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters
+from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters, shown
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.learning_rates import rates_line
@@ -60,7 +60,7 @@ class RunSummary:
             rows.append(("waiting for data", f"{self.data_stall:.2f} s"))
         if self.graphs is not None:
             rows.append(("CUDA graphs", self.graphs))
-        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", str(self.run_dir))]
+        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", shown(self.run_dir))]
         width = max(len(name) for name, _ in rows)
         return [f"  {name:<{width}}  {value}" for name, value in rows]
 
@@ -72,8 +72,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     trained = training.plan.num_trained()
     sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
     log.info(
-        f"model: {config.model.path}, {format_parameters(whole)} parameters, {format_parameters(trained)} trained, "
-        f"{config.model.dtype} on {launch.device.type}"
+        f"model: {shown(config.model.path)}, {format_parameters(whole)} parameters, "
+        f"{format_parameters(trained)} trained, {config.model.dtype} on {launch.device.type}"
     )
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
     if idle:

@@ -17,8 +17,6 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
 """Rewards that need no file; see `engine.rewards.built_in`."""
 _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
 """An entry with a weight behind it, which has an option of its own."""
-
-
 LARGEST_REWARD = 1e6
 """Rewards and their weights lie between this and its negative. Advantages, and losses with them, are float32, where
 numbers of that size are 0.06 apart; larger ones differ by more than what most rewards are made of, and 1e200 has no
@@ -63,7 +61,8 @@ class RolloutOptions:
             RANKFOLD_SERVER_KEY in the environment.
         server_kind: Whose server it is, "vllm" or "sglang".
         server_model: The model's name on the server; null for the only one that it serves.
-        server_timeout: Seconds that the server may take for one completion, or to load an adapter.
+        server_timeout: Seconds that a call of the server, for one completion or to load an adapter, may take with all
+            its attempts.
         adapter_dir: Folder for the adapters that the server loads, which it sees under the same path; null for
             served_adapters in the run's folder.
         overlap: Sample the next generation batch while this one is trained on, by the adapters as they were before it;

@@ -21,6 +21,7 @@ from engine.checkpoint.folder import check_output
 from engine.checkpoint.manifest import ENGINE_VERSION
 from engine.files.refusals import reading, writing
 from engine.files.staging import staged_folder
+from engine.files.strict_json import JsonFlaw, parse_json
 
 JOURNAL = ".journal"
 
@@ -77,9 +78,9 @@ class Journal:
 def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
     """Returns an entry, or None for the half line that a kill leaves."""
     try:
-        data = json.loads(line)
+        data = parse_json(line.encode())
         return (data["file"], data["key"]), Written(data["checksum"], data["facts"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (JsonFlaw, KeyError, TypeError):
         return None
 
 

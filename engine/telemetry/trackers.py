@@ -1,17 +1,20 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow, which get a run's metrics from one rank.
 
-The packages are optional, and imported only where they are asked for. A tracker that fails during a run causes one
-warning: metrics are no reason to stop, and the metrics file has them all.
+The packages are optional, and imported only where they are asked for. A tracker that fails or hangs during a run causes
+one warning: metrics are no reason to stop, and the metrics file has them all.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -56,6 +59,8 @@ class TrackedRun:
     options: Mapping[str, Any]
 
 
+_TELL_SECONDS = 60.0
+"""For which training waits for a tracker, once: then it gets no more."""
 _TENSORBOARD, _WANDB, _MLFLOW = (field.name for field in fields(TrackerChoice))
 
 
@@ -206,7 +211,7 @@ class Trackers:
     """
 
     def __init__(self, trackers: Sequence[Tracker] = (), warn: Callable[[str], None] = lambda _: None) -> None:
-        self._trackers, self._warn = list(trackers), warn
+        self._trackers, self._warn = [(tracker, _Thread(tracker.name)) for tracker in trackers], warn
 
     def figures(self, step: int, values: Mapping[str, float]) -> None:
         """Logs figures of a step, by name."""
@@ -222,15 +227,49 @@ class Trackers:
         self._trackers = []
 
     def _tell(self, say: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
+        for tracker, thread in list(self._trackers):
+            told = thread.begin(lambda tracker=tracker: say(tracker))
             try:
-                say(tracker)
+                if wait([told], _TELL_SECONDS).done:
+                    told.result()
+                    continue
+                problem = f"it did not take the last ones within {_TELL_SECONDS:g} s"
             except tracker.errors as error:
-                self._trackers.remove(tracker)
-                self._warn(
-                    f"{tracker.name} gets no more figures of this run ({_first_line(error)}); training continues, and "
-                    "log.metrics has them all"
-                )
+                problem = _first_line(error)
+            self._trackers.remove((tracker, thread))
+            self._warn(
+                f"{tracker.name} gets no more figures of this run ({problem}); training continues, and log.metrics has "
+                "them all"
+            )
+
+
+class _Thread:
+    """A thread for the calls of one tracker, which may hang: its server answers when and how slowly it likes. It ends
+    with the process, whatever it does.
+
+    Args:
+        name: of the tracker.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls = SimpleQueue[tuple[Future[None], Callable[[], None]]]()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def begin(self, call: Callable[[], None]) -> Future[None]:
+        """Begins a call when those before have ended; returns what becomes of it."""
+        outcome = Future[None]()
+        self._calls.put((outcome, call))
+        return outcome
+
+    def _run(self) -> None:
+        while True:
+            outcome, call = self._calls.get()
+            try:
+                call()
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(None)
 
 
 def check_trackers(choice: TrackerChoice) -> None:

@@ -32,6 +32,7 @@ CATCHES_ALL = {
         "engine/data/tokenizer.py",
         "_load_fast",
     ): "tokenizers raises Exception itself for what it cannot read",
+    ("engine/telemetry/trackers.py", "_run"): "a thread hands a tracker's error to the one that waits for it",
     (
         "engine/telemetry/errors.py",
         "run_command",

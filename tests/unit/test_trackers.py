@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -92,6 +93,10 @@ def test_a_missing_package_is_named_with_its_extra(
     check_trackers(TrackerChoice())
 
 
+class Hangs:
+    """The answer of a call that takes far too long."""
+
+
 class Recorder:
     """Takes any call and keeps it."""
 
@@ -107,6 +112,8 @@ class Recorder:
             answer = self._answers.get(name)
             if isinstance(answer, Exception):
                 raise answer
+            if isinstance(answer, Hangs):
+                time.sleep(5)
             return answer
 
         return call
@@ -167,6 +174,17 @@ def test_a_tracker_that_fails_is_said_once_and_training_goes_on(
     ]
     assert len([name for name, *_ in calls if name == "log"]) == 1
     assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_tracker_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers byte by byte held a step for ever."""
+    fake_wandb(monkeypatch, log=Hangs())
+    monkeypatch.setattr("engine.telemetry.trackers._TELL_SECONDS", 0.2)
+    said = list[str]()
+    begin = time.monotonic()
+    write(MetricsWriter(None, open_trackers(TrackerChoice(wandb_project="p"), run_in(tmp_path / "run"), said.append)))
+    assert time.monotonic() - begin < 1 and len(said) == 1
+    assert "no more figures of this run (it did not take the last ones within 0.2 s); training continues" in said[0]
 
 
 def test_a_defect_in_a_tracker_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,14 @@ def convert(
     trainer = recognise(given, source)
     conversion = Conversion(trainer=trainer.name)
     # DeepSpeed's and the launcher's keys come first: some flags depend on them
+    last = {one.key: one for one in given if not one.open}
+    order = {id(one): place for place, one in enumerate(given)}
     for one in sorted(given, key=lambda one: launcher_rules.rule_for(one.key) is None):
-        _apply(conversion, trainer, one)
+        given_later = one.key in last and order[id(last[one.key])] > order[id(one)]
+        if given_later and one.open:
+            conversion.drop(one, f"{last[one.key].source} gives its value")
+        elif not (given_later and one.idle):  # a default of the script's
+            _apply(conversion, trainer, one)
     if source is None:
         check_known(conversion)
     for pair in values:
@@ -135,13 +141,13 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
         conversion.miss(one, "check whether it matters, and set the option that it means")
     elif rule is None:
         return
-    elif one.open and "objective.name" in rule.options:
+    elif one.open and "objective.name" in rule.options and not str(one.value).startswith("<computed"):
         raise UserError(
             f"{one.source} gives {one.key} as {one.value}, which is only known when the script runs, but decides "
             f"what is "
             f"trained: add its value with --flags '--{one.key} VALUE'."
         )
-    elif one.open:
+    elif one.open and "objective.name" not in rule.options:
         conversion.leave(one, rule.options)
     else:
         rule.apply(conversion, one)

@@ -31,6 +31,11 @@ _LOSSES = ("compute_loss", "compute_loss_func", "get_batch_loss_metrics", "dpo_l
 """Functions of a trainer by which the objective is another one."""
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
+_MODELS = ("ForCausalLM", "LanguageModel", "ForImageTextToText", "ForConditionalGeneration", "ForVision2Seq")
+_OTHER_TASKS = re.compile(
+    r"(?:Auto|TF|Flax)\w*For(?:\w*Classification|QuestionAnswering|MaskedLM|Seq2SeqLM|MultipleChoice|CTC)"
+)
+"""Classes of transformers' models whose task is not the next token."""
 _MODEL = ("torch_dtype", "dtype", "load_in_8bit", "load_in_4bit", "attn_implementation", "trust_remote_code")
 _OBJECTS = ("model", "tokenizer", "args", "train_dataset", "eval_dataset", "data_collator", "peft_config", "callbacks",
              "processing_class", "compute_metrics", "ref_model", "formatting_func", "optimizers", "self")  # fmt: skip
@@ -52,6 +57,12 @@ def read_python(text: str, source: str) -> list[Given]:
     if not any(kind in _ARGUMENTS or kind.endswith("Trainer") for kind in kinds):
         given.append(Given(source=source, key=OWN_LOOP, value=source, idle=True))
     given += _own_losses(tree, source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    given += [
+        Given(source=source, key="task_type", value=name) for name in sorted(used) if _OTHER_TASKS.fullmatch(name)
+    ]
+    if any(_imports(node, "unsloth") for node in ast.walk(tree)):
+        given.append(Given(source=source, key=PROGRAM, value="unsloth"))
     given += [
         Given(source=source, key="trainer", value=kind) for kind in sorted(kinds) if _OTHER_OBJECTIVES.fullmatch(kind)
     ]
@@ -72,6 +83,12 @@ def read_python(text: str, source: str) -> list[Given]:
             "arguments: give the command line that starts it, with --flags."
         )
     return given
+
+
+def _imports(node: ast.AST, package: str) -> bool:
+    if isinstance(node, ast.Import):
+        return any(one.name.partition(".")[0] == package for one in node.names)
+    return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package
 
 
 def _own_losses(tree: ast.Module, source: str) -> list[Given]:
@@ -130,7 +147,7 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
         yield from ((FLAGS_OF_LORA.get(key, key), value) for key, value in pairs)
     elif kind == "BitsAndBytesConfig":
         yield from pairs
-    elif kind == "from_pretrained" and owner.endswith(("ForCausalLM", "LanguageModel", "FastModel")):
+    elif kind == "from_pretrained" and owner.endswith(_MODELS):
         if call.args:
             yield "model_name_or_path", call.args[0]
         yield from ((key, value) for key, value in pairs if key in _MODEL)
@@ -189,7 +206,7 @@ def _value(
     """
     if isinstance(node, ast.Name) and node.id in names and depth < 10:
         return _value(names[node.id], names, own, parsed, depth + 1)
-    if isinstance(node, ast.Attribute) and _name(node)[1] == "torch":
+    if isinstance(node, ast.Attribute) and _name(node)[1] in ("torch", "TaskType"):
         return node.attr
     if isinstance(node, ast.Attribute) and _name(node)[1] in parsed and own and node.attr in own and depth < 10:
         return _value(own[node.attr], names, own, parsed, depth + 1)

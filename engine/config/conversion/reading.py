@@ -132,7 +132,7 @@ def _own_defaults(name: str, folder: Path) -> list[Given]:
         found = own_arguments(read_text(path, _WHAT), path.name)
     except UserError:  # no Python that this version reads: its defaults are not known
         return []
-    return [replace(one, idle=True) for one in found]
+    return with_files([replace(one, idle=True) for one in found], path.parent)
 
 
 def find_file(name: str, folder: Path) -> Path | None:

@@ -115,9 +115,8 @@ def recognise(given: Iterable[Given], source: str | None = None) -> Trainer:
     loop = next((one for one in everything if one.key == OWN_LOOP), None)
     if found is HUGGING_FACE and loop is not None:
         raise UserError(
-            f"{loop.source} trains in a loop of its own, not with a Trainer whose defaults are known: write the "
-            f"run's file from "
-            f"docs/coming-from.md, or give a script of one of {_known()}."
+            f"{loop.source} trains in a loop of its own, not with a Trainer whose defaults are known: write the run's "
+            f"file from docs/coming-from.md, or give a script of one of {_known()}."
         )
     if found is None:
         place = next((one.source for one in everything), "the input")
@@ -159,7 +158,10 @@ def _recognised(everything: list[Given]) -> Trainer | None:
     programs = [str(one.value) for one in everything if one.key == PROGRAM]
     certain = next((trainer for name in programs for start, trainer in _COMMANDS if name.startswith(start)), None)
     if certain is None:
-        certain = next((trainer for trainer, telling in _FIRST if keys & telling), None)
+        defaults = {
+            one.key for one in everything if one.idle and one.key != one.key.upper()
+        }  # of the script's arguments
+        certain = next((trainer for trainer, telling in _FIRST if (keys | defaults) & telling), None)
         if certain is SWIFT and keys & MEGATRON_SWIFT_KEYS:
             certain = MEGATRON_SWIFT
     if certain is not None:

@@ -58,6 +58,7 @@ _SOURCES = (
             "use_packed_sequences")),
     NotRead("ms-swift before version 3", ("sft_type", "model_id_or_path")),
     NotRead("MLX", ("lora_parameters.rank", "lora_parameters."), ("mlx_lm",)),
+    NotRead("Unsloth", programs=("unsloth",)),
     NotRead("Unsloth Studio", ("training.train_on_completions", "inference.trust_remote_code")),
     NotRead("Hydra or NeMo", ("._target_",)),
 )  # fmt: skip
@@ -87,7 +88,7 @@ def refuse_not_read(given: Iterable[Given], known: str) -> None:
     for source in _SOURCES:
         for one in everything:
             if _tells(source, one):
-                place = str(one.value) if one.key == PROGRAM else f"{one.key} in {one.source}"
+                place = f"{one.value} in {one.source}" if one.key == PROGRAM else f"{one.key} in {one.source}"
                 raise UserError(
                     f"{place} is {source.name}'s, whose configurations are not converted: write the run's file from "
                     f"docs/coming-from.md, which names the options here. Sources that are converted: {known}."

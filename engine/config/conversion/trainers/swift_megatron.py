@@ -118,6 +118,11 @@ def _finish(conversion: Conversion) -> None:
     facts.setdefault("lora", _adapters(conversion))
     facts.setdefault("wandb_project", "megatron-swift")
     facts["save_steps"] = options.get("checkpoint.every", 500)
+    for key, name, usual in (
+        ("micro_batch_size", "train.micro_batch_size", 1),
+        ("global_batch_size", "train.global_batch_size", 16),
+    ):
+        conversion.imply("MegatronArguments", key, name, usual)
     swift.finish(conversion)
     facts.pop("save_steps")
     if facts.get("eval_iters_given", -1) >= 0:

@@ -159,9 +159,13 @@ RULES |= shared.every(
     """,
     why="rankfold convert export writes a model or an adapter",
 )
+RULES |= {
+    key: shared.only_or_refuse("CAUSAL_LM", "another task than the next token")
+    for key in ("task_type", "lora_task_type")
+}
 RULES |= shared.every(
     """
-    task_type lora_task_type inference_mode fan_in_fan_out peft_type auto_mapping peft_version
+    inference_mode fan_in_fan_out peft_type auto_mapping peft_version
     base_model_name_or_path megatron_config megatron_core
     """,
     why="adapters of a language model",

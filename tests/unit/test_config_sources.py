@@ -90,6 +90,9 @@ def test_every_trainer_has_a_name_and_none_knows_the_others_commands() -> None:
         ("trl dpo --model_name_or_path m --rpo_alpha 1.0", "a further term of the loss"),
         ("trl cpo --model_name_or_path m", "a loss of CPO"),
         ("trl cpo --model_name_or_path m --loss_type simpo", "cpo_alpha 0 is SimPO without it"),
+        ("accelerate launch bco.py --model_name_or_path m --beta 0.1", "starts bco.py, which trains BCO"),
+        ("trl rloo --model_name_or_path m", "starts trl rloo, which trains RLOO"),
+        ("train.py --model_name_or_path m --reward_model_path r", "a key that names the objective"),
         ("trl reward --model_name_or_path m", "a reward model"),
         ("trl grpo --model_name_or_path m --reward_funcs a.b --loss_type two_sided", "another loss than grpo"),
         ("llamafactory-cli train --model_name_or_path m --stage rm", "a reward model"),
@@ -263,11 +266,22 @@ def test_defaults_of_a_script_are_its_own_arguments(tmp_path: Path) -> None:
     assert any("max_length none cuts no sample" in line for line in conversion.to_fill)
 
 
+def test_a_script_that_a_command_starts_says_what_it_trains(tmp_path: Path) -> None:
+    """Its file is looked for around the command; a name such as train.py says nothing."""
+    (tmp_path / "train.py").write_text(PARSED, encoding="utf-8")
+    conversion, config = _file(tmp_path, "run.sh", "python train.py --lora_alpha 8 --no_gradient_checkpointing\n")
+    assert (conversion.trainer, config.lora.rank, config.lora.alpha) == ("TRL", 12, 8.0)
+    assert (config.optim.lr, config.memory.recompute) == (2e-5, "selective")
+    (tmp_path / "train.py").write_text(OWN_LOSS, encoding="utf-8")
+    with pytest.raises(UserError, match="Mine with compute_loss"):
+        _file(tmp_path, "run.sh", "python train.py --lora_alpha 8\n")
+
+
 @pytest.mark.parametrize(
     ("name", "script", "words"),
     [
         ("mine.py", OWN_LOSS, "gives trainer as Mine with compute_loss"),
-        ("rloo.py", PARSED.replace("SFTConfig", "RLOOConfig"), "gives trainer as RLOOConfig"),
+        ("online.py", PARSED.replace("SFTConfig", "RLOOConfig"), "gives trainer as RLOOConfig"),
         ("glue.py", CLASSIFIER, "gives task_type as AutoModelForSequenceClassification"),
         ("loop.py", LOOP.replace("train_dataset_rate", "seed").replace("lora_target", "target"), "loop of its own"),
         ("train_grpo.py", MINIMIND, "of its scripts, train_pretrain.py"),

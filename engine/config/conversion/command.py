@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,9 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
         conversion.notes.append(f"the script chooses between values, and the last was read: {', '.join(names(one))}")
         return
     rule = _rule(trainer, one)
+    if rule is None and one.key.startswith("no_") and one.value is True:  # HfArgumentParser's way to say false
+        positive = replace(one, key=one.key.removeprefix("no_"), value=False)
+        one, rule = (positive, found) if (found := _rule(trainer, positive)) is not None else (one, None)
     if rule is None and not one.idle:
         rule = _environment(one.key)
     if rule is None and not one.idle:
@@ -184,9 +188,19 @@ _OBJECTIVES = frozenset({
 """Keys, or their last parts, that name what is trained wherever they are found."""
 
 
+_OBJECTIVE_STARTS = ("teacher_model", "reward_model", "ppo_", "tpo_", "distill_")
+
+
 def _names_objective(one: Given) -> bool:
     leaf = one.key.rpartition(".")[2].lower()
-    return leaf in _OBJECTIVES and one.value not in (None, False, "", [], "none", "null")
+    return (leaf in _OBJECTIVES or leaf.startswith(_OBJECTIVE_STARTS)) and one.value not in (
+        None,
+        False,
+        "",
+        [],
+        "none",
+        "null",
+    )
 
 
 def _environment(key: str) -> Rule | None:

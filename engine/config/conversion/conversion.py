@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, get_args
 
-from engine.config.conversion.given import Given
+from engine.config.conversion.given import PROGRAM, Given
 from engine.config.model import ModelOptions
 from engine.config.objective import Name
 from engine.config.option_names import option_types
@@ -220,16 +220,19 @@ def truth(given: Given) -> bool:
 
 
 def other_objective(given: Given, what: str) -> UserError:
-    """Returns the refusal of a key by which another objective is trained than any that is available here.
+    """Returns the refusal of a key, or of a program, that trains another objective than any that is available here.
 
     Args:
         given: the key.
         what: the objective, or its part that has no counterpart, such as "a reward model".
     """
+    known = f"objectives are {', '.join(get_args(Name))}"
+    if given.key == PROGRAM:
+        return UserError(f"{given.source} starts {given.value}, which trains {what}, and nothing here does: {known}.")
     return UserError(
-        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: objectives "
-        f"are "
-        f"{', '.join(get_args(Name))}. If the run should train without it, take {given.key} out."
+        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: {known}. "
+        f"If the "
+        f"run should train without it, take {given.key} out."
     )
 
 

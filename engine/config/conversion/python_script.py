@@ -27,6 +27,8 @@ _OTHER_OBJECTIVES = re.compile(
     r"IterativeSFT|DDPO|AlignProp|PAPO|GFPO)(?:Trainer|Config)"
 )
 """Classes of TRL's that train something else."""
+OBJECTIVES = ("trainer", "task_type")
+"""Keys by which this module says that a script trains something else."""
 _LOSSES = ("compute_loss", "compute_loss_func", "get_batch_loss_metrics", "dpo_loss", "kto_loss", "training_step")
 """Functions of a trainer by which the objective is another one."""
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from engine.config.conversion.given import PROGRAM_CODE, PROGRAM_FILE, Given, Value
-from engine.config.conversion.python_script import own_arguments, read_python
+from engine.config.conversion.given import OWN_LOOP, PROGRAM, PROGRAM_CODE, PROGRAM_FILE, Given, Value
+from engine.config.conversion.python_script import OBJECTIVES, own_arguments, read_python
 from engine.config.conversion.shell import plain, read_command, read_shell
 from engine.errors import UserError
 from engine.files.documents import read_text
@@ -65,7 +65,7 @@ def with_files(given: list[Given], folder: Path) -> list[Given]:
     result: list[Given] = []
     for one in given:
         if one.key == PROGRAM_CODE:
-            result[:0] = _own_defaults(str(one.value), folder)
+            result[:0] = _started(str(one.value), folder)
             continue
         leaf = one.key.rpartition(".")[2]
         path = find_file(one.value, folder) if leaf in _FILE_KEYS and isinstance(one.value, str) else None
@@ -121,18 +121,21 @@ def _records(path: Path) -> int | None:
     return len(found) if isinstance(found, list) else None
 
 
-def _own_defaults(name: str, folder: Path) -> list[Given]:
-    """Returns the defaults of the arguments of the script that a command starts, where it is there; those that no rule
-    knows do not count.
+def _started(name: str, folder: Path) -> list[Given]:
+    """Returns what the script that a command starts says of itself, where it is there: the defaults of its arguments
+    and the keywords of its calls, which count where a rule knows them and nothing later gives them, and what it trains.
     """
     path = find_file(name, folder)
     if path is None:
         return []
+    text = read_text(path, _WHAT)
     try:
-        found = own_arguments(read_text(path, _WHAT), path.name)
-    except UserError:  # no Python that this version reads: its defaults are not known
+        found = read_python(text, path.name)
+        parses = bool(own_arguments(text, path.name))
+    except UserError:  # it only calls another module, or is no Python that this version reads
         return []
-    return with_files([replace(one, idle=True) for one in found], path.parent)
+    said = [one for one in found if (one.key, one.value) != (PROGRAM, path.name) and (one.key != OWN_LOOP or parses)]
+    return with_files([replace(one, idle=one.key not in (PROGRAM, *OBJECTIVES)) for one in said], path.parent)
 
 
 def find_file(name: str, folder: Path) -> Path | None:

@@ -52,7 +52,8 @@ _PROGRAMS = (
     ("train_ppo.py", MINIMIND), ("train_agent.py", MINIMIND), ("train_distillation.py", MINIMIND),
     ("train_full_sft.py", MINIMIND), ("train_lora.py", MINIMIND), ("train_pretrain.py", MINIMIND),
     ("pretrain_", MEGATRON), ("trl.scripts", TRL), ("sft.py", TRL), ("dpo.py", TRL), ("kto.py", TRL),
-    ("orpo.py", TRL), ("cpo.py", TRL), ("run_sft.py", TRL), ("run_dpo.py", TRL), ("run_orpo.py", TRL),
+    ("orpo.py", TRL), ("cpo.py", TRL), ("sft_", TRL), ("dpo_", TRL),
+    ("run_sft.py", TRL), ("run_dpo.py", TRL), ("run_orpo.py", TRL),
     ("run_simpo.py", TRL),
 )  # fmt: skip
 """Beginning of a script's name -> its trainer; keys that only another trainer has count more."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.config.conversion.conversion import other_objective
 from engine.config.conversion.given import PROGRAM, Given
 from engine.errors import UserError
 
@@ -71,6 +72,16 @@ _NO_TRAINING = (
 """Beginnings of the names of programs that do not train."""
 
 
+_OTHER_OBJECTIVES = {
+    "bco": "BCO", "gkd": "a student of another model", "gold": "a student of another model", "nash_md": "Nash-MD",
+    "distillation": "a student of another model", "online_dpo": "online DPO", "xpo": "XPO", "tpo": "TPO", "ppo": "PPO",
+    "ppo_tldr": "PPO", "prm": "a reward model", "reward": "a reward model", "reward_modeling": "a reward model",
+    "rloo": "RLOO", "ssd": "self-distillation", "sdft": "self-distillation", "sdpo": "self-distillation",
+    "async_grpo": "GRPO with another sampler", "minillm": "a student of another model", "papo": "PAPO",
+}  # fmt: skip
+"""Commands and scripts of TRL's that train something else -> what."""
+
+
 def refuse_not_read(given: Iterable[Given], known: str) -> None:
     """Refuses configurations of sources that are not converted.
 
@@ -85,6 +96,9 @@ def refuse_not_read(given: Iterable[Given], known: str) -> None:
     for one in everything:
         if one.key == PROGRAM and str(one.value).rpartition(" ")[2].startswith(_NO_TRAINING):
             raise UserError(f"{one.source} starts {one.value}, which does not train: give the script that does.")
+        name = str(one.value).removeprefix("trl ").removesuffix(".py").removesuffix("_vlm")
+        if one.key == PROGRAM and str(one.value).startswith(("trl ", name)) and name in _OTHER_OBJECTIVES:
+            raise other_objective(one, _OTHER_OBJECTIVES[name])
     for source in _SOURCES:
         for one in everything:
             if _tells(source, one):

@@ -178,6 +178,7 @@ DEFAULTS: dict[str, Default | Ours] = megatron.DEFAULTS | swift.DATA_DEFAULTS | 
     "lora.layers": Default(None, "no such option"),
     "lora.rslora": Default(False, "MegatronTunerMixin.use_rslora"),
     "lora.dora": Default(False, "no such option"),
+    "lora.ensure_weight_tying": Default(False, "no such option"),
     "trainable": Default([], "MegatronTunerMixin.modules_to_save"),
 }  # fmt: skip
 

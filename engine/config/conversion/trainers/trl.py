@@ -244,7 +244,7 @@ def _finish(conversion: Conversion) -> None:
     if what in ("cpo", "simpo"):
         _cpo(conversion)
     if what == "reward":
-        raise other_objective(Given(source="the input", key="the command", value="reward"), "a reward model")
+        raise other_objective(Given(source="the input", key=PROGRAM, value="trl reward"), "a reward model")
 
 
 TRL = Trainer(name="TRL", rules=RULES, defaults=DEFAULTS, adapters=_peft, finish=_finish)

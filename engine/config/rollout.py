@@ -257,7 +257,8 @@ def is_web_address(text: str) -> bool:
     """Returns whether a text is the address of an HTTP server."""
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_clean = parts.path.isascii() and text.isprintable() and " " not in text
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and is_clean
     except ValueError:
         return False
 

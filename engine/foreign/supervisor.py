@@ -64,7 +64,7 @@ def supervise(child: Callable[[], None], *, descriptors: Sequence[int], lifeline
             break
         if woken in ready:
             os.read(woken, 1 << 10)
-        status = _reaped(process)
+        status, _ = _reap(process)
     _end_descendants(process)
     _end_as(status)
 
@@ -74,28 +74,31 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _reaped(process: int) -> int | None:
-    """Reaps all children that have ended; returns the status of this one, None where it runs."""
+def _reap(process: int) -> tuple[int | None, bool]:
+    """Reaps all children that have ended.
+
+    Returns:
+        The status of this one, None where it was not among them, and whether others are left.
+    """
     status = None
-    with suppress(ChildProcessError):
+    try:
         while (found := os.waitpid(-1, os.WNOHANG))[0] != 0:
             if found[0] == process:
                 status = found[1]
-    return status
+    except ChildProcessError:
+        return status, False
+    return status, True
 
 
 def _end_descendants(process: int) -> None:
     ends = time.monotonic() + ENDING_SECONDS
-    while time.monotonic() < ends:
+    are_left = _reap(process)[1]
+    while are_left and time.monotonic() < ends:
         for number in _descendants(process):
             with suppress(ProcessLookupError, PermissionError):  # another user's
                 os.kill(number, signal.SIGKILL)
-        _reaped(process)
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        time.sleep(0.005)
+        time.sleep(0.002)
+        are_left = _reap(process)[1]
 
 
 def _descendants(process: int) -> list[int]:

@@ -32,6 +32,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollout.min_p": 1.5}, "rollout.min_p is 1.5, but a share"),
     ({"rollout.repetition_penalty": 0}, "rollout.repetition_penalty is 0.0, but it must be a number above 0"),
     ({"rollout.overlong_buffer": 5}, "rollout.overlong_buffer is 5, but 1 to rollout.max_completion_length 4"),
+    ({"rollout.server": "http://h/a b"}, "rollout.server is http://h/a b, but the address of a server"),
     ({"rollout.server": "10.0.0.7:8000"}, "rollout.server is 10.0.0.7:8000, but the address of a server"),
     ({"rollout.server": "http://[x"}, "but the address of a server is expected"),
     ({"rollout.server": "http://h,http://h/"}, "rollout.server has http://h twice"),

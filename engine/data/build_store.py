@@ -32,7 +32,7 @@ from engine.data.document import Document
 from engine.data.formats import parse_record
 from engine.data.store import tokenizer_fingerprint
 from engine.data.store_manifest import BLOCKS, DTYPES, MANIFEST, OFFSETS, VERSION, StoreManifest, manifest_text
-from engine.data.template import RunawayTemplate
+from engine.data.template import Runaway
 from engine.data.tokenize import tokenize_samples
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.work_units import Unit, plan_units, unit_records
@@ -217,7 +217,7 @@ def _run(
         return
     # a server without threads forks the workers: they share what it imported, and nothing can be held across the fork
     context = get_context("forkserver")
-    context.set_forkserver_preload(["engine.data.build_store", "transformers"])
+    context.set_forkserver_preload(["engine.data.build_store"])
     resource_tracker.ensure_running()  # which lets signals through again as it starts
     with interrupts_held_back():  # workers are started so too: this process alone answers Ctrl-C
         forkserver.ensure_running()
@@ -328,7 +328,7 @@ def _documents(
 
 
 def _note(error: UserError, request: Request, skipped: list[dict[str, str]]) -> None:
-    if not request.skip_bad_records or isinstance(error, RunawayTemplate):
+    if not request.skip_bad_records or isinstance(error, Runaway):
         raise error
     skipped.append({"record": str(error).partition(": ")[0], "reason": str(error).partition(": ")[2]})
 

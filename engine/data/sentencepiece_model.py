@@ -94,6 +94,9 @@ class SentencePieceTokenizer:
     ) -> tuple[list[int], list[bool]]:
         raise UserError(no_template(self._path))
 
+    def apply_chats(self, conversations: Sequence[Sequence[Message]], *, learn: Learn) -> list[UserError]:
+        return [UserError(no_template(self._path)) for _ in conversations]
+
     def chat_warnings(self, *, training: bool = False) -> list[str]:
         return []
 

@@ -3,23 +3,24 @@
 The assistant's text is found in one of three ways, in this order: {% generation %} blocks that the template has; the
 training form of a template that is well known (`engine.data.training_form`); and comparison (`engine.data.chat`).
 
-A template is a program that comes with a model. Jinja's sandbox keeps it away from the system; `engine.data.bounds` and
-a limit on what it writes keep it from hanging or filling the machine.
+A template is a program that comes with a model. Jinja's sandbox keeps it away from the system; what keeps it from
+hanging or filling the machine is the process that it runs in (`engine.data.tokenizer_worker`), and a limit on what it
+writes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.data import bounds
 from engine.data.chat import MARK, Message, Span, assistant_spans, turn_opening
 from engine.data.named_templates import TEMPLATES
+from engine.data.tokenizer_calls import LIMITS
 from engine.data.training_form import BEGIN, END, training_form
 from engine.errors import UserError
 
@@ -38,8 +39,8 @@ _MOST_WORDS = 300
 """Maximum characters of a template's own message that are shown."""
 
 
-class RunawayTemplate(UserError):
-    """Raised where a template exceeds its limits. It would again with the next conversation, so none is tried."""
+class Runaway(UserError):
+    """Raised where a template or a tokenizer exceeds its limits. It would again with the next text: none is tried."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ChatTemplate:
         tokens: the special tokens, by their names in templates (bos_token, ...).
         arguments: further variables.
         control: matches each control token of the tokenizer.
+        limits: is entered around all that the template does for one conversation.
     """
 
     source: str
@@ -59,6 +61,7 @@ class ChatTemplate:
     tokens: Mapping[str, Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     control: re.Pattern[str] = field(default_factory=lambda: re.compile("(?!)"))
+    limits: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Returns the conversation as a server renders it.
@@ -71,7 +74,7 @@ class ChatTemplate:
             UserError: the template refuses these messages, or does not come to an end.
         """
         _check_characters(messages)
-        with self._limits():
+        with self._limited():
             return self._rendered(messages, prompt)
 
     def render_with_targets(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
@@ -81,7 +84,7 @@ class ChatTemplate:
             UserError: as for `render`, or the assistant's turns cannot be found.
         """
         _check_characters(messages)
-        with self._limits():
+        with self._limited():
             if _GENERATION.search(self.source):
                 text, spans = self._run(self.source, messages, tracked=True)
             elif self._training_form is not None:
@@ -178,21 +181,17 @@ class ChatTemplate:
         return text, spans[0] if tracked else []
 
     @contextmanager
-    def _limits(self) -> Iterator[None]:
-        import transformers.utils.chat_template_utils  # noqa: F401 - takes seconds, which are not the template's
-
+    def _limited(self) -> Iterator[None]:
         try:
-            with bounds.bounded():
+            with self.limits():
                 yield
-        except bounds.OutOfTime:
-            raise self._endless(f"runs for more than {bounds.SECONDS:g} s") from None
         except MemoryError:
-            raise self._endless(f"asks for more than {bounds.EXTRA_BYTES / 2**30:g} GiB of memory") from None
+            raise self._endless(f"asks for more than {LIMITS.template_bytes / 2**30:g} GiB of memory") from None
         except RecursionError:
             raise self._endless("calls itself without end") from None
 
-    def _endless(self, does: str) -> RunawayTemplate:
-        return RunawayTemplate(
+    def _endless(self, does: str) -> Runaway:
+        return Runaway(
             f"the chat template of {self.where} {does} for one conversation; correct the template, or give another one "
             "with data.chat_template."
         )

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
-from engine.data.template import Learn, RunawayTemplate
+from engine.data.record_files import Place
+from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.data.vision.families import PICTURE_MODELS
 from engine.data.vision.reader import PictureReader
@@ -57,6 +59,8 @@ def tokenize_samples(
     begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     learn: Learn = "last" if last_answer else "answers" if mask_prompt else "all"
+    conversations = [one.messages for one in samples if isinstance(one, ChatSample)] if pictures is None else []
+    chats = iter(tokenizer.apply_chats(conversations, learn=learn) if conversations else ())
     for sample in samples:
         if isinstance(sample, PictureSample):
             yield from _reader(sample, pictures).documents(sample, learn)
@@ -65,13 +69,14 @@ def tokenize_samples(
             yield from pictures.text_documents(sample.place, sample.messages, learn)
             continue
         if isinstance(sample, TokenSample):
-            targets = sample.answers.copy() if mask_prompt else np.ones(len(sample.ids), dtype=bool)
-            targets[:1] = False
-            yield Document(sample.place, sample.ids, targets)
+            yield _document(sample.place, sample.ids, sample.answers, mask_prompt)
             continue
         if isinstance(sample, ChatSample):
-            ids, answers = _apply_chat(sample, tokenizer, learn)
-        elif isinstance(sample, CompletionSample):
+            if isinstance(chat := next(chats), UserError):
+                raise sample.place.error(str(chat)) from chat
+            yield _document(sample.place, *chat, mask_prompt)
+            continue
+        if isinstance(sample, CompletionSample):
             if not end:
                 raise UserError(
                     f"the tokenizer has no end token, so a model trained on the completions of {sample.place.path} "
@@ -86,9 +91,14 @@ def tokenize_samples(
         else:
             ids = begin + next(encoded) + end
             answers = [True] * len(ids)
-        targets = np.array(answers if mask_prompt else [True] * len(ids), dtype=bool)
-        targets[:1] = False
-        yield Document(sample.place, np.array(ids, dtype=np.int32), targets)
+        yield _document(sample.place, np.array(ids, dtype=np.int32), np.array(answers, dtype=bool), mask_prompt)
+
+
+def _document(place: Place, ids: NDArray[np.int32], answers: NDArray[np.bool_], mask_prompt: bool) -> Document:
+    """Returns a document of ids [T] whose targets are the answers, bool [T], or everything, less the first token."""
+    targets = answers.copy() if mask_prompt else np.ones(len(ids), dtype=bool)
+    targets[:1] = False
+    return Document(place, ids, targets)
 
 
 def _reader(sample: PictureSample, pictures: PictureReader | None) -> PictureReader:
@@ -106,15 +116,6 @@ def _texts(sample: Sample) -> tuple[str, ...]:
     if isinstance(sample, CompletionSample):
         return (sample.prompt, sample.completion)
     return (sample.text,) if isinstance(sample, TextSample) and not sample.is_stream else ()
-
-
-def _apply_chat(sample: ChatSample, tokenizer: Tokenizer, learn: Learn) -> tuple[list[int], list[bool]]:
-    try:
-        return tokenizer.apply_chat(sample.messages, learn=learn)
-    except RunawayTemplate:
-        raise
-    except UserError as error:
-        raise sample.place.error(str(error)) from error
 
 
 def _encode_stream(text: str, tokenizer: Tokenizer) -> list[int]:

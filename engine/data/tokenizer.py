@@ -1,34 +1,39 @@
-"""One interface for the two libraries that turn text into token ids.
+"""One interface for the two libraries that turn text into token ids, which work in a process of their own.
 
-A folder with `tokenizer.json` is opened by transformers' generic fast tokenizer, which takes that file as it is
-(the class named in `tokenizer_config.json` may rebuild it with rules of its own). A bare sentencepiece `.model` is
-opened by sentencepiece itself: rebuilt as a fast tokenizer it orders merges differently and encodes some texts
-differently. Nothing is ever fetched from a hub, and no code in the folder is run.
+A tokenizer's files and its chat template are programs of whoever made the model: normalizers that multiply a text,
+patterns that backtrack without end, loops. So they are opened by a process (`engine.data.tokenizer_worker`) whose time
+and memory are limited, which is killed beyond that, and started again for a later call.
 
 Special tokens are the caller's decision (`bos=`, `eos=`), never added implicitly.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from engine.config.hub import instead_of
-from engine.data.chat import Message, covered_tokens, without_tail
-from engine.data.named_templates import template_text
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config.rollout import KEY_VARIABLE
+from engine.data import tokenizer_calls as calls
+from engine.data.chat import Message
 from engine.data.placeholders import Placeholders
-from engine.data.processor_template import processor_template
-from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
-from engine.data.template import ChatTemplate, Learn, no_template
+from engine.data.template import Learn, Runaway
 from engine.errors import UserError
-from engine.files.documents import read_json
+from engine.foreign.limited_process import Crashed, LimitedProcess, OutOfTime
+from engine.telemetry.torchrun import without_rank
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+_WORKER = "engine.data.tokenizer_worker"
+
+Conversation = Sequence[Message]
+EncodedChat = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""The token ids of a conversation, int32 [T], and whether each is a target, bool [T]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def apply_chats(self, conversations: Sequence[Conversation], *, learn: Learn) -> Sequence[EncodedChat | UserError]:
+        """Returns the same as `apply_chat` for each conversation, or why it is refused, faster.
+
+        Raises:
+            Runaway: the template or the tokenizer exceeds its limits.
+        """
+        ...
+
     def chat_warnings(self, *, training: bool = False) -> list[str]:
         """Returns warnings about a chat template that was chosen for this tokenizer.
 
@@ -127,138 +140,25 @@ class Tokenizer(Protocol):
         ...
 
 
-class HuggingFaceTokenizer:
-    """The tokenizer of a `tokenizer.json` with the settings beside it, opened by transformers.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers.
-        path: where it came from, for messages.
-        chat: how conversations are rendered.
+def encoded_chat(
+    tokenizer: Tokenizer, conversation: Conversation, learn: Learn, pictures: Placeholders | None = None
+) -> EncodedChat | UserError:
+    """Returns the tokens and targets of one conversation, or why it is refused.
 
     Raises:
-        UserError: a chat template that does not exist.
+        Runaway: the template exceeds its limits.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, path: Path, chat: ChatOptions | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._path = path
-        self._chat = chat or ChatOptions()
-        added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
-        self._control_ids = frozenset(added)
-        self.added_tokens: Mapping[str, int] = {text: number for number, text in added.items()}
-        control = "|".join(re.escape(token) for token in sorted(added.values(), key=len, reverse=True))
-        self._template = self._chosen_template(re.compile(control or "(?!)"))
-        self.vocab_size = len(tokenizer)
-        self.bos_id: int | None = tokenizer.bos_token_id
-        self.eos_id: int | None = tokenizer.eos_token_id
-        # The post-processor decides what is added, which shows only in its output.
-        self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
-        self.has_chat_template = self._template is not None
-
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return with_special(ids, self.bos_id if bos else None, self.eos_id if eos else None)
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        # Straight to the Rust side and without offsets: transformers' own call spends most of its time on records
-        # that are not needed here.
-        encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
-
-    def show(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(token_id) for token_id in ids]))
-
-    @property
-    def chat_template(self) -> str | None:
-        return None if self._template is None else self._template.source
-
-    def apply_chat(
-        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
-    ) -> tuple[list[int], list[bool]]:
-        template = self._required_template()
-        if learn == "last" and len(messages) > 1:
-            return self._last_answer(template, messages, pictures)
-        if learn == "all":
-            ids, _ = self._encode(_expanded(template.render(messages), pictures))
-            return ids, [True] * len(ids)
-        text, spans = template.render_with_targets(messages)
-        if pictures is not None:
-            text, spans = pictures.put_into(text, spans)
-        ids, offsets = self._encode(text)
-        return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
-
-    def chat_warnings(self, *, training: bool = False) -> list[str]:
-        if self._template is None or (self._chat.template is None and not training):
-            return []
-        ending = self._template.ending()
-        if ending is None or self._template.control.search(ending):
-            return []
-        if self._chat.template is None:
-            return [
-                f"the chat template of {self._template.where} ends an answer with {ending.strip()!r}, in which this "
-                "tokenizer has no control token, so training teaches no end of an answer: to teach one, write a "
-                f"template with {self._tokenizer.eos_token} behind answers to a file, for data.chat_template."
-            ]
-        return [
-            f"the chat template {self._chat.template} ends an answer with {ending.strip()!r}, in which this tokenizer "
-            "has no control token, so generation does not stop there unless --stop names it; llama2, mistral, zephyr, "
-            "vicuna and alpaca end answers with the end token."
-        ]
-
-    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
-        return self.encode(_expanded(self._required_template().render(messages, prompt=True), pictures))
-
-    def _last_answer(
-        self, template: ChatTemplate, messages: Sequence[Message], pictures: Placeholders | None
-    ) -> tuple[list[int], list[bool]]:
-        """Returns targets for the last answer: the tokens after its prompt's, or from where the two differ."""
-        text = _expanded(template.render(messages), pictures)
-        ids, offsets = self._encode(text)
-        prompt = self.chat_prompt(messages[:-1], pictures=pictures)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt, strict=False)))
-        return ids, self._cut([at >= same for at in range(len(ids))], text, ids, offsets)
-
-    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns token ids, and the characters of each."""
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return encoding["input_ids"], encoding["offset_mapping"]
-
-    def _cut(self, mask: list[bool], text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-        if self._chat.learn_after_end:
-            return mask
-        return without_tail(mask, text, offsets, [token_id in self._control_ids for token_id in ids])
-
-    def _required_template(self) -> ChatTemplate:
-        if self._template is None:
-            raise UserError(no_template(self._path))
-        return self._template
-
-    def _chosen_template(self, control: re.Pattern[str]) -> ChatTemplate | None:
-        where = str(self._path)
-        if self._chat.template is not None:
-            source, where = template_text(self._chat.template), self._chat.template
-        elif self._chat.trained_template is not None:
-            source, where = self._chat.trained_template, "the adapter"
-        elif self._tokenizer.chat_template is None:
-            return None
-        else:
-            try:
-                source = self._tokenizer.get_chat_template()
-            except ValueError as error:  # several, and none is the default
-                raise UserError(f"{self._path} has several chat templates ({error}); name a file of one.") from error
-        tokens = self._tokenizer.special_tokens_map
-        return ChatTemplate(source, where, tokens, self._chat.arguments, control)
-
-
-def _expanded(text: str, pictures: Placeholders | None) -> str:
-    return text if pictures is None else pictures.put_into(text)[0]
+    try:
+        ids, targets = tokenizer.apply_chat(conversation, learn=learn, pictures=pictures)
+    except Runaway:
+        raise
+    except UserError as refusal:
+        return refusal
+    return np.array(ids, dtype=np.int32), np.array(targets, dtype=bool)
 
 
 def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokenizer:
-    """Opens the tokenizer at `path`.
+    """Opens the tokenizer at `path`, in a process of its own.
 
     Args:
         path: a folder (a Hugging Face checkpoint, or a checkpoint that was imported with its tokenizer), a
@@ -267,97 +167,193 @@ def load_tokenizer(path: str | Path, chat: ChatOptions | None = None) -> Tokeniz
         chat: how conversations are rendered; None for the tokenizer's own template.
 
     Raises:
-        UserError: nothing there, or nothing that opens.
+        UserError: nothing there, or nothing that opens within the limits.
     """
-    source = Path(path)
-    if source.is_dir():
-        if (source / "tokenizer.json").is_file():
-            return _load_fast(source, chat)
-        models = sorted(source.glob("tokenizer.model*"))
-        if models:
-            return _load_sentencepiece(models[0], chat, folder=source)
-        raise UserError(
-            f"{source} has neither tokenizer.json nor tokenizer.model; set data.tokenizer to a folder or a .model file "
-            "that has the tokenizer of this model."
-        )
-    if not source.is_file():
-        raise UserError(
-            f"there is no tokenizer at {source}"
-            + instead_of(source, "set data.tokenizer to a folder with tokenizer.json or to a .model file")
-            + "."
-        )
-    return _load_fast(source, chat) if source.suffix == ".json" else _load_sentencepiece(source, chat)
+    return _ConfinedTokenizer(Path(path), chat or ChatOptions())
 
 
-def _load_sentencepiece(
-    source: Path, chat: ChatOptions | None, *, folder: Path | None = None
-) -> SentencePieceTokenizer:
-    if chat is not None and chat.template is not None:
-        raise UserError(
-            f"{source} is a sentencepiece model, which cannot encode the control tokens of a chat template, and "
-            f"data.chat_template is {chat.template}; give a tokenizer with tokenizer.json, or remove the template."
-        )
-    settings = {} if folder is None else _settings(folder)
-    begins = settings.get("add_bos_token")
-    return SentencePieceTokenizer(
-        source, adds_bos=begins if isinstance(begins, bool) else None, added=_added_tokens(source, settings)
-    )
+class _ConfinedTokenizer:
+    """A tokenizer that works in a process of its own. It has one call at a time; threads take turns."""
 
+    def __init__(self, path: Path, chat: ChatOptions) -> None:
+        self._path, self._chat = path, chat
+        self._process: LimitedProcess | None = None
+        self._lock = threading.Lock()
+        self._template_of = chat.template or str(path)
+        with self._lock:
+            facts = self._opened()
+        self.vocab_size: int = facts["vocab_size"]
+        self.bos_id: int | None = facts["bos_id"]
+        self.eos_id: int | None = facts["eos_id"]
+        self.adds_bos: bool = facts["adds_bos"]
+        self.has_chat_template: bool = facts["has_chat_template"]
+        self.chat_template: str | None = facts["chat_template"]
+        self.added_tokens: Mapping[str, int] = facts["added_tokens"]
 
-def _load_fast(source: Path, chat: ChatOptions | None) -> HuggingFaceTokenizer:
-    # Imported late: it takes seconds, and a command that only prints its help has no use for it.
-    from transformers import PreTrainedTokenizerFast
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        ids: list[int] = self._call("encode", text, bos=bos, eos=eos)
+        return ids
 
-    file = source / "tokenizer.json" if source.is_dir() else source
-    content = read_json(file, "replace it by the model's tokenizer.json")
-    if not isinstance(content.get("model"), dict) or not isinstance(content.get("added_tokens"), list):
-        raise UserError(f"{file} has no model and added_tokens; replace it by the model's tokenizer.json.")
-    opened: Any = PreTrainedTokenizerFast
-    beside = None
-    if source.is_dir():
-        _check_settings(source)
-        beside = processor_template(source)
-    try:
-        if source.is_dir():
-            tokenizer = opened.from_pretrained(str(source), local_files_only=True)
-            tokenizer.chat_template = beside or tokenizer.chat_template
-        else:
-            tokenizer = opened(tokenizer_file=str(source))
-    except Exception as error:
-        # the Rust library raises bare Exceptions; the others are settings of a wrong kind
-        if type(error) is not Exception and not isinstance(error, TypeError | ValueError | LookupError):
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = []
+        for part in _parts(texts):
+            answers = self._ask(calls.ENCODE, calls.pack_texts(part), 1)
+            ids += calls.unpack_ids(answers[0][1])
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._call("decode", [int(token_id) for token_id in ids]))
+
+    def show(self, ids: Sequence[int]) -> str:
+        return str(self._call("show", [int(token_id) for token_id in ids]))
+
+    def apply_chat(
+        self, messages: Conversation, *, learn: Learn = "answers", pictures: Placeholders | None = None
+    ) -> tuple[list[int], list[bool]]:
+        (found,) = self._chats([_json(messages)], learn, pictures)
+        if isinstance(found, UserError):
+            raise found
+        return found[0].tolist(), found[1].tolist()
+
+    def apply_chats(self, conversations: Sequence[Conversation], *, learn: Learn) -> list[EncodedChat | UserError]:
+        texts = [_json(one) for one in conversations]
+        return [found for part in _parts(texts) for found in self._chats(part, learn, None)]
+
+    def chat_warnings(self, *, training: bool = False) -> list[str]:
+        return list(self._call("chat_warnings", training=training))
+
+    def chat_prompt(self, messages: Conversation, *, pictures: Placeholders | None = None) -> list[int]:
+        given = None if pictures is None else asdict(pictures)
+        ids: list[int] = self._call("chat_prompt", messages, pictures=given)
+        return ids
+
+    def _chats(
+        self, conversations: Sequence[str], learn: Learn, pictures: Placeholders | None
+    ) -> list[EncodedChat | UserError]:
+        given = _json({"learn": learn, "pictures": None if pictures is None else asdict(pictures)})
+        request = f"[{given},[{','.join(conversations)}]]".encode("utf-8", "surrogatepass")
+        answers = self._ask(calls.CHATS, request, len(conversations))
+        return [_error(kind, data) if kind == calls.REFUSAL else calls.unpack_chat(data) for kind, data in answers]
+
+    def _call(self, method: str, *arguments: object, **keywords: object) -> Any:
+        request = _json([method, arguments, keywords]).encode("utf-8", "surrogatepass")
+        answers = self._ask(calls.CALL, request, 1)
+        return json.loads(answers[0][1])
+
+    def _ask(self, kind: bytes, request: bytes, num_answers: int) -> list[tuple[bytes, bytes]]:
+        """Returns the answers to a request."""
+        with self._lock:
+            if self._process is None:  # killed in an earlier call
+                self._opened()
+            return self._exchange(kind, request, num_answers, calls.LIMITS.of_text(len(request))[0])
+
+    def _opened(self) -> dict[str, Any]:
+        """Starts the process; returns what it finds in the tokenizer's files."""
+        environment = {name: value for name, value in without_rank(os.environ).items() if name != KEY_VARIABLE}
+        self._process = LimitedProcess(_WORKER, {**environment, "HF_HUB_OFFLINE": "1"})
+        request = _json([str(self._path), asdict(self._chat), asdict(calls.LIMITS)]).encode("utf-8", "surrogatepass")
+        try:
+            answers = self._exchange(calls.OPEN, request, 1, calls.LIMITS.open_seconds)
+        except UserError:
+            self._end()
             raise
-        raise UserError(
-            f"{file}, with the settings beside it, is not one that transformers can open ({error}); copy the model's "
-            "tokenizer files again."
-        ) from error
-    return HuggingFaceTokenizer(tokenizer, source, chat)
+        facts: dict[str, Any] = json.loads(answers[0][1])
+        return facts
+
+    def _exchange(self, kind: bytes, request: bytes, num_answers: int, seconds: float) -> list[tuple[bytes, bytes]]:
+        blamed = calls.TOKENIZER
+        answers: list[tuple[bytes, bytes]] = []
+        assert self._process is not None
+        try:
+            self._process.send(kind, request, calls.WAITS * seconds)
+            while len(answers) < num_answers and not _is_last(kind, answers):
+                found, data = self._process.receive(calls.WAITS * seconds)
+                if found in (calls.TEMPLATE, calls.TOKENIZER):
+                    blamed = found
+                else:
+                    answers.append((found, data))
+        except OutOfTime:
+            self._end()
+            raise self._out_of_time(kind, blamed, seconds) from None
+        except Crashed as crash:
+            self._end()
+            raise self._crashed(kind, blamed, str(crash)) from None
+        except BaseException:  # an answer that is still to come must not be taken for one to another request
+            self._end()
+            raise
+        if _is_last(kind, answers):
+            raise _error(*answers[-1])
+        return answers
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _out_of_time(self, kind: bytes, blamed: bytes, seconds: float) -> Runaway:
+        if blamed == calls.TEMPLATE:
+            limit = f"{calls.LIMITS.template_seconds:g} seconds"
+            return self._runaway(kind, blamed, f"did not finish a conversation within {limit}")
+        did = "was not opened" if kind == calls.OPEN else "did not finish a text"
+        return self._runaway(kind, blamed, f"{did} within {seconds:.0f} seconds")
+
+    def _crashed(self, kind: bytes, blamed: bytes, how: str) -> Runaway:
+        limit = calls.LIMITS.template_bytes if blamed == calls.TEMPLATE else calls.LIMITS.text_bytes
+        limit = calls.LIMITS.open_bytes if kind == calls.OPEN else limit
+        return self._runaway(
+            kind,
+            blamed,
+            f"ended its process ({how}), as one does that asks for more than {limit >> 30} GiB of memory or does not "
+            "come to an end",
+        )
+
+    def _runaway(self, kind: bytes, blamed: bytes, does: str) -> Runaway:
+        if blamed == calls.TEMPLATE:
+            return Runaway(
+                f"the chat template of {self._template_of} {does}; correct the template, or give another one with "
+                "data.chat_template."
+            )
+        return Runaway(f"the tokenizer of {self._path} {does}; copy the model's own tokenizer files again.")
 
 
-def _check_settings(folder: Path) -> None:
-    """Raises UserError where the files beside tokenizer.json are not what transformers expects."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            read_json(folder / name, "repair or remove it")
-    if (file := folder / "tokenizer_config.json").is_file():
-        template = read_json(file, "repair or remove it").get("chat_template")
-        if template is not None and not isinstance(template, str | list):
-            raise UserError(f"{file} has chat_template {template!r}, expected text; repair the file.")
+def _is_last(kind: bytes, answers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Returns whether the process answers no more to a request of this kind."""
+    if not answers or answers[-1][0] not in (calls.REFUSAL, calls.DEFECT):
+        return False
+    return kind != calls.CHATS or isinstance(_error(*answers[-1]), Runaway | RuntimeError)
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """Returns tokenizer_config.json, or nothing where there is none."""
-    file = folder / "tokenizer_config.json"
-    return read_json(file, "repair or remove it") if file.is_file() else {}
+def _error(kind: bytes, data: bytes) -> UserError | RuntimeError:
+    if kind == calls.DEFECT:
+        return RuntimeError(f"in a process that works with a tokenizer:\n{data.decode(errors='replace')}")
+    sentence, is_runaway = json.loads(data)
+    return Runaway(sentence) if is_runaway else UserError(sentence)
 
 
-def _added_tokens(source: Path, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the whole tokens that tokenizer_config.json adds to a sentencepiece model, with their ids."""
-    entries = settings.get("added_tokens_decoder") or {}
+def _json(value: object) -> str:
+    """Returns what a process is sent, as JSON.
+
+    Raises:
+        UserError: it nests too deeply.
+    """
     try:
-        return {str(entry["content"]): int(number) for number, entry in entries.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{source.parent / 'tokenizer_config.json'} has an added_tokens_decoder that is not a map from ids to "
-            "tokens with content; copy the model's own file again."
-        ) from error
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except RecursionError:
+        raise UserError("a message nests too deeply; remove what is nested in it.") from None
+
+
+def _plain(value: object) -> object:
+    """Returns what a template is shown in place of an object that is no JSON, as in transformers."""
+    return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
+
+
+def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yields the texts in order, as many at a time as one request takes."""
+    first = characters = 0
+    for place, text in enumerate(texts):
+        if characters and characters + len(text) > calls.REQUEST_CHARACTERS:
+            yield texts[first:place]
+            first, characters = place, 0
+        characters += len(text)
+    if first < len(texts):
+        yield texts[first:]

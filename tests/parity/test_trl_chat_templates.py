@@ -20,8 +20,8 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AddedToken, PreTrainedTokenizerFast
 
+from engine.data.opened_tokenizer import HuggingFaceTokenizer
 from engine.data.preference_pairs import build_pairs
-from engine.data.tokenizer import HuggingFaceTokenizer
 from engine.errors import UserError
 from tests.parity.trl_training import NEEDS_TRL
 from tests.shared_data import shared

@@ -22,8 +22,9 @@ from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.named_templates import TEMPLATES
+from engine.data.opened_tokenizer import HuggingFaceTokenizer
 from engine.data.preview import first_documents, preview
-from engine.data.tokenizer import ChatOptions, HuggingFaceTokenizer, load_tokenizer
+from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from engine.telemetry.log import Log
 from engine.training.data import show_samples

@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 from transformers import AutoTokenizer
 
-from engine.data.tokenizer import ChatOptions, HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from tests.shared_data import shared
 
@@ -100,7 +100,6 @@ def test_special_tokens_are_those_of_transformers(name: str) -> None:
 def test_model_file_encodes_like_sentencepiece(name: str, texts: list[str]) -> None:
     ours = load_tokenizer(shared(name))
     reference = sentencepiece.SentencePieceProcessor(model_file=str(shared(name)))
-    assert isinstance(ours, SentencePieceTokenizer)
     expected = [reference.encode(text) for text in texts]
     assert ours.encode_many(texts) == expected
     assert ours.encode(texts[-1], bos=True, eos=True) == [reference.bos_id(), *expected[-1], reference.eos_id()]
@@ -220,5 +219,4 @@ def test_class_named_in_the_config_cannot_change_the_tokens(tmp_path: Path, text
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     ours = load_tokenizer(tmp_path)
     reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert isinstance(ours, HuggingFaceTokenizer)
     assert ours.encode_many(texts) == [reference.encode(text, add_special_tokens=False).ids for text in texts]

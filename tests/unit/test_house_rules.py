@@ -29,10 +29,14 @@ PROCESS_WIDE = {
 CATCHES_ALL = {
     ("engine/checkpoint/run/saver.py", "_begin.write"): "a thread hands its defect to the one that waits for the save",
     (
-        "engine/data/tokenizer.py",
+        "engine/data/opened_tokenizer.py",
         "_load_fast",
     ): "tokenizers raises Exception itself for what it cannot read",
     ("engine/telemetry/trackers.py", "_run"): "a thread hands a tracker's error to the one that waits for it",
+    (
+        "engine/data/tokenizer_worker.py",
+        "answer",
+    ): "a process that works with a tokenizer sends any error to the process that asked",
     (
         "engine/telemetry/errors.py",
         "run_command",

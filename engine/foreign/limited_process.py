@@ -1,0 +1,185 @@
+"""A process of one's own for work on files that others wrote: it may hang, fill the memory or crash, and is killed.
+
+The process serves requests one after the other. Both ends speak in messages of a kind (one byte) and bytes. The
+process itself limits its processor time and its memory (`engine.foreign.limits`), by means of the kernel, which reach
+into any call of a library; the one who asks limits the time that it waits, and kills it after that.
+
+The time waited is counted in short waits, so that neither a suspended machine nor a stopped process group counts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+_ROOT = Path(__file__).resolve().parents[2]
+# the folder in place of the current one, which is first on the path of `python -c` and may hold anything
+_PROGRAM = "import sys; sys.path[0] = sys.argv[1]; import importlib; importlib.import_module(sys.argv[2]).main()"
+_HEADER_BYTES = 9
+"""Of a message: its kind, and the length of what follows."""
+_WAIT_SECONDS = 1.0
+_PIECE = 1 << 18
+_MOST_BYTES = 1 << 30
+"""Size limit of one message that is received."""
+_SHOWN_ERRORS = 4000
+
+
+class OutOfTime(Exception):
+    """Raised where the process did not answer in time, or had used up its processor time; it is killed."""
+
+
+class Crashed(Exception):
+    """Raised where the process ended by a signal; its words name the signal."""
+
+
+class LimitedProcess:
+    """A process that serves requests. It ends with this object, or with this process.
+
+    Args:
+        module: its `main` serves the requests that come on standard input, a socket; see `Messages`.
+        environment: variables of the process.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        own, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(_ROOT), module],
+                stdin=other,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,  # what stops a run from the terminal is for the run, which then ends this
+                env=dict(environment),
+            )
+        self._messages = Messages(own)
+        self._finalizer = weakref.finalize(self, _end, self._process, own)
+        self._finalizer.atexit = False  # the process reads that its socket is closed
+
+    def send(self, kind: bytes, data: bytes, seconds: float) -> None:
+        """Sends a request.
+
+        Raises:
+            OutOfTime, Crashed: it does not read it within these seconds.
+        """
+        try:
+            self._messages.send(kind, data, seconds)
+        except TimeoutError:
+            self.close()
+            raise OutOfTime from None
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self, seconds: float) -> tuple[bytes, bytes]:
+        """Receives a message: its kind and its bytes.
+
+        Raises:
+            OutOfTime, Crashed: there is none within these seconds.
+        """
+        try:
+            return self._messages.receive(seconds)
+        except TimeoutError:
+            self.close()
+            raise OutOfTime from None
+        except (OSError, EOFError):
+            raise self._ended() from None
+
+    def _ended(self) -> Exception:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_WAIT_SECONDS)
+        status = self._process.poll()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace")[-_SHOWN_ERRORS:]
+        self.close()
+        if status == -signal.SIGPROF:
+            return OutOfTime()
+        if status is not None and status < 0:
+            name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+            return Crashed(name)
+        return RuntimeError(f"a process of this program ended with status {status}:\n{said}")
+
+    def close(self) -> None:
+        """Kills the process."""
+        self._finalizer()
+        self._errors.close()
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()  # nothing of it is worth waiting for
+    process.wait()
+
+
+class Messages:
+    """Messages over a socket, each of a kind and bytes.
+
+    Args:
+        connection: is closed by its owner.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._received = connection, bytearray()
+
+    @classmethod
+    def of_standard_input(cls) -> Messages:
+        """Returns the messages of a process that a `LimitedProcess` started."""
+        return cls(socket.socket(fileno=os.dup(0)))
+
+    def send(self, kind: bytes, data: bytes = b"", seconds: float | None = None) -> None:
+        """Sends a message.
+
+        Args:
+            kind: one byte.
+            seconds: to wait for the other end; None for ever.
+
+        Raises:
+            OSError: the other end is gone, or does not read in time (TimeoutError).
+        """
+        rest = memoryview(kind + len(data).to_bytes(_HEADER_BYTES - 1, "big") + data)
+        self._connection.settimeout(seconds)
+        while rest:
+            rest = rest[self._connection.send(rest) :]
+
+    def receive(self, seconds: float | None = None) -> tuple[bytes, bytes]:
+        """Receives a message: its kind and its bytes.
+
+        Raises:
+            EOFError: the other end is closed.
+            OSError: there is none in time (TimeoutError), it is too long, or the connection failed.
+        """
+        waits = None if seconds is None else max(1, round(seconds / _WAIT_SECONDS))
+        self._connection.settimeout(None if waits is None else _WAIT_SECONDS)
+        size = _HEADER_BYTES
+        waits = self._fill(size, waits)
+        kind, length = bytes(self._received[:1]), int.from_bytes(self._received[1:size], "big")
+        if length > _MOST_BYTES:
+            raise OSError(f"a message of {length} bytes")
+        self._fill(size + length, waits)
+        data = bytes(memoryview(self._received)[size : size + length])
+        del self._received[: size + length]
+        return kind, data
+
+    def _fill(self, count: int, waits: int | None) -> int | None:
+        """Receives until so many bytes are there; returns how many waits are left."""
+        while len(self._received) < count:
+            try:
+                piece = self._connection.recv(_PIECE)
+            except TimeoutError:
+                assert waits is not None
+                waits -= 1
+                if waits <= 0:
+                    raise
+                continue
+            if not piece:
+                raise EOFError
+            self._received += piece
+        return waits

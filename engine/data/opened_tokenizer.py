@@ -29,9 +29,13 @@ from engine.data.tokenizer import ChatOptions, Conversation, EncodedChat, encode
 from engine.data.tokenizer_calls import MOST_TEMPLATE
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.files.strict_json import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_MOST_TOKENS = 1 << 31
+"""Ids are int32."""
 
 Limits = Callable[[], AbstractContextManager[None]]
 
@@ -64,7 +68,12 @@ class HuggingFaceTokenizer:
         self.added_tokens: Mapping[str, int] = {text: number for number, text in added.items()}
         control = "|".join(re.escape(token) for token in sorted(added.values(), key=len, reverse=True))
         self._template = self._chosen_template(re.compile(control or "(?!)"), limits)
-        self.vocab_size = max(len(tokenizer), 1 + max(added, default=-1))
+        self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+        if self.vocab_size > _MOST_TOKENS:
+            raise UserError(
+                f"the tokenizer of {path} has the id {self.vocab_size - 1}, beyond {_MOST_TOKENS - 1}; copy the "
+                "model's own tokenizer files again."
+            )
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         # The post-processor decides what is added, which shows only in its output.
@@ -251,6 +260,8 @@ def _load_fast(source: Path, chat: ChatOptions | None, limits: Limits) -> Huggin
             tokenizer.chat_template = beside or tokenizer.chat_template
         else:
             tokenizer = opened(tokenizer_file=str(source))
+        # some settings of a wrong kind show only in use
+        tokenizer.decode(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
     except Exception as error:
         # the Rust library raises bare Exceptions; the others are settings of a wrong kind
         if type(error) is not Exception and not isinstance(
@@ -272,7 +283,7 @@ def _check_settings(folder: Path) -> None:
     if (file := folder / "tokenizer_config.json").is_file():
         template = read_json(file, "repair or remove it").get("chat_template")
         if template is not None and not isinstance(template, str | list):
-            raise UserError(f"{file} has chat_template {template!r}, expected text; repair the file.")
+            raise UserError(f"{file} has chat_template {shown(template)}, expected text; repair the file.")
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.files.strict_json import shown
 
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 """That may hold it under the key `chat_template`, the first that does first."""
@@ -31,5 +32,7 @@ def processor_template(folder: Path) -> str | None:
         if isinstance(template, str):
             return template
         if template is not None:
-            raise UserError(f"{file} has chat_template {template!r}, but text is expected: copy the model's own file.")
+            raise UserError(
+                f"{file} has chat_template {shown(template)}, but text is expected: copy the model's own file."
+            )
     return None

@@ -47,7 +47,7 @@ class SentencePieceTokenizer:
             if not model:  # the library would take empty bytes for no model at all
                 raise RuntimeError("it is empty")
             self._processor: SentencePieceProcessor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeError) as error:  # its own words may be no text
             raise UserError(
                 f"{path} is not a sentencepiece model ({error}); give a .model file or a folder with tokenizer.json."
             ) from error

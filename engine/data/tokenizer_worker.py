@@ -64,7 +64,8 @@ class _Worker:
         except RecursionError:
             self._refuse(self._runaway("nests too deeply"))
         except BaseException as error:  # a panic of the Rust library is no Exception
-            if type(error) is Exception or type(error).__name__ == "PanicException":
+            foreign = type(error) is Exception or type(error).__name__ == "PanicException"
+            if foreign or isinstance(error, UnicodeError):  # pieces that are no text
                 self._refuse(self._runaway(f"fails ({' '.join(str(error).split())[:_MOST_WORDS]})"))
             else:
                 self._messages.send(calls.DEFECT, traceback.format_exc().encode(errors="replace"))

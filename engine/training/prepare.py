@@ -49,7 +49,7 @@ from engine.training.resuming import RunComplete, StartingPoint
 from engine.training.rollouts.source import RolloutSource
 from engine.training.samples import SamplePrompt, TextSamples, read_prompts
 from engine.training.saving import StateSaver, tidy
-from engine.training.start_model import ModelPlan, ModelSource, check_model, model_source
+from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source
 from engine.training.state import check_state, load_state
 from engine.training.step_source import RowSource, StepSource
 from engine.training.warm_up import warm_up
@@ -186,6 +186,8 @@ def _refuse_early(config: RunConfig, launch: Launch) -> tuple[ModelSource, Model
     check_trackers(tracker_choice(config.log))
     source = model_source(config)
     plan = check_model(config, source.model, launch.world_size)
+    if source.weights is None:
+        check_room(config, plan, launch)
     check_adapter(config, source, plan)
     choose_for_device(config, launch.device, source.model.decoder)
     return source, plan

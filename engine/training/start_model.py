@@ -7,16 +7,23 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import cast
 
+import torch
+
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.untied import untied
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
+from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention.ulysses import check_context_heads
+from engine.runtime.launch import Launch, ranks_of_this_node
+from engine.telemetry.format import format_bytes
+from engine.telemetry.process_memory import total_memory_bytes
 from engine.training.base_encoding import check_base
 from engine.training.learning_rates import lr_factors
 from engine.training.module_plan import training_plan, trains_apart
@@ -134,3 +141,29 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
         trained=trained,
         lr_factors=lr_factors(config.optim, model, trained),
     )
+
+
+def check_room(config: RunConfig, plan: ModelPlan, launch: Launch) -> None:
+    """Checks that a model whose weights are drawn could be held at all: no checkpoint shows that its sizes are meant.
+
+    Counted is what every layout has at least, once over all ranks: the weights, and fp32 gradients of those that train.
+
+    Raises:
+        UserError: this machine's ranks have more of that than it has memory.
+    """
+    weights, trained = (sum(map(prod, shapes.values())) for shapes in (plan.shapes, plan.trained))
+    width = TORCH_DTYPES[config.model.dtype].itemsize if config.model.base_dtype is None else _LEAST_ENCODED
+    num_here = ranks_of_this_node()
+    needed = (weights * width + trained * 4) * num_here / launch.world_size
+    room = total_memory_bytes()
+    if launch.device.type == "cuda":
+        room += num_here * torch.cuda.get_device_properties(launch.device).total_memory
+    if needed > room:
+        raise UserError(
+            f"config.json describes a model of {weights:,} parameters, which takes at least {format_bytes(needed)} on "
+            f"this machine, and it has {format_bytes(room)}: draw a smaller model, or use more machines."
+        )
+
+
+_LEAST_ENCODED = 0.5
+"""Bytes of an encoded weight, at least."""

@@ -21,6 +21,7 @@ LEVELS = {
     "engine.files": 1,
     "engine.foreign": 1,
     "engine.printable": 1,
+    "engine.size_limits": 1,
     "engine.tile_shares": 1,
     "engine.tower_defaults": 1,
     "engine.zigzag": 1,

@@ -14,6 +14,7 @@ from engine.data.vision.omnilmm import OmniLMM
 from engine.data.vision.processors import STAND_INS, ProcessorFamily
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.size_limits import check_sizes
 
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
 _COGVLM_TYPES = ("cogvlm", "cogvlm2", "cogagent")
@@ -69,10 +70,12 @@ def _processor(folder: Path) -> Mapping[str, Any]:
     """Returns preprocessor_config.json of a model's folder; empty where it has none.
 
     Raises:
-        UserError: it is no JSON object.
+        UserError: it is no JSON object, or has a size beyond its limit.
     """
     file = folder / "preprocessor_config.json"
-    return read_json(file, "copy it again") if file.is_file() else {}
+    found = read_json(file, "copy it again") if file.is_file() else {}
+    check_sizes(found, file.name)
+    return found
 
 
 def _special(tokenizer: Tokenizer, name: str) -> int:

@@ -29,6 +29,7 @@ from engine.data.vision.family import Conversation, EncodedChat, Span, Tiles, Tu
 from engine.data.vision.pixels import Grid, Size
 from engine.errors import UserError
 from engine.files.documents import read_json
+from engine.size_limits import check_sizes
 from engine.tower_defaults import CLIP, whole_tower
 
 if TYPE_CHECKING:
@@ -256,6 +257,8 @@ class ProcessorFamily(VisionFamily):
 
     def _check_size(self) -> None:
         """Refuses pictures of another size than the tower's."""
+        if (edge := dict(self._processor.size).get("shortest_edge") or 0) > _LONGEST_SIDE:
+            raise UserError(f"{self._file} has size.shortest_edge {edge}, but at most {_LONGEST_SIDE:,} is expected.")
         side = _side(self._tower, "image_size")
         height, width = self._picture_size()
         if (height, width) != (side, side):
@@ -332,6 +335,9 @@ def _image_processor(folder: Path) -> Any:
     from transformers.models.auto.image_processing_auto import AutoImageProcessor, get_image_processor_config
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    file = _settings_file(folder)
+    if file.is_file():
+        check_sizes(read_json(file, "copy it again"), str(file))
     opened: Any = AutoImageProcessor
     try:
         kind = get_image_processor_config(str(folder), local_files_only=True).get("image_processor_type")
@@ -339,13 +345,13 @@ def _image_processor(folder: Path) -> Any:
             return Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
         return opened.from_pretrained(str(folder), backend="pil", local_files_only=True)
     except (OSError, ImportError, *_OF_PROCESSORS) as error:
-        raise UserError(
-            f"{_settings_file(folder)} is none that transformers can open ({error}); copy the model's own file."
-        ) from error
+        raise UserError(f"{file} is none that transformers can open ({error}); copy the model's own file.") from error
 
 
 _OF_PROCESSORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What becomes of settings that transformers' processors do not check."""
+_LONGEST_SIDE = 1 << 12
+"""Pixels of the shorter side of a picture, before it is cropped to what the tower takes."""
 _TRIED = (64, 64)
 """Width and height of the picture that is processed for a trial."""
 _FORMER_QWEN = "Qwen2_5_VLImageProcessor"

@@ -35,6 +35,7 @@ from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.reading import NAMES, REQUIRED
 from engine.models.families.wrapping import Wrapping
 from engine.models.names import NameMap, part_rows
+from engine.size_limits import check_sizes
 
 
 class Family(NamedTuple):
@@ -121,6 +122,7 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         UserError: the model type is absent or not supported; says what is missing where the config tells. A value is
             not of the kind that families read.
     """
+    check_sizes(hf_config)
     text = hf_config = _with_model_type(hf_config)
     if not isinstance(hf_config.get("model_type") or "", str):
         raise UserError(f"config.json has model_type {hf_config['model_type']!r}, but text is expected: copy it again.")

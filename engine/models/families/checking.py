@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import UserError
+from engine.size_limits import MOST_EXPERT_STACKS, MOST_LAYERS
 
-MOST_LAYERS = 1000
-"""Several times those of any released model; a number beyond is a slip, and every layer costs time to describe."""
 _MOST = 2**31 - 1
 
 
@@ -38,7 +37,7 @@ _COUNTS = (
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-    "scale_emb", "scale_depth", "initializer_range", "partial_rotary_factor", "routed_scaling_factor",
+    "scale_emb", "scale_depth", "initializer_range", "routed_scaling_factor",
     "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 _SWITCHES = (
@@ -58,12 +57,14 @@ _EXPERTS = (
     "first_k_dense_replace", "num_nextn_predict_layers",
 )  # fmt: skip
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
 
 Kind = tuple[str, Callable[[Any], bool]]
 _COUNT: Kind = ("a whole number above 0", lambda value: _is_whole(value) and 0 < value <= _MOST)
 _FACTOR: Kind = ("a number above 0", lambda value: _is_number(value) and value > 0)
+_SHARE: Kind = ("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1)
 _SWITCH: Kind = ("true or false", lambda value: isinstance(value, bool))
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(_COUNTS, _COUNT),
@@ -76,14 +77,17 @@ _KINDS: dict[str, Kind] = {
         lambda value: _is_whole(value) and 0 < value <= MOST_LAYERS,
     ),
     **dict.fromkeys(_EXPERTS, ("a whole number, 0 or more", lambda value: _is_whole(value) and 0 <= value <= _MOST)),
+    "partial_rotary_factor": _SHARE,
     "router_aux_loss_coef": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
     "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
     "no_rope_layers": ("a list of 0 and 1", lambda value: _is_list_of(value, lambda item: item in (0, 1))),
 }
-_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta", "partial_rotary_factor")
+_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta")
 _NULLABLE_ROPE_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_ROPE_KINDS = ("full_attention", "sliding_attention")
+"""Kinds of layers that may have a rotary embedding each."""
 _SECOND_SCALES = ("mscale", "mscale_all_dim")
 """YaRN's keys where 0 means none."""
 _NEVER_NULL = (
@@ -116,7 +120,8 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
         value = hf.get(key)
         if key == "sliding_window" and value == 0 and hf.get("use_sliding_window") is False:
             continue  # as transformers writes it for Qwen2-MoE
-        if (value is not None and not fits(value)) or (value is None and key in hf and key in _NEVER_NULL):
+        needed = key in _NEVER_NULL or (key == "max_window_layers" and hf.get("use_sliding_window"))
+        if (value is not None and not fits(value)) or (value is None and key in hf and needed):
             raise _wrong(key, value, expected)
     for key in ("rope_scaling", "rope_parameters"):
         _check_rope(key, hf.get(key) or {})
@@ -125,6 +130,12 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
         raise UserError(
             f"config.json has {heads} num_attention_heads and {groups} num_key_value_heads, but each key head serves "
             "equally many heads: correct it or copy it again."
+        )
+    experts = max(hf.get(key) or 0 for key in _EXPERT_COUNTS)
+    if (stacks := experts * (hf.get("num_hidden_layers") or 0)) > MOST_EXPERT_STACKS:
+        raise UserError(
+            f"config.json has {experts} experts in each of {hf['num_hidden_layers']} layers, {stacks:,} in all, but at "
+            f"most {MOST_EXPERT_STACKS:,} are expected: correct it or copy it again."
         )
     hidden, size = hf.get("hidden_size"), hf.get("head_dim")
     latent = hf.get("kv_lora_rank") or hf.get("qk_nope_head_dim")  # whose heads have sizes of their own
@@ -138,12 +149,16 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
 def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
     for name, value in rope.items():
         place = f"{key}.{name}"
-        if isinstance(value, dict):  # a rotary embedding for each kind of layer
-            _check_rope(place, value)
+        if name in _ROPE_KINDS:
+            if value is not None and not isinstance(value, dict):
+                raise _wrong(place, value, "a mapping")
+            _check_rope(place, value or {})
         elif (name in _NULLABLE_ROPE_KEYS and value is None) or (name in _SECOND_SCALES and value == 0):
             continue
         elif name in _ROPE_KEYS + _NULLABLE_ROPE_KEYS and not _FACTOR[1](value):
             raise _wrong(place, value, _FACTOR[0])
+        elif name == "partial_rotary_factor" and value is not None and not _SHARE[1](value):
+            raise _wrong(place, value, _SHARE[0])
         elif name == "original_max_position_embeddings" and not _COUNT[1](value):
             raise _wrong(place, value, _COUNT[0])
         elif name in ("rope_type", "type") and not isinstance(value, str):

@@ -59,6 +59,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """
     check_activation(hf, "hidden_act", "silu")
     agent, groups = hf.get("cross_hidden_size") is not None, hf.get("num_multi_query_heads")
+    if hf.get("model_type") == "cogagent" and not agent:
+        raise UserError("config.json lacks cross_hidden_size, the width of CogAgent's second encoder: copy it again.")
     family = "cogagent" if agent else "cogvlm" if groups is None else "cogvlm2"
     if (heads := hf.get("num_attention_heads")) and groups and heads % groups:
         raise UserError(

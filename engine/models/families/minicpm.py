@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families.reading import check_activation, decoder_config
+from engine.models.families.reading import check_activation, check_required, decoder_config
 
 _FACTORS = ("scale_emb", "scale_depth", "dim_model_base")
 _DEFAULTS = {"tie_word_embeddings": True}
@@ -27,6 +27,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         )
     if hf.get("num_experts"):
         raise UserError("config.json has num_experts, and the decoder has no mixture of experts: use a dense MiniCPM.")
+    check_required(hf, "minicpm")
     check_activation(hf, "hidden_act", "silu")
     return decoder_config(
         hf,

@@ -14,6 +14,7 @@ from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
 from engine.models.families.checking import rope_value
 from engine.models.families.reading import (
     check_activation,
+    check_required,
     decoder_config,
     original_length,
     rope_from_hf,
@@ -44,6 +45,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
+    check_required(hf, "phi3")
     hf = {**_DEFAULTS, **hf}
     check_activation(hf, "hidden_act", "silu")
     for key in ("embd_pdrop", "resid_pdrop"):
@@ -71,11 +73,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         max_row_length=limit,
-        layer_kinds=(LayerKind(window=int(window)),) * int(hf.get("num_hidden_layers", 0)) if window else (),
+        layer_kinds=(LayerKind(window=int(window)),) * int(hf["num_hidden_layers"]) if window else (),
     )
     config = rotating_part(config, hf)
     rotary_dim = config.rotary_dim or config.head_dim
-    if scaling is not None and scaling.factors and len(scaling.factors) * 2 != rotary_dim:
+    if scaling is not None and len(scaling.factors) * 2 != rotary_dim:
         raise UserError(
             f"config.json has {len(scaling.factors)} numbers in short_factor for {rotary_dim} rotated features, "
             f"expected {rotary_dim // 2}: correct it or copy it again."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig, LayerKind
-from engine.models.families.reading import check_activation, decoder_config, windows_from_hf
+from engine.models.families.reading import check_activation, check_required, decoder_config, windows_from_hf
 
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
@@ -15,7 +15,7 @@ def upper_windows(hf: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     """Returns a window in the layers from `max_window_layers` on, where `use_sliding_window` is set."""
     if not hf.get("use_sliding_window", False):
         return ()
-    count, first = int(hf.get("num_hidden_layers", 0)), int(hf["max_window_layers"])
+    count, first = int(hf["num_hidden_layers"]), int(hf["max_window_layers"])
     return windows_from_hf(hf, ["sliding_attention" if i >= first else "full_attention" for i in range(count)])
 
 
@@ -25,6 +25,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
+    check_required(hf, "qwen2")
     hf = {**_DEFAULTS, **hf}
     check_activation(hf, "hidden_act", "silu")
     return decoder_config(hf, "qwen2", qkv_bias=True, out_bias=False, layer_kinds=upper_windows(hf))

@@ -134,7 +134,8 @@ def rotating_part(config: DecoderConfig, hf: Mapping[str, Any], *, usual: float 
         UserError: they are not pairs.
     """
     scaling, _ = _scaling(hf)
-    share = float(scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", usual)))
+    given = (part.get("partial_rotary_factor") for part in (scaling, hf))
+    share = float(next((value for value in given if value is not None), usual))
     if (rotary_dim := int(config.head_dim * share)) == config.head_dim:
         return config
     if rotary_dim % 2:

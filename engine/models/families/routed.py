@@ -14,6 +14,7 @@ from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
     check_activation,
+    check_required,
     decoder_config,
     rotating_part,
     windows_from_hf,
@@ -74,8 +75,9 @@ def read_routed(
     """Returns the config with its family's defaults.
 
     Raises:
-        UserError: it asks for what the decoder does not have.
+        UserError: it lacks a size, or asks for what the decoder does not have.
     """
+    check_required(hf, str(hf.get("model_type")))
     check_activation(hf, "hidden_act", "silu")
     for key in unsupported:
         if hf.get(key):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, LayerKind, Rope
-from engine.models.families.reading import check_activation, decoder_config, windows_from_hf
+from engine.models.families.reading import check_activation, check_required, decoder_config, windows_from_hf
 
 _DEFAULTS = {
     "num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4
@@ -19,9 +19,10 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
+    check_required(hf, "smollm3")
     hf = {**_DEFAULTS, **hf}
     check_activation(hf, "hidden_act", "silu")
-    count, interval = int(hf.get("num_hidden_layers", 0)), int(hf["no_rope_layer_interval"])
+    count, interval = int(hf["num_hidden_layers"]), int(hf["no_rope_layer_interval"])
     turned = hf.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(count)]
     kinds: tuple[LayerKind, ...] = (PLAIN_LAYER,) * count
     if hf.get("use_sliding_window", False):

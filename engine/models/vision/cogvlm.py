@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from engine.errors import UserError
-from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, square_side
+from engine.models.vision.sizes import Grid, Grids, check_grids, counts_from_hf, number_from_hf, square_side
 
 CHECKPOINT_PREFIX = "model."
 """What precedes the parameters' names in a checkpoint."""
@@ -89,7 +89,7 @@ class CogVLMVisionConfig:
             mlp_width=sizes["intermediate_size"],
             patch=sizes["patch_size"],
             side=side,
-            norm_eps=float(vision.get("layer_norm_eps", 1e-6)),
+            norm_eps=number_from_hf({"layer_norm_eps": 1e-6, **vision}, "layer_norm_eps", "vision_config"),
             hidden=decoder["hidden_size"],
             adapter_width=decoder["intermediate_size"],
             merges=merges,

@@ -46,12 +46,13 @@ class MiniCPMV2VisionConfig(ResampledTimmConfig):
                 f"config.json has patch_size {patch}, but its tower has patches of {tower.patch}: correct it or copy "
                 "it again."
             )
+        resolution = counts_from_hf({"scale_resolution": 448, **hf}, ("scale_resolution",))["scale_resolution"]
         return cls(
             tower=tower,
             resampler=ResamplerConfig.from_hf(
                 hf, "query_num", tower_width=tower.width, positions=Positions.KEYS_AND_QUERIES
             ),
-            side=square_side(int(hf.get("scale_resolution", 448)), patch, "scale_resolution"),
+            side=square_side(resolution, patch, "scale_resolution"),
         )
 
     def build(self) -> MiniCPMV2Vision:

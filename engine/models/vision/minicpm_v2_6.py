@@ -136,7 +136,8 @@ class MiniCPMV26VisionConfig(ResampledTowerConfig):
 def _slice_side(hf: Mapping[str, Any], patch: int) -> int:
     slices = hf.get("slice_config")
     slices = slices if isinstance(slices, Mapping) else {}
-    return square_side(int(slices.get("scale_resolution", 448)), patch, "slice_config.scale_resolution")
+    sizes = counts_from_hf({"scale_resolution": 448, **slices}, ("scale_resolution",), "slice_config")
+    return square_side(sizes["scale_resolution"], patch, "slice_config.scale_resolution")
 
 
 def position_buckets(count: int, side: int) -> Tensor:

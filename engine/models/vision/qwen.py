@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from engine.errors import UserError
-from engine.models.vision.sizes import Grid, Grids, counts_from_hf
+from engine.models.vision.sizes import Grid, Grids, counts_from_hf, number_from_hf
 
 Segments = tuple[tuple[int, int], ...]
 """(number, length) of sequences that attention keeps apart, those of one length that follow each other together."""
@@ -128,9 +128,15 @@ def sizes_from_hf(vision: Mapping[str, Any], keys: tuple[str, ...], activation: 
 
 
 def rope_theta(vision: Mapping[str, Any]) -> float:
-    """Returns the base of the tower's rotary embedding."""
+    """Returns the base of the tower's rotary embedding.
+
+    Raises:
+        UserError: it is no number above 0.
+    """
     rope = vision.get("rope_parameters")
-    return float((rope.get("rope_theta") if isinstance(rope, Mapping) else None) or 10000.0)
+    if not isinstance(rope, Mapping) or rope.get("rope_theta") is None:
+        return 10000.0
+    return number_from_hf(rope, "rope_theta", "vision_config.rope_parameters")
 
 
 class PatchEmbed(nn.Module):

@@ -96,7 +96,9 @@ def _registered(given: list[Given], folder: Path) -> list[Given]:
     found = []
     for key in ("dataset", "eval_dataset"):
         named = keys.get(key)
-        names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named or []
+        names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named
+        if not isinstance(names, list):
+            continue
         entries = [known.get(name) if isinstance(known, dict) else None for name in names if isinstance(name, str)]
         if entries and all(isinstance(entry, dict) for entry in entries):
             placed = [

@@ -98,7 +98,7 @@ def registered(conversion: Conversion, given: Given) -> None:
     shared.files(conversion, given, which, files, known if len(known) == len(files) else None)
     for entry in entries:
         usual = _COLUMNS.get(str(entry.get("formatting", "alpaca")), {})
-        columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
+        columns = entry["columns"] if isinstance(entry.get("columns"), dict) else {}
         other = [
             f"{key} {name}" for key, name in columns.items() if key in usual and name not in (usual[key], key, "text")
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.config.conversion.accelerate_rules import FSDP_SHARDS
 from engine.config.conversion.conversion import (
     DTYPES,
@@ -352,7 +354,7 @@ def fsdp(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "set parallel.shard")
 
 
-OFF = (None, False, 0, 0.0, "", "false", "none", "None", "no", [])
+OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "false", "none", "None", "no", [])
 """Values by which a key is switched off."""
 
 

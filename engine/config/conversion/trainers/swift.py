@@ -367,7 +367,7 @@ def objective(conversion: Conversion) -> str:
     facts = conversion.facts
     kind = facts.get("rlhf", "dpo" if command(conversion) == "rlhf" else None)
     loss = facts.get("loss_type")
-    usual = {"dpo": "sigmoid", "cpo": "sigmoid"}.get(kind or "", kind)
+    usual = "sigmoid" if kind in ("dpo", "cpo") else str(kind)
     given = next((row.given for row in conversion.rows if row.given.key == "loss_type" and row.given.value), None)
     given = given or Given(source="RLHFArguments", key="loss_type", value=usual)
     if kind is None:

@@ -17,6 +17,7 @@ from engine.completion_server.dialects import Answer, Call, Question, SamplingSe
 from engine.completion_server.http import SMALL_ANSWER, CallRefused, HttpServer
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
+from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_integer
 
 _HOT = 2.0
@@ -239,10 +240,16 @@ class CompletionServer:
         """Gives up the adapters whose names begin so, which a run that was killed has left there.
 
         Raises:
-            UserError: the server is gone.
+            UserError: the server is gone, or too slow.
         """
+        deadline = Deadline(self._options.server_timeout)
         for name, card in self._cards().items():
             if card.get("parent") and name.startswith(prefix):
+                if not deadline.has(0):
+                    raise UserError(
+                        f"{self._http.url} did not give up the run's adapters within {deadline.seconds:g} seconds: "
+                        "start it again, or raise rollout.server_timeout."
+                    )
                 self.unload(name)
 
     def load(self, adapter: str, folder: str) -> None:

@@ -1,1 +1,1 @@
-"""Answers of other people's programs, read within limits of time, bytes, nesting and digits."""
+"""Other people's programs and files: what they answer is read, and what they run is run, within limits."""

@@ -210,3 +210,23 @@ def test_lists_of_models(listed: Any, words: str) -> None:
         with pytest.raises(UserError, match=words):
             server.check(Shown(32, "a", (1,), (1,)), settings)
         server.close()
+
+
+def test_adapters_without_end_are_not_all_given_up() -> None:
+    """Names with the run's prefix, which the server was told, each of which takes its time."""
+    cards = [{"id": f"run-{number}", "parent": "a"} for number in range(5000)]
+    times: list[float] = []
+
+    def script(link: socket.socket) -> None:
+        if times:
+            time.sleep(0.05)
+        times.append(time.monotonic())
+        link.sendall(content(json.dumps({"data": cards}).encode()) if len(times) == 1 else content(b""))
+
+    with hostile(script) as (url, _):
+        server = CompletionServer(url, RolloutOptions(server=url, server_timeout=SECONDS), vocabulary=16)
+        begin = time.monotonic()
+        with pytest.raises(UserError, match="did not give up the run's adapters within 0.6 seconds"):
+            server.unload_all("run-")
+        assert time.monotonic() - begin < 2 * SECONDS + 0.5
+        server.close()

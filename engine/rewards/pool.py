@@ -49,6 +49,8 @@ _GONE_SECONDS = 2.0
 """What a process that has closed its connection gets to end, before it is ended."""
 _ANSWER_BYTES, _SENTENCE_BYTES = 1 << 16, 1 << 13
 """Bytes of an answer, and more of it for each completion or function, of which it may have a sentence."""
+_LONGEST_SENTENCE = 1000
+"""Characters of one."""
 _KINDS = 5
 """Failures of one function in one generation batch that are told apart."""
 
@@ -97,6 +99,11 @@ class _CallFailed(Exception):
     def __init__(self, why: str, *, hung: bool = False) -> None:
         super().__init__(why)
         self.hung = hung
+
+
+def _on_one_line(sentence: str) -> str:
+    """Returns a sentence of a process, which may be meant to look like lines of the log."""
+    return " ".join(sentence.split())[:_LONGEST_SENTENCE]
 
 
 class _Worker:
@@ -170,14 +177,14 @@ class _Worker:
         if not isinstance(reply, dict) or reply.get("call") != self._calls:
             raise self._malformed(f"{described(reply)} to another call")
         if isinstance(problem := reply.get("problem"), str):
-            raise _CallFailed(problem)
+            raise _CallFailed(_on_one_line(problem))
         rewards = reply.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != count:
             raise self._malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
         for one in rewards:
             if not (one is None or isinstance(one, str) or (is_number(one) and abs(one) <= LARGEST_REWARD)):
                 raise self._malformed(f"{described(one)} for a reward")
-        return rewards
+        return [_on_one_line(one) if isinstance(one, str) else one for one in rewards]
 
     def _exchange(self, message: object, deadline: Deadline, *, sentences: int) -> Any:
         """Sends a message and returns its answer.

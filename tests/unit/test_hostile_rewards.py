@@ -61,6 +61,8 @@ FRAMES = {
     "rewards twice": lambda call: frame(b'{"call": %d, "rewards": [1], "rewards": [2]}' % call),
     "a problem of 5": lambda call: frame({"call": call, "problem": 5}),
     "a long sentence": lambda call: frame({"call": call, "rewards": ["x" * 100_000]}),
+    "lines": lambda call: frame({"call": call, "rewards": ["a\\nstep 1/6  loss 0" + "x" * 5000]}),
+    "a problem in lines": lambda call: frame({"call": call, "problem": "a\\nstep 1/6  loss 0" + "x" * 9000}),
 }
 
 def hostile(completions, **columns):
@@ -138,6 +140,8 @@ REFUSED = {
     "rewards twice": "what cannot be read ('rewards' is given twice)",
     "a problem of 5": "null, where a list of 1 rewards was expected",
     "a long sentence": "what cannot be read (it has more than ",
+    "lines": "data line 1: a step 1/6 loss 0xxx",
+    "a problem in lines": "data line 1: a step 1/6 loss 0xxx",
     "byte by byte": "it did not come to an end within 1 s",
     "closes": "its process ended its connection",
 }
@@ -162,6 +166,7 @@ def test_an_answer_that_is_none_costs_its_completion(case: str, hostile_pool: Re
     begin = time.monotonic()
     found = scored(hostile_pool, [case])
     assert np.isnan(found.rewards).all() and REFUSED[case] in found.problems[0], found
+    assert "\n" not in found.problems[0] and len(found.problems[0]) < 1200
     assert time.monotonic() - begin < 5
 
 

@@ -111,8 +111,11 @@ def test_a_server_that_does_not_read() -> None:
         assert time.monotonic() - begin < SECONDS + 1
 
 
-def test_a_handshake_that_hangs() -> None:
-    with hostile(stalls(b""), reads=False) as (url, _):
+@pytest.mark.parametrize(
+    "script", [stalls(b""), trickles(b"\x16\x03\x03\x40\x00", b"\x02")], ids=["hangs", "byte by byte"]
+)
+def test_a_handshake_without_end(script: Script) -> None:
+    with hostile(script, reads=False) as (url, _):
         begin = time.monotonic()
         with pytest.raises(UserError, match=LATE):
             HttpServer(url.replace("http", "https"), timeout=SECONDS).call("/v1/models")

@@ -106,7 +106,7 @@ def test_every_trainer_has_a_name_and_none_knows_the_others_commands() -> None:
         ("train.py --model_name_or_path m --learning_rate 1e-4 --max_steps 4 --rl ppo", "names the objective"),
         ("pretrain_gpt.py --lr 1e-4 --train-iters 10 --grpo-group-size 8", "GRPO|reinforcement|other models"),
         ("pretrain_bert.py --lr 1e-4 --train-iters 10", "trains another kind of model"),
-        ("swift rlhf --rlhf_type grpo --model m", "GRPO with ms-swift's own reward plugins"),
+        ("swift rlhf --rlhf_type grpo --model m", "whose reward plugins and normalisation are ms-swift's"),
         ("swift rlhf --rlhf_type gkd --model m", "a student of another model"),
         ("swift rlhf --rlhf_type cpo --model m", "another loss of cpo"),
         ("swift rlhf --rlhf_type simpo --model m", "--cpo_alpha 0 is SimPO without it"),

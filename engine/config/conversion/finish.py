@@ -66,7 +66,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     _betas(conversion, trainer)
     _weights_in_host_memory(conversion)
     _trackers(conversion)
-    _places(conversion)
+    _places(conversion, trainer)
     return int(processes)
 
 
@@ -285,7 +285,7 @@ def _trackers(conversion: Conversion) -> None:
         conversion.imply("derived", "report_to", "log.mlflow_experiment", facts.get("mlflow_experiment", "Default"))
 
 
-def _places(conversion: Conversion) -> None:
+def _places(conversion: Conversion, trainer: Trainer) -> None:
     """Adds placeholders for paths that were not given, and notes on these and on this engine's own defaults."""
     for name in ("model.path", "data.train"):
         _require_place(conversion, name)
@@ -296,7 +296,7 @@ def _places(conversion: Conversion) -> None:
             conversion.to_fill.append(f"{which}: {named} has to be a file .jsonl, .json or .txt here")
     rank = conversion.options.get("lora.rank", engine_default("lora.rank"))
     for name in ("data.seq_length", "optim.lr", *(("lora.alpha",) if rank else ())):
-        if name not in options:
+        if name not in options and not isinstance(trainer.defaults.get(name), Default):
             conversion.notes.append(f"{name} was not given; {engine_default(name):g} is this engine's default")
     if options.get("train.epochs", 0) is None:
         del options["train.epochs"]

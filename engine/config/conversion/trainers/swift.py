@@ -47,9 +47,6 @@ _LOSSES = {
 """rlhf_type -> its loss_type -> the objective here."""
 _OTHERS = {
     "rm": "a reward model", "ppo": "PPO", "gkd": "a student of another model",
-    "grpo": "GRPO with ms-swift's own reward plugins and normalisation (objective.name grpo is trained from TRL's "
-    "keys, or "
-            "from a run file of your own)",
 }  # fmt: skip
 
 
@@ -79,6 +76,13 @@ def rlhf_type(conversion: Conversion, given: Given) -> None:
     if given.value is None:
         conversion.drop(given, "none")
         return
+    if name == "grpo":
+        raise UserError(
+            f"{given.source} gives {given.key} as grpo, whose reward plugins and normalisation are ms-swift's own "
+            f"and are not "
+            "converted: write objective.name grpo, its rewards and its limits yourself (TRL with GRPO in "
+            "docs/coming-from.md)."
+        )
     if name not in _LOSSES:
         raise other_objective(given, _OTHERS.get(name, "another objective"))
     conversion.know(given, "rlhf", name, f"objective.name: {name}")

@@ -140,8 +140,6 @@ REFUSED = {
     "rewards twice": "what cannot be read ('rewards' is given twice)",
     "a problem of 5": "null, where a list of 1 rewards was expected",
     "a long sentence": "what cannot be read (it has more than ",
-    "lines": "data line 1: a step 1/6 loss 0xxx",
-    "a problem in lines": "data line 1: a step 1/6 loss 0xxx",
     "byte by byte": "it did not come to an end within 1 s",
     "closes": "its process ended its connection",
 }
@@ -166,8 +164,14 @@ def test_an_answer_that_is_none_costs_its_completion(case: str, hostile_pool: Re
     begin = time.monotonic()
     found = scored(hostile_pool, [case])
     assert np.isnan(found.rewards).all() and REFUSED[case] in found.problems[0], found
-    assert "\n" not in found.problems[0] and len(found.problems[0]) < 1200
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("case", ["lines", "a problem in lines"])
+def test_a_sentence_is_no_line_of_the_log(case: str, tmp_path: Path) -> None:
+    (tmp_path / "hostile.py").write_text(HOSTILE, encoding="utf-8")
+    (problem,) = score([f"{tmp_path / 'hostile.py'}:hostile"], samples([case])).problems
+    assert "data line 1: a step 1/6 loss 0xxx" in problem and "\n" not in problem and len(problem) < 1200
 
 
 @pytest.mark.parametrize("case", ["nan", "too many", "twice"])

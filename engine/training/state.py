@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.model_weights import TIED_HEAD
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
-from engine.checkpoint.untied import trained_apart
+from engine.checkpoint.untied import SHARED, trained_apart
 from engine.checkpoint.verification import checked_together
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
@@ -123,8 +124,9 @@ def check_state(
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
         saved, now = {**added, **checkpoint.lora}, asdict(config.lora)
         _check_same("lora", saved, now, path, _SAME_LORA)
-        if source.head_is_copy and not trained_apart(checkpoint.lora, checkpoint.trained().tensor_names()):
-            _check_same("lora", {_TYING: True}, now, path, (_TYING,))
+        names = checkpoint.trained().tensor_names()
+        if (source.head_is_copy or source.model.decoder.tied_embeddings) and {SHARED, TIED_HEAD} & set(names):
+            _check_same("lora", {_TYING: not trained_apart(checkpoint.lora, names)}, now, path, (_TYING,))
     _check_trained(checkpoint, plan)
     fingerprint = source.fingerprint()
     if checkpoint.base["fingerprint"] != fingerprint:
@@ -224,4 +226,4 @@ def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: 
 
 def _shown(value: Any) -> str:
     """Returns a value as a user writes it."""
-    return "null" if value is None else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

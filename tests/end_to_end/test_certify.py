@@ -104,6 +104,20 @@ def test_every_layout_computes_what_one_process_does(run_file: Path, tmp_path: P
         assert max(item["relative"] for item in part["figures"]) < 2e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"ensure_weight_tying": True}], ids=["a copy", "one for both"])
+@pytest.mark.parametrize("trained", ["lm_head", "embed_tokens"])
+def test_every_layout_trains_one_side_of_a_tied_matrix_alike(
+    trained: str, changes: dict, settings: dict, tmp_path: Path
+) -> None:
+    assert json.loads(Path(settings["model"]["path"], "config.json").read_text())["tie_word_embeddings"]
+    run_file = write_run(tmp_path, settings, trainable=[trained], lora={**settings["lora"], **changes})
+    layouts = ("tensor=2", "pipeline=2", "context=2,shard=parameters")
+    against = [word for text in layouts for word in ("--against", text)]
+    result = run_tool("plan", "certify", "--config", run_file, *against, "--steps", STEPS, timeout=390)
+    assert result.stdout.count("certified: one process computes what") == len(layouts), result.stdout
+
+
 def test_ranks_import_what_their_starter_does(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may lie where neither an installation nor PYTHONPATH names it."""
     (tmp_path / "nowhere_else.py").touch()

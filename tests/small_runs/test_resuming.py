@@ -168,3 +168,25 @@ def test_the_last_step_is_reported_where_log_every_leaves_it_out(run: SmallRuns)
     """Also where it is saved in turn, which reads the figures of the step."""
     run(train__steps=4, log__every=3, checkpoint__every=2)
     assert [*losses(run.folder)] == [3, 4]
+
+
+def test_a_copy_of_a_tied_head_is_resumed_and_exported(run: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second half of a run has the losses of the whole one. A run that trained one matrix for both, as all did
+    before there was a choice, is not continued with a copy, and the reverse."""
+    run.place.change_config(tie_word_embeddings=True)
+    run.place.change_tensors(lambda tensors: tensors.pop("lm_head.weight"))
+    said = run(train__steps=6, checkpoint__every=3, checkpoint__keep=0, trainable="lm_head", lora__exclude="lm_head")
+    assert "a copy of lm_head is trained, as under PEFT" in said
+    whole = losses(run.folder)
+    shutil.rmtree(run.folder / "checkpoints" / "step_00000006")
+    assert "warning:" not in run() and losses(run.folder) == whole
+    out = run.folder.with_name("out")
+    for form in (("peft",), ("hf", "--merge")):
+        arguments = ["export", "--source", run.folder, "--out", out / form[0], "--format", *form]
+        assert run_here("convert", arguments, capsys).status == 0
+    words = "set lora.ensure_weight_tying to false"
+    assert words in run(status=2, train__steps=9, lora__ensure_weight_tying="true")
+    together = run.folder.with_name("together")
+    run(train__steps=3, checkpoint__dir=together)
+    words = "was trained with lora.ensure_weight_tying true, but this run has false"
+    assert words in run(status=2, train__steps=6, lora__ensure_weight_tying="false")

@@ -134,6 +134,8 @@ CASES = {
     "all": Case(**ALL),
     "all, bf16": Case(dtype="bfloat16", **ALL),
     "all, tied": Case(tied=True, **ALL),
+    "lora, a copy of a tied head": Case(tied=True, trainable="[lm_head]"),
+    "lora, a copy of a tied embedding, bf16": Case(tied=True, trainable="[embed_tokens]", dtype="bfloat16"),
     "head alone": Case(rank=0, trainable="[lm_head]", vocab=4000),
     "norms alone": Case(rank=0, trainable="[input_norm, post_attention_norm, norm]"),
     "none": Case(memory="{recompute: none}"),
@@ -253,7 +255,8 @@ CASES |= {f"native, {name}": Case(**changes, kernels="native") for name, changes
 QUICK = (
     "lora, accumulation", "lora, one for q, k and v and one for gate and up", "lora, bf16, dropout",
     "lora, bf16, large vocabulary", "lora of the upper layers", "lora and head", "lora and embedding", "all",
-    "all, tied", "none, dropout", "attention", "full, two of four layers", "tensor 2, joint", "tensor 4, full",
+    "all, tied", "lora, a copy of a tied head", "none, dropout", "attention", "full, two of four layers",
+    "tensor 2, joint", "tensor 4, full",
     "data 2, shard gradients, accumulation", "data 2, shard parameters", "data 4, shard parameters, lora",
     "offloaded weights, head and embedding train", "offloaded optimizer, bf16, shard optimizer",
     "nf4, bf16, dropout", "nf4, gates train", "int8, shard parameters", "fp8, both offloads, kept in float8",
@@ -273,6 +276,9 @@ PIPELINES = {
         world=2, layers=4, micro_batches=4, targets="['layers[.][23][.].*_proj']", parallel="{pipeline: 2}"
     ),
     "pipeline 2, tied, all": Case(world=2, layers=4, micro_batches=4, tied=True, parallel="{pipeline: 2}", **ALL),
+    "pipeline 2, a copy of a tied head": Case(
+        world=2, layers=4, micro_batches=4, tied=True, parallel="{pipeline: 2}", trainable="[lm_head]"
+    ),
     "pipeline 2, split backward": Case(
         world=2, layers=4, micro_batches=4, parallel="{pipeline: 2, schedule: zb_h1}", tolerance=ROUGH, **ALL
     ),

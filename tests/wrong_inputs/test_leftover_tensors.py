@@ -136,7 +136,12 @@ TOO_MANY: dict[str, list[tuple[Callable[[Workplace], None], str]]] = {
         (_in_run("master/norm.bias"), "norm.bias, which"),
     ],
 }
-CASES = [(kind, command, *case) for kind, cases in TOO_MANY.items() for command in COMMANDS[kind] for case in cases]
+CASES = {
+    f"{kind}, {command}: {words}": (kind, command, add, words)
+    for kind, cases in TOO_MANY.items()
+    for command in COMMANDS[kind]
+    for add, words in cases
+}
 
 
 def _prepare(kind: str, place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,15 +154,9 @@ def _prepare(kind: str, place: Workplace, capsys: pytest.CaptureFixture[str]) ->
         assert _run(("pretrain_lora", ("--checkpoint.dir", RUN)), place, capsys).status == 0
 
 
-@pytest.mark.parametrize(("kind", "command", "add", "words"), CASES, ids=lambda value: str(value)[:40])
-def test_a_tensor_too_many_is_refused_by_name(
-    kind: str,
-    command: str,
-    add: Callable[[Workplace], None],
-    words: str,
-    place: Workplace,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_tensor_too_many_is_refused_by_name(case: str, place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    kind, command, add, words = CASES[case]
     _prepare(kind, place, capsys)
     add(place)
     check_refused(_run(COMMANDS[kind][command], place, capsys), words)

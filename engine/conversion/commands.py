@@ -298,6 +298,7 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) ->
     Raises:
         UserError: it is not there, or is another model.
     """
+    checkpoint.refuse_leftover()
     recorded, fingerprint = str(checkpoint.base.get("path")), checkpoint.base.get("fingerprint")
     folder = base if base is not None else Path(recorded)
     if base is None and not folder.is_dir():

@@ -117,6 +117,7 @@ def check_state(
         UserError: the checkpoint is damaged, or belongs to another base or to other parameters that train.
     """
     checkpoint = TrainingCheckpoint(path, looks_at_files=looks_at_files)
+    checkpoint.refuse_leftover()
     _check_recorded(checkpoint)
     _check_best(checkpoint)
     if checkpoint.lora:

@@ -78,14 +78,11 @@ class TrainingCheckpoint(PieceReader):
         self.run_config = _read_checked(folder / RUN_CONFIG, checksum, _MAX_CONFIG_BYTES).decode("utf-8")
         """The resolved YAML of the run."""
         super().__init__(folder, manifest)
-        self._refuse_leftover()
 
-    def _refuse_leftover(self) -> None:
+    def refuse_leftover(self) -> None:
         """Raises UserError where a tensor is neither a trained value nor a moment of one."""
-        stored = self.tensor_names()
-        masters = {name.removeprefix(MASTER) for name in stored if name.startswith(MASTER)}
-        used = {name for name in stored if name.startswith((MASTER, ADAPTER))}
-        used |= {prefix + name for prefix in MOMENTS for name in masters}
+        stored, trained = self.tensor_names(), self.trained().tensor_names()
+        used = {prefix + name for prefix in (MASTER, ADAPTER, *MOMENTS) for name in trained}
         refuse_leftover(str(self.folder), stored, used, because="no run reads: use another copy of the checkpoint.")
 
     @property

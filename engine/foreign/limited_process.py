@@ -55,7 +55,7 @@ class LimitedProcess:
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(_ROOT), module],
-                stdin=other,
+                stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,  # what stops a run from the terminal is for the run, which then ends this

@@ -20,6 +20,7 @@ LEVELS = {
     "engine.choices": 1,
     "engine.files": 1,
     "engine.foreign": 1,
+    "engine.minicpm_versions": 1,
     "engine.printable": 1,
     "engine.size_limits": 1,
     "engine.tile_shares": 1,

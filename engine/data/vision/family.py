@@ -156,6 +156,15 @@ class VisionFamily(ABC):
             alone: its conversation has no other.
         """
 
+    def grids_together(self, grids: Sequence[Grid], documents: Sequence[int]) -> tuple[Grid, ...]:
+        """Returns the grids of all tiles of a micro-batch, with what the tower has to know of a tile's neighbours.
+
+        Args:
+            grids: of each tile.
+            documents: that each belongs to.
+        """
+        return tuple(grids)
+
     def cross_grids(self, size: Size) -> tuple[Grid, ...]:
         """Returns the grids of the tiles for the second tower; none where there is no such tower."""
         return ()

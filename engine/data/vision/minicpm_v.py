@@ -35,32 +35,13 @@ from engine.data.vision.pixels import Grid, Normalisation, Size
 from engine.data.vision.slicing import Slices, SlicingRule
 from engine.data.vision.writer import ChatWriter, SplitText, TextEncoder
 from engine.errors import UserError
+from engine.minicpm_versions import minicpm_v_version, pads_tiles
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SYSTEM = "You are a helpful assistant."
-_TOWERS = {"idefics2": "2.5", "siglip": "2.6"}
-"""What the `model_type` of the tower begins with, by which versions after 2.0 are told apart."""
 _HALF = (0.5, 0.5, 0.5)
-
-
-def version_of(config: Mapping[str, Any]) -> str:
-    """Returns "2.0", "2.5" or "2.6".
-
-    Raises:
-        UserError: another version.
-    """
-    if "vision_encoder" in config:
-        return "2.0"
-    tower = str((config.get("vision_config") or {}).get("model_type"))
-    version = next((version for start, version in _TOWERS.items() if tower.startswith(start)), None)
-    if version is None:
-        raise UserError(
-            f"config.json has a tower of type {tower}, but of MiniCPM-V 2.0, 2.5 and 2.6 are supported: use "
-            "one of these."
-        )
-    return version
 
 
 def _count(given: Mapping[str, Any], key: str, default: int) -> int:
@@ -97,7 +78,7 @@ class MiniCPMV(VisionFamily):
         *,
         learn_header: bool = False,
     ) -> None:
-        self.version = version_of(config)
+        self.version, self._pads_tiles = minicpm_v_version(config), pads_tiles(config)
         given = {**config, **(config.get("slice_config") or {}), **processor}
         if given.get("slice_mode") is False:
             raise UserError("config.json has slice_mode false, but pictures are always cut into tiles; set it to true.")
@@ -131,6 +112,14 @@ class MiniCPMV(VisionFamily):
 
     def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
         return tuple(self._norm.grid(tile) for tile in self.rule.slices(size).sizes())
+
+    def grids_together(self, grids: Sequence[Grid], documents: Sequence[int]) -> tuple[Grid, ...]:
+        if not self._pads_tiles:
+            return tuple(grids)
+        longest: dict[int, int] = {}
+        for document, (rows, columns) in zip(documents, grids, strict=True):
+            longest[document] = max(longest.get(document, 0), rows * columns)
+        return tuple((*grid, longest[document]) for document, grid in zip(documents, grids, strict=True))
 
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         slices = self.rule.slices(image.size)

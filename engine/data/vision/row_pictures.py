@@ -127,8 +127,9 @@ class RowPictures:
         if second is not None:
             cross_tiles = {at: cross for at, (_, cross) in decoded.items() if cross is not None}
             cross_images = second.images(self._pictures, cross_tiles, _indices([]))
+        images = tower.images(self._pictures, {at: tiles for at, (tiles, _) in decoded.items()}, places)
         return VisionRows(
-            images=tower.images(self._pictures, {at: tiles for at, (tiles, _) in decoded.items()}, places),
+            images=replace(images, grids=family.grids_together(images.grids, images.documents)),
             cross_images=cross_images,
             experts=_expert_tokens(_indices(self._experts), num_tokens) if family.has_experts else None,
             bidirectional=BidirectionalSpans.of(self._places) if family.is_bidirectional else None,

@@ -3,12 +3,13 @@
 The encoder is transformers' (Idefics2), whose names and numbers both checkpoints have; only the embeddings are ours,
 because patches come flattened and positions are found as the originals find them.
 
-**Batches in 2.5.** The original pads the tiles of a batch to the longest, and writes its mask of patches on the wrong
+**Padding in 2.5.** The original pads the tiles of a batch to the longest, and writes its mask of patches on the wrong
 axis. So every position of the batch counts as a patch: padding takes part in attention, and patch k of a tile has the
-position of row 0 and of the column at k / (length of the longest tile). A tile's features then depend on what is beside
-it. Here they are always those of the tile alone in its batch: attention sees the tile's patches, and patch k has the
-column at k / (its own length). Features of tiles that are packed and dealt out to ranks must not depend on their
-neighbours, and the original itself computes these with `batch_vision_input` false.
+position of row 0 and of the column at k / (length of the longest tile). What is trained here is used there, so the same
+is computed here. The batch is the conversation, as in the original's `chat` and in its training with one sample a
+device; the loader gives each grid the length of the longest tile as a third number (`engine.minicpm_versions`). So
+features do not depend on which conversations share a micro-batch, or on which rank encodes what. Without that number a
+tile is alone in its batch, which is also what the original computes with `batch_vision_input` false.
 
 Legend: N tiles, L patches of a tile, F = 3 * patch ** 2, V width.
 """
@@ -23,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from engine.errors import UserError
 from engine.layers.host_copies import sent
+from engine.minicpm_versions import TOWERS, minicpm_v_version
 from engine.models.vision.resampled_tower import ResampledTower, ResampledTowerConfig
 from engine.models.vision.resampler import Positions, ResamplerConfig
 from engine.models.vision.sizes import ENCODER_SIZES, Grid, Grids, counts_from_hf, heads_fit, square_side
@@ -47,13 +49,12 @@ class PatchPlaces(Enum):
     FLAT = "in the first row, at its share of the tile's patches"
 
 
-_PLACES = {
-    "siglip": PatchPlaces.GRID,
-    "siglip_vision_model": PatchPlaces.GRID,
-    "idefics2": PatchPlaces.FLAT,
-    "idefics2_vision": PatchPlaces.FLAT,
-}
-"""By the tower's model_type: SigLIP is MiniCPM-V 2.6's, Idefics2 is 2.5's."""
+_PLACES = {"2.5": PatchPlaces.FLAT, "2.6": PatchPlaces.GRID}
+
+
+def _attended(grid: Grid) -> int:
+    """Returns the positions that attention sees of a tile: its patches, and padding where the grid says so."""
+    return grid[2] if len(grid) > 2 else grid[0] * grid[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,15 +84,11 @@ class MiniCPMV26VisionConfig(ResampledTowerConfig):
         Raises:
             UserError: it is another version or tower, or a size is missing or does not fit.
         """
-        if (version := hf.get("version", 2.6)) not in (2.5, 2.6, "2.5", "2.6"):
-            raise UserError(
-                f"config.json has version {version!r} of MiniCPM-V, but only 2.0, 2.5 and 2.6 are supported: use one "
-                "of them."
-            )
+        version = minicpm_v_version(hf)
         vision = hf.get("vision_config")
         sizes = counts_from_hf(vision, ENCODER_SIZES, "vision_config")
         assert isinstance(vision, Mapping)
-        if (kind := vision.get("model_type")) not in _PLACES:
+        if (kind := vision.get("model_type")) not in TOWERS and (kind is not None or hf.get("version") is None):
             raise UserError(
                 f"config.json has a vision tower of type {kind!r}, but MiniCPM-V has siglip or idefics2: correct "
                 "vision_config.model_type or copy it again."
@@ -111,7 +108,7 @@ class MiniCPMV26VisionConfig(ResampledTowerConfig):
             num_layers=sizes["num_hidden_layers"] - (1 if hf.get("drop_vision_last_layer", True) else 0),
             patch=sizes["patch_size"],
             table_side=square_side(sizes["image_size"], sizes["patch_size"], "vision_config"),
-            places=_PLACES[kind],
+            places=_PLACES[version],
             side=_slice_side(hf, sizes["patch_size"]),
             resampler=ResamplerConfig.from_hf(hf, "query_num", tower_width=width, positions=Positions.KEYS),
         )
@@ -127,7 +124,7 @@ class MiniCPMV26VisionConfig(ResampledTowerConfig):
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward."""
-        lengths = [rows * columns for rows, columns in grids]
+        lengths = list(map(_attended, grids))
         embedding = 2 * sum(lengths) * 3 * self.patch**2 * self.width
         encoder = encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
         return embedding + encoder + self.resampler.flops(grids)
@@ -165,9 +162,9 @@ class _Embeddings(nn.Module):
         return x + positions_of(grids, lambda grid: self.position_embedding(self._places(grid, x.device)))
 
     def _places(self, grid: Grid, device: torch.device) -> Tensor:
-        rows, columns = grid
+        rows, columns, *_ = grid
         if self.places is PatchPlaces.FLAT:
-            return sent(position_buckets(rows * columns, self.side), device)
+            return sent(position_buckets(_attended(grid), self.side), device)
         down = sent(position_buckets(rows, self.side), device)
         across = sent(position_buckets(columns, self.side), device)
         return (down[:, None] * self.side + across).flatten()
@@ -199,14 +196,15 @@ class _Tower(nn.Module):
 
         Args:
             patches_NLF: tiles with equally many patches, each flattened as (channel, y, x).
-            grids: of these tiles.
+            grids: of these tiles; with equally much padding.
         """
-        x = self.embeddings(patches_NLF, grids)
-        return self.post_layernorm(self.encoder(inputs_embeds=x, attention_mask=None).last_hidden_state)
+        length = patches_NLF.shape[1]
+        x = self.embeddings(pad(patches_NLF, (0, 0, 0, _attended(grids[0]) - length)), grids)
+        return self.post_layernorm(self.encoder(inputs_embeds=x, attention_mask=None).last_hidden_state[:, :length])
 
 
 class MiniCPMV26Vision(ResampledTower):
-    """The vision model. The original pads tiles and masks the padding."""
+    """The vision model. The original of 2.6 pads tiles and masks the padding."""
 
     def __init__(self, config: MiniCPMV26VisionConfig) -> None:
         super().__init__(config, _Tower(config))

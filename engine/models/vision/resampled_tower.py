@@ -77,7 +77,8 @@ class ResampledTower(nn.Module):
         return run_by_length(patches_PF, grids, self._features, self.config.resampler.width)
 
     def _features(self, patches_NLF: Tensor, grids: Grids) -> Tensor:
-        return self.resampler(self.get_submodule(self.tower_name)(patches_NLF, grids), grids)
+        features_NLV = self.get_submodule(self.tower_name)(patches_NLF, grids)
+        return self.resampler(features_NLV, tuple(grid[:2] for grid in grids))
 
 
 class ResampledTimm(ResampledTower):

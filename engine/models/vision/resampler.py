@@ -24,7 +24,7 @@ from torch.nn.functional import interpolate, linear, scaled_dot_product_attentio
 
 from engine.errors import UserError
 from engine.models.vision.sizes import Grid, Grids, counts_from_hf
-from engine.models.vision.tiles import positions_of
+from engine.models.vision.tiles import positions_of, run_kind
 
 NORM_EPS = 1e-6
 _HEAD_DIM = 128
@@ -85,12 +85,12 @@ class ResamplerConfig:
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these tiles in forward; norms are left out."""
-        lengths = [rows * columns for rows, columns in grids]
+        kinds = [run_kind(grid) for grid in grids]
         inputs = self.tower_width if self.tower_width != self.width else 0
         per_patch = 2 * self.width * (inputs + 2 * self.width) + 4 * self.num_queries * self.width
         product = 2 * self.num_queries * self.width**2
-        # queries are projected once for all tiles of a length; out_proj and proj have rows of every tile
-        return sum(lengths) * per_patch + (2 * len(lengths) + len(set(lengths))) * product
+        # queries are projected once for all tiles of a batch; out_proj and proj have rows of every tile
+        return sum(kind[0] for kind in kinds) * per_patch + (2 * len(kinds) + len(set(kinds))) * product
 
 
 class _CrossAttention(nn.Module):

@@ -17,21 +17,26 @@ from torch import Tensor
 from engine.models.vision.sizes import Grid, Grids
 
 
+def run_kind(grid: Grid) -> tuple[int, ...]:
+    """Returns what tiles of one batch have in common: the number of patches, and what the grid has behind its sides."""
+    return grid[0] * grid[1], *grid[2:]
+
+
 def run_by_length(patches_PF: Tensor, grids: Grids, run: Callable[[Tensor, Grids], Tensor], width: int) -> Tensor:
     """Returns the feature rows of all tiles, in the order of `grids`: [tiles * Q, width].
 
     Args:
         patches_PF: tile after tile, each row by row.
-        run: [N, L, F] and the N grids to [N, Q, width]; called once for each length.
+        run: [N, L, F] and the N grids to [N, Q, width]; called once for each kind.
         width: of a feature row; without tiles there is no other way to know it.
     """
     if not grids:
         return patches_PF.new_empty(0, width)
-    lengths = [rows * columns for rows, columns in grids]
-    tiles = patches_PF.split(lengths)
+    kinds = [run_kind(grid) for grid in grids]
+    tiles = patches_PF.split([kind[0] for kind in kinds])
     features = [patches_PF] * len(grids)
-    for length in sorted(set(lengths)):
-        places = [place for place, other in enumerate(lengths) if other == length]
+    for kind in sorted(set(kinds)):
+        places = [place for place, other in enumerate(kinds) if other == kind]
         rows_NQ = run(torch.stack([tiles[place] for place in places]), tuple(grids[place] for place in places))
         for place, rows in zip(places, rows_NQ.unbind(), strict=True):
             features[place] = rows

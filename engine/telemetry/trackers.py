@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -228,7 +229,7 @@ class Trackers:
 
     def _tell(self, say: Callable[[Tracker], None]) -> None:
         for tracker, thread in list(self._trackers):
-            told = thread.begin(lambda tracker=tracker: say(tracker))
+            told = thread.begin(partial(say, tracker))
             try:
                 if wait([told], _TELL_SECONDS).done:
                     told.result()

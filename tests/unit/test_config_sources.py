@@ -272,6 +272,16 @@ def test_a_script_that_a_command_starts_says_what_it_trains(tmp_path: Path) -> N
     conversion, config = _file(tmp_path, "run.sh", "python train.py --lora_alpha 8 --no_gradient_checkpointing\n")
     assert (conversion.trainer, config.lora.rank, config.lora.alpha) == ("TRL", 12, 8.0)
     assert (config.optim.lr, config.memory.recompute) == (2e-5, "selective")
+    adapted = (
+        PARSED.replace("    use_peft: bool = True\n", "") + "config = LoraConfig(r=24, layers_to_transform=None)\n"
+    )
+    (tmp_path / "train.py").write_text(adapted, encoding="utf-8")
+    _, config = _file(tmp_path, "run.sh", "python train.py --model_name_or_path m\n")
+    assert config.lora.rank == 24  # there is no argument that leaves the adapters out
+    switched = PARSED.replace("True", "False") + "config = LoraConfig(r=24)\n"
+    (tmp_path / "train.py").write_text(switched, encoding="utf-8")
+    _, config = _file(tmp_path, "run.sh", "python train.py --model_name_or_path m\n")
+    assert (config.lora.rank, config.trainable) == (0, ("*",))
     (tmp_path / "train.py").write_text(OWN_LOSS, encoding="utf-8")
     with pytest.raises(UserError, match="Mine with compute_loss"):
         _file(tmp_path, "run.sh", "python train.py --lora_alpha 8\n")

@@ -27,8 +27,11 @@ _OTHER_OBJECTIVES = re.compile(
     r"IterativeSFT|DDPO|AlignProp|PAPO|GFPO)(?:Trainer|Config)"
 )
 """Classes of TRL's that train something else."""
-OBJECTIVES = ("trainer", "task_type")
-"""Keys by which this module says that a script trains something else."""
+OBJECTIVES = (PROGRAM, OWN_LOOP, "trainer", "task_type", "tools", "environment_factory", "rollout_func")
+"""Keys by which this module says what a script trains, whatever its arguments are."""
+SWITCHES = ("use_lora", "use_peft", "lora_enable")
+"""Arguments of scripts that make adapters or leave it."""
+_ADAPTED = ("LoraConfig", "get_peft_model", "prepare_model_for_kbit_training")
 _LOSSES = ("compute_loss", "compute_loss_func", "get_batch_loss_metrics", "dpo_loss", "kto_loss", "training_step")
 """Functions of a trainer by which the objective is another one."""
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
@@ -68,8 +71,11 @@ def read_python(text: str, source: str) -> list[Given]:
     given += [
         Given(source=source, key="trainer", value=kind) for kind in sorted(kinds) if _OTHER_OBJECTIVES.fullmatch(kind)
     ]
+    switch = next((one.value for one in given if one.key in SWITCHES), True)
     for call in calls:
         kind, owner = _name(call.func)
+        if kind in _ADAPTED and not switch:  # they run only where the argument says so
+            continue
         for key, node in _keys(call, kind, owner):
             value = _function_names(node, names) if key == "reward_funcs" else _value(node, names, own, parsed)
             if value != "" and not (_computed(value) and any(one.key == key for one in given)):

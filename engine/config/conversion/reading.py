@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from engine.config.conversion.given import OWN_LOOP, PROGRAM, PROGRAM_CODE, PROGRAM_FILE, Given, Value
-from engine.config.conversion.python_script import OBJECTIVES, own_arguments, read_python
+from engine.config.conversion.python_script import OBJECTIVES, SWITCHES, own_arguments, read_python
 from engine.config.conversion.shell import plain, read_command, read_shell
 from engine.errors import UserError
 from engine.files.documents import read_text
@@ -124,20 +124,27 @@ def _records(path: Path) -> int | None:
 
 
 def _started(name: str, folder: Path) -> list[Given]:
-    """Returns what the script that a command starts says of itself, where it is there: the defaults of its arguments
-    and the keywords of its calls, which count where a rule knows them and nothing later gives them, and what it trains.
+    """Returns what the script that a command starts says of itself, where it is there: the defaults of its arguments,
+    which count where a rule knows them and nothing later gives them, and what it trains.
     """
     path = find_file(name, folder)
     if path is None:
         return []
     text = read_text(path, _WHAT)
     try:
-        found = read_python(text, path.name)
-        parses = bool(own_arguments(text, path.name))
+        defaults = own_arguments(text, path.name)
+        said = read_python(text, path.name)
     except UserError:  # it only calls another module, or is no Python that this version reads
         return []
-    said = [one for one in found if (one.key, one.value) != (PROGRAM, path.name) and (one.key != OWN_LOOP or parses)]
-    return with_files([replace(one, idle=one.key not in (PROGRAM, *OBJECTIVES)) for one in said], path.parent)
+    kinds = [
+        one
+        for one in said
+        if one.key in OBJECTIVES and (one.key, one.value) != (PROGRAM, path.name) and (one.key != OWN_LOOP or defaults)
+    ]
+    # what a script that may leave adapters out says of them counts only where it does not
+    fixed = [] if any(one.key in SWITCHES for one in defaults) else said
+    plain = [one for one in fixed if one.key not in OBJECTIVES and one.value is not None and not one.open]
+    return [*kinds, *with_files([replace(one, idle=True) for one in (*defaults, *plain)], path.parent)]
 
 
 def find_file(name: str, folder: Path) -> Path | None:

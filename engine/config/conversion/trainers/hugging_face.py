@@ -112,7 +112,7 @@ RULES: dict[str, Rule] = {
     "lora_bias": shared.only("none", "biases of the base stay frozen"),
     "lora_init_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "lora_weight_path": shared.off_or_lack("name the folder of the adapter in lora.init_from"),
-    "layers_to_transform": option("lora.layers", whole_numbers),
+    "layers_to_transform": shared.unless_empty(option("lora.layers", whole_numbers)),
     "max_steps": shared.steps,
     "num_train_epochs": option("train.epochs", number),
     "num_epochs": option("train.epochs", number),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine.errors import UserError
+from engine.sentences import listed
 
 BUFFERS = {
     ".rotary_emb.inv_freq": "rotary frequencies, which follow from config.json and are computed again",
@@ -18,7 +19,6 @@ BUFFERS = {
     ".masked_bias": "the score of a masked token, a constant of old releases of transformers",
 }
 """Ends of names of tensors that old checkpoints have, and why leaving them out changes nothing."""
-_SHOWN = 5
 
 
 def is_buffer(name: str) -> bool:
@@ -39,10 +39,4 @@ def refuse_leftover(label: str, stored: Iterable[str], used: Collection[str], *,
         UserError: names the first few.
     """
     if left := sorted(name for name in set(stored) - set(used) if not is_buffer(name)):
-        raise UserError(f"{label} has {some(left)}, which {because}")
-
-
-def some(names: list[str]) -> str:
-    """Returns the first few names, and how many more there are."""
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+        raise UserError(f"{label} has {listed(left)}, which {because}")

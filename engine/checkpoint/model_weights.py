@@ -21,7 +21,7 @@ from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
 from engine.checkpoint.copying.stored_tensors import StoredTensors
 from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.hf_tensors import HfTensors
-from engine.checkpoint.leftover import is_buffer, refuse_leftover, some
+from engine.checkpoint.leftover import is_buffer, refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reshard import Box
@@ -30,6 +30,7 @@ from engine.errors import UserError
 from engine.models.names import nest
 from engine.models.stacked_experts import ExpertPart
 from engine.quantization import mxfp4
+from engine.sentences import listed
 from engine.telemetry.format import counted
 
 OUTSIDE = "outside/"
@@ -112,7 +113,7 @@ class WeightSource(StoredTensors):
         if not names:
             return None
         return (
-            f"note: nothing is computed with {counted(len(names), 'tensor')} beside the language model: {some(names)}"
+            f"note: nothing is computed with {counted(len(names), 'tensor')} beside the language model: {listed(names)}"
         )
 
     def read_outside(self, name: str) -> Tensor:
@@ -323,7 +324,7 @@ class HfSource(WeightSource):
         if missing := sorted(wanted - stored):
             self._refuse_encoded(missing)
             raise UserError(
-                f"{self.label} lacks {some(missing)}, which its config.json calls for: copy the model again, "
+                f"{self.label} lacks {listed(missing)}, which its config.json calls for: copy the model again, "
                 "or correct config.json."
             )
         if self.has_tied_head:

@@ -5,6 +5,7 @@ The command line wins over the file, and later options over earlier ones. Whatev
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -29,6 +30,7 @@ from engine.config.run import RunConfig
 from engine.config.suggestions import meant_value
 from engine.config.units import read_count, read_length
 from engine.errors import UserError
+from engine.sentences import as_written
 
 
 def load_config(argv: list[str] | None = None) -> RunConfig:
@@ -179,13 +181,24 @@ def _sentence(message: str) -> str:
     given = re.findall(r"(?:Got|Given) value: (.*)", message)
     if not given:
         return _wrong_type(key, "has a value that cannot be used")
-    return _wrong_type(key, f"is {given[-1].strip()!r}", given[-1].strip())
+    value = given[-1].strip()
+    return _wrong_type(key, f"is {_as_given(value)}", value)
+
+
+def _as_given(text: str) -> str:
+    """A value as the user wrote it, from the Python notation that the parser's message has."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return repr(text)
+    return as_written(value) if value is None or isinstance(value, bool | list | dict) else repr(text)
 
 
 _ITEMS = {"data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts", "rollout.rewards": "functions"}
 """What the items of a list are called where they are not names of modules."""
 _EXAMPLES = {
     "data.mix": "b.jsonl=0.5", "train.sample_prompts": "Once upon a time", "rollout.rewards": "rewards.py:accuracy",
+    "data.chat_arguments": "{enable_thinking: false}", "optim.lr_pattern": "{down_proj: 0.0001}",
 }  # fmt: skip
 
 
@@ -218,7 +231,8 @@ def _type_name(option: str, kind: Any) -> str:
         many = f"a list of {items}"
         return many if get_args(kind)[-1] is Ellipsis else "a list of two numbers"
     if get_origin(kind) is dict:
-        return f"a mapping of names to {'whole ' if get_args(kind)[1] is int else ''}numbers"
+        items = {int: "whole numbers", float: "numbers"}.get(get_args(kind)[1], "values")
+        return f"a mapping of names to {items}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return names[kind]
 
@@ -230,7 +244,7 @@ def _example(option: str, kind: Any) -> str:
         other = ({int: 0, float: 0.5}.get(get_args(kind)[0], _EXAMPLES.get(option, "lm_head")),)
         return f"[{', '.join(str(item) for item in default or other)}]"
     if get_origin(kind) is dict:
-        return "{down_proj: 32}"
+        return _EXAMPLES.get(option, "{down_proj: 32}")
     if kind is bool:
         return "true" if default is None else str(default).lower()
     if default in (None, MISSING):

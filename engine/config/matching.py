@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from engine.choices import VISION
 from engine.config.patterns import name_pattern
 from engine.errors import UserError
+from engine.sentences import listed
 
 BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear of a decoder block."""
@@ -104,7 +105,7 @@ def require_matched(
         return
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
     close = difflib.get_close_matches(missing[0].rpartition(".")[2], known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use names such as {', '.join(known[:10])}."
+    hint = f"did you mean {close[0]}?" if close else f"use names such as {listed(known, most=10)}."
     raise UserError(f"{option} contains {missing[0]!r}, which matches no module of this model: {hint}")
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.leftover import some
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
@@ -51,6 +50,7 @@ from engine.conversion.proof import prove_adapter, prove_model
 from engine.errors import UserError
 from engine.kernels.checksum import slow_checksums
 from engine.printable import printable
+from engine.sentences import listed
 from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -132,7 +132,7 @@ def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing:
     with options.work(log, f"{doing} {source}", weights) as work:
         report = import_checkpoint(weights, out, tensor=tensor, work=work)
     if outside := weights.outside_names():
-        log.info(f"kept as they are: {counted(len(outside), 'tensor')} outside the language model: {some(outside)}")
+        log.info(f"kept as they are: {counted(len(outside), 'tensor')} outside the language model: {listed(outside)}")
     _say(log, report)
 
 

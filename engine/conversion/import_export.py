@@ -22,7 +22,6 @@ from engine.checkpoint.copying.resumable import Written, resumable_folder
 from engine.checkpoint.copying.streaming import Streaming, compare_files, write_files
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
-from engine.checkpoint.leftover import some
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
@@ -36,6 +35,7 @@ from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
 from engine.models.names import FUSED, QKV, NameMap, part_rows
+from engine.sentences import listed
 
 Progress = Callable[[int], None]
 Proof = Callable[[Path], str]
@@ -408,7 +408,7 @@ def _refuse_bad_values(source: WeightSource, parts: dict[str, list[str]], stream
                     f"{key} is all zero after training, so nothing was exported: use an earlier step (--step)."
                 )
             zeros.append(key)
-    return [f"all zero, as in {source.label}: {', '.join(sorted(zeros))}"] if zeros else []
+    return [f"all zero, as in {source.label}: {listed(sorted(zeros))}"] if zeros else []
 
 
 def _refuse_not_finite(source: WeightSource, streamed: Streaming, trained: Collection[str]) -> None:
@@ -420,7 +420,7 @@ def _refuse_not_finite(source: WeightSource, streamed: Streaming, trained: Colle
         )
     if bad:
         raise UserError(
-            f"{source.label} has values that are not finite in {some(bad)}, so nothing was written: use another copy "
+            f"{source.label} has values that are not finite in {listed(bad)}, so nothing was written: use another copy "
             "of the model."
         )
 

@@ -54,6 +54,7 @@ from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
 from engine.models.families import FAMILIES
 from engine.models.names import FUSED, fused_parts, is_shared_factor
+from engine.sentences import listed
 
 
 def export_peft(
@@ -440,7 +441,7 @@ def _refuse_zeros(trained: TensorReader, modules: list[str]) -> list[str]:
         return []
     if len(untrained) == len(modules):
         return ["the adapter is untrained: every B is zero, so it changes nothing"]
-    return [f"{len(untrained)} of {len(modules)} adapters are untrained (B is zero): {', '.join(untrained[:3])}"]
+    return [f"{len(untrained)} of {len(modules)} adapters are untrained (B is zero): {listed(untrained, most=3)}"]
 
 
 def _notes(

@@ -32,6 +32,7 @@ from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import FAMILIES, WRAPPINGS
+from engine.sentences import listed
 
 SAME = 1e-3
 """Largest allowed difference of logits, over the largest logit, of two fp32 implementations; they differ by some
@@ -203,8 +204,8 @@ def _refuse_misfits(what: str, info: Mapping[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[kind])):
             raise UserError(
-                f"transformers finds {kind.replace('_', ' ')} in {what}: {', '.join(names[:3])}"
-                f"{' and more' if len(names) > 3 else ''}; so nothing was exported, report this with its config.json."
+                f"transformers finds {kind.replace('_', ' ')} in {what}: {listed(names, most=3)}; "
+                f"so nothing was exported, report this with its config.json."
             )
 
 

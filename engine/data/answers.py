@@ -25,6 +25,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.data.vision.reader import PictureReader
 from engine.data.vision.records import PictureSample
 from engine.errors import UserError
+from engine.sentences import listed
 
 AnswerSample = CompletionSample | ChatSample | PictureSample
 
@@ -79,7 +80,7 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
                 self._add_all(chunk, tokenizer)
                 if progress is not None:
                     progress(self._records, total)
-        names = ", ".join(map(str, files))
+        names = listed(files)
         if not self._records:
             raise UserError(f"{names} has no records; give a file that has some.")
         dataset = self._dataset(names, packing=packing)

@@ -41,6 +41,7 @@ from engine.files.durable import delete_folder, open_new, write_durably
 from engine.files.refusals import Unfinished, reading, writing
 from engine.files.staging import staged_folder
 from engine.kernels.checksum import Checksum
+from engine.sentences import listed
 from engine.telemetry.interrupts import interrupts_held_back
 
 _COPY_BYTES = 16 * 2**20
@@ -362,7 +363,7 @@ def _join(out: Path, parts: Path, units: list[_Done], dtype: str, request: Reque
     """Joins the units' files into the store's, and writes the manifest last."""
     tokens = sum(done.tokens for done in units)
     if not tokens:
-        raise UserError(f"{', '.join(map(str, request.files))} gives no document with a token to train on.")
+        raise UserError(f"{listed(request.files)} gives no document with a token to train on.")
     everywhere = tokens - sum(done.documents for done in units) == sum(done.target_tokens for done in units)
     kinds = ["tokens"] if everywhere else ["tokens", "targets"]
     numbers = range(len(units))

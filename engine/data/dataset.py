@@ -36,6 +36,7 @@ from engine.data.vision.row_pictures import Decoded
 from engine.errors import UserError
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
+from engine.sentences import listed
 
 CHUNK = 1024
 """Samples that are tokenised together."""
@@ -346,7 +347,7 @@ class TokenDataset:
                 collected.records += len(chunk)
                 if progress is not None:
                     progress(collected.records, total)
-        arrays, report = collected.arrays(", ".join(map(str, files))), collected.report()
+        arrays, report = collected.arrays(listed(files)), collected.report()
         vision = collected.vision()
         if packing == "concatenate":
             *arrays, left_over = concatenate(*arrays, seq_length)

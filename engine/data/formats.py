@@ -35,6 +35,7 @@ from engine.data.record_files import Place, Record, read_records, read_text
 from engine.data.vision.records import FIELDS as PICTURE_FIELDS
 from engine.data.vision.records import PictureSample, has_pictures, picture_sample
 from engine.errors import UserError
+from engine.sentences import listed
 
 ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (
@@ -196,7 +197,7 @@ def detect_format(place: Place, record: Record) -> str:
         if all(field in record for field in fields):
             return data_format
     expected = "; ".join(f"{' + '.join(fields)} ({data_format})" for data_format, fields in _FIELDS.items())
-    found = ", ".join(record) or "none"
+    found = listed(record) or "none"
     raise place.error(f"the record has the fields {found}, expected those of one format: {expected}; rename them.")
 
 

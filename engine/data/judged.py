@@ -41,6 +41,7 @@ from engine.data.vision.columns import Extras, VisionColumns, vision_columns
 from engine.data.vision.reader import PictureReader
 from engine.data.vision.records import PictureSample
 from engine.errors import UserError
+from engine.sentences import listed
 from engine.telemetry.format import counted
 
 LABELS = ("label", "kto_tag")
@@ -65,7 +66,7 @@ def parse_judged(place: Place, record: Record) -> Judged:
     Raises:
         UserError: a malformed record: names file, record and field.
     """
-    found = ", ".join(record) or "none"
+    found = listed(record) or "none"
     if "chosen" in record or "rejected" in record:
         raise place.error(
             f"the record has the fields {found}, a pair of answers, but objective.name kto learns from single answers "

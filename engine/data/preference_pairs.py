@@ -45,6 +45,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.data.vision.columns import vision_columns
 from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
+from engine.sentences import listed
 
 ANSWERS = ("chosen", "rejected")
 
@@ -70,7 +71,7 @@ def parse_pair(place: Place, record: Record) -> Pair:
     """
     for answer in ANSWERS:
         if answer not in record:
-            found = ", ".join(record) or "none"
+            found = listed(record) or "none"
             other = "kto" if "label" in record or "kto_tag" in record else "language_modeling"
             raise place.error(
                 f"the record has the fields {found}, expected chosen and rejected, two answers to one question: add "

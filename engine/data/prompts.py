@@ -23,6 +23,7 @@ from engine.data.order import DataOrder
 from engine.data.record_files import Place, Record, expand_paths, read_records
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.sentences import listed
 from engine.telemetry.format import counted
 
 _RESERVED = ("prompts", "completions", "completion", "completion_ids")
@@ -84,7 +85,7 @@ class PromptSet:
         left_out = ""
         if self.num_too_long:
             left_out = f"; {counted(self.num_too_long, 'prompt')} of more than {room} tokens left out"
-        columns = f", columns {', '.join(self.columns)}" if self.columns else ""
+        columns = f", columns {listed(self.columns)}" if self.columns else ""
         return f"{counted(len(self.prompts), 'prompt')} of up to {self.longest} tokens{columns}{left_out}"
 
 
@@ -128,7 +129,7 @@ def read_prompts(
             if progress is not None and (done % _TOLD == 0 or done == sum(counts)):
                 progress(done, sum(counts))
     if not kept:
-        names = ", ".join(map(str, files))
+        names = listed(files)
         why = f"all {too_long} prompts have more than {room} tokens" if too_long else "it has no records"
         raise UserError(
             f"{names} has nothing to answer, {why}: give a file with prompts, or raise data.seq_length above "
@@ -154,7 +155,7 @@ def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
     refuse_pictures(place, record, "a prompt of rollouts")
     name = next((name for name in ("prompt", "messages") if name in record), None)
     if name is None:
-        found = ", ".join(record) or "none"
+        found = listed(record) or "none"
         raise place.error(
             f"the record has the fields {found}, expected prompt or messages, which the model is to answer: rename "
             "its prompt, or set objective.name to language_modeling."

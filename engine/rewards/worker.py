@@ -29,6 +29,7 @@ from engine.foreign.frames import receive_text, send_frame
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import STOPPING, supervise
 from engine.rewards.built_in import Reward, built_in
+from engine.sentences import listed
 from engine.telemetry.ending import end_with_parent
 
 _LONGEST_WORDS = 300
@@ -137,8 +138,8 @@ def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
     ]
     if missing:
         raise ValueError(
-            f"it wants {', '.join(missing)}, but is given prompts, completions, completion_ids and the columns "
-            f"{', '.join(columns) or '(there are none)'}"
+            f"it wants {listed(missing)}, but is given prompts, completions, completion_ids and the columns "
+            f"{listed(columns) or '(there are none)'}"
         )
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return function

@@ -15,6 +15,7 @@ is in the file. A holder that was taken for dead, because it was suspended, find
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,9 @@ TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 4 * TOUCH_SECONDS
 _SETTLE_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+}  # fmt: skip
 
 
 class RunLock:
@@ -96,6 +100,7 @@ class RunLock:
 
     def _read(self) -> tuple[Holder, int] | None:
         """The holder and the open file; None where it is gone or not whole."""
+        self._require_file()
         try:
             file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us up
         except FileNotFoundError:
@@ -104,6 +109,18 @@ class RunLock:
             os.close(file)
             return None
         return holder, file
+
+    def _require_file(self) -> None:
+        """Refuses what no run has made: it is not removed, and another folder is not the remedy."""
+        try:
+            mode = self._path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(mode):
+            raise UserError(
+                f"{self._path}, by which a run holds its folder, is {_KINDS.get(stat.S_IFMT(mode), 'a device')} and "
+                "not a file of a run: remove it if you know what it is, or give another checkpoint.dir."
+            )
 
     def _take_over_unreadable(self) -> None:
         """A file that stays without a holder's name was cut off when it was written."""

@@ -11,6 +11,7 @@ from engine.config.matching import matches_trainable
 from engine.config.optim import OptimOptions
 from engine.errors import UserError
 from engine.models.names import FUSED, fused_parts, part_rows
+from engine.sentences import listed
 from engine.telemetry.format import format_parameters
 
 
@@ -44,8 +45,7 @@ def patterns_of(options: OptimOptions, model: ModelFolder, trained: Collection[s
             found[name] = matching[0]
     for pattern in patterns:
         if pattern not in seen:
-            examples = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in trained))
-            shown = examples if len(examples) <= 120 else f"{examples[:120].rpartition(',')[0]}, ..."
+            shown = listed(dict.fromkeys(name.rpartition(".")[0] for name in trained), most=4)
             raise UserError(
                 f"optim.lr_pattern has {pattern!r}, but nothing that trains has this name: write one of {shown}, or "
                 "remove it."

@@ -28,6 +28,7 @@ from engine.files.documents import parse_record, read_text
 from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.inference.generate import Answer, Request
+from engine.sentences import listed
 
 _TURNS = ("messages", "conversations")
 
@@ -156,7 +157,7 @@ def read_records(path: Path) -> list[PromptRecord]:
 def _record(line: str, place: Place) -> PromptRecord:
     record = parse_record(line, str(place), 'write {"prompt": ...} or {"messages": [...]}')
     if sum(field in record for field in ("prompt", *_TURNS)) != 1:
-        raise UserError(f"{place} has {', '.join(record) or 'nothing'}: give it either prompt or messages.")
+        raise UserError(f"{place} has {listed(record) or 'nothing'}: give it either prompt or messages.")
     if "prompt" in record and not isinstance(record["prompt"], str):
         raise UserError(f"{place} has a prompt that is no text: write it in quotes.")
     messages = record.get("messages", [{"role": "user", "content": ""}])

@@ -20,6 +20,7 @@ from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
 from engine.inference.speed_report import measure, report_lines
 from engine.runtime.launch import Launch
+from engine.sentences import listed
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
 from rankfold.generating.options import limits, model_choice, sampling
@@ -45,7 +46,7 @@ class Session:
         self._model: OpenedModel = open_for_generation(choice, launch, self._log, picture=picture)
         if arguments.compare_base and self._model.full:
             raise UserError(
-                f"--adapter {arguments.adapter} has modules that were trained in full ({', '.join(self._model.full)}), "
+                f"--adapter {arguments.adapter} has modules that were trained in full ({listed(self._model.full)}), "
                 "so that the model without its adapters is not the base: leave --compare-base out, and generate with "
                 "--model alone."
             )

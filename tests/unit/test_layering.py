@@ -22,6 +22,7 @@ LEVELS = {
     "engine.foreign": 1,
     "engine.minicpm_versions": 1,
     "engine.printable": 1,
+    "engine.sentences": 1,
     "engine.size_limits": 1,
     "engine.tile_shares": 1,
     "engine.tower_defaults": 1,
@@ -53,7 +54,7 @@ LEVELS = {
 }
 FOR_ALL = (
     "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",
-    "engine.zigzag",
+    "engine.sentences", "engine.zigzag",
 )  # fmt: skip
 """Records and helpers that every part of the engine may name, also on their own level."""
 

@@ -147,11 +147,20 @@ def test_a_lock_that_names_no_holder(record: bytes, tmp_path: Path) -> None:
     assert len(said) == 1 and "names no holder" in said[0]
 
 
-@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_refused(plant: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (os.mkfifo, "a pipe"),
+        (os.mkdir, "a folder"),
+        (lambda path: path.symlink_to("/dev/zero"), "a symbolic link"),
+        (lambda path: path.symlink_to("nowhere"), "a symbolic link"),
+    ],
+)
+def test_what_is_no_file_is_refused(plant: Callable[[Path], None], kind: str, tmp_path: Path) -> None:
     plant(tmp_path / LOCK)
-    with pytest.raises(UserError, match="cannot be written .*: give another checkpoint.dir"):
+    with pytest.raises(UserError, match=f"is {kind} and not a file of a run: remove it if you know"):
         RunLock(tmp_path, print)
+    assert os.path.lexists(tmp_path / LOCK)
 
 
 def test_a_lock_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
 from engine.files.refusals import FileError, writing
 from engine.kernels.checksum import Checksum
+from engine.sentences import listed
 
 RUN_CONFIG = "run.yaml"
 _ROOM_BESIDE, _SHARE_BESIDE = 64 << 10, 16
@@ -204,7 +205,7 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPa
         if not waiting:
             break
         if time.monotonic() > deadline:
-            ranks_text = ", ".join(map(str, waiting[:8])) + (" and more" if len(waiting) > 8 else "")
+            ranks_text = listed(waiting)
             raise UserError(
                 f"{staging} has no part of rank {ranks_text} yet: see whether all ranks write to the same disk, or "
                 "give a slow one more time with checkpoint.timeout."

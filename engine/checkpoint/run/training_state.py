@@ -33,6 +33,7 @@ from engine.checkpoint.run.step_folders import (
     prune,
 )
 from engine.errors import UserError
+from engine.sentences import listed
 
 __all__ = [
     "ADAPTER",
@@ -218,6 +219,5 @@ def open_run(path: str | Path, *, step: int | Literal["best"] | None = None) -> 
                 f"{folder} has no best checkpoint: give --step a number, or train with checkpoint.keep_best true."
             )
     if step is not None and step not in steps:
-        known = ", ".join(str(known) for known in sorted(steps))
-        raise UserError(f"{folder} has no checkpoint of step {step}: choose --step from {known}.")
+        raise UserError(f"{folder} has no checkpoint of step {step}: choose --step from {listed(sorted(steps))}.")
     return TrainingCheckpoint(steps[max(steps) if step is None else step])

@@ -25,6 +25,7 @@ from engine.errors import UserError
 from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.printable import printable
+from engine.sentences import listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +240,7 @@ def report(conversion: Conversion, width: int) -> str:
     lines += ["", f"read as {conversion.trainer}; {len(rows)} keys: {counts}"]
     unknown = [row.given.key for row in rows if row.kind == "unknown"]
     if unknown:
-        lines.append(f"warning: not known and skipped: {', '.join(unknown)}")
+        lines.append(f"warning: not known and skipped: {listed(unknown)}")
     lines += [f"note: {sentence}" for sentence in dict.fromkeys(conversion.notes)]
     lines += [f"still to set: {sentence}" for sentence in dict.fromkeys(conversion.to_fill)]
     return "\n".join(_visible(line) for line in lines if line is not None)

@@ -25,6 +25,7 @@ from engine.distributed.mesh import Axis, Mesh
 from engine.layers.context import LORA_LEAVES
 from engine.layers.module import ShardEntry
 from engine.optim.adamw import FlatAdamW
+from engine.sentences import listed
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import NAMED, ReplicaGuard
 
@@ -262,7 +263,4 @@ def sentence(step: int, dead: Sequence[Dead]) -> str:
 
 def idle_sentence(step: int, idle: Sequence[str]) -> str:
     """Describes experts that no token was sent to."""
-    more = f" and {len(idle) - NAMED} more" if len(idle) > NAMED else ""
-    return (
-        f"up to step {step} the router sent no token to {', '.join(idle[:NAMED])}{more}, whose adapters are unchanged"
-    )
+    return f"up to step {step} the router sent no token to {listed(idle, most=NAMED)}, whose adapters are unchanged"

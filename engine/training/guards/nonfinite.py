@@ -24,6 +24,7 @@ from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder import Decoder
 from engine.optim.flat import FlatParameters
 from engine.pipeline.schedule import Kind
+from engine.sentences import listed
 from engine.training.guards.replicas import NAMED, ReplicaGuard
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
@@ -69,9 +70,8 @@ class Located(NamedTuple):
     def sentence(self) -> str:
         texts = []
         if self.parameters:
-            named = ", ".join(f"{name} on rank {rank}" for name, rank in self.parameters[:NAMED])
-            more = f" and {len(self.parameters) - NAMED} more" if len(self.parameters) > NAMED else ""
-            texts.append(f"weights that are not finite: {named}{more}")
+            named = listed((f"{name} on rank {rank}" for name, rank in self.parameters), most=NAMED)
+            texts.append(f"weights that are not finite: {named}")
         if self.first:
             ranks = sorted(place.rank for place in self.first)
             where = self.first[0].text()

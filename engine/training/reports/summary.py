@@ -13,6 +13,7 @@ from engine.models.families import family_of
 from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
 from engine.runtime.preemption import CTRL_C
+from engine.sentences import listed
 from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters, shown
 from engine.telemetry.log import Log
 from engine.training.build import Training
@@ -77,9 +78,7 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     )
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
     if idle:
-        log.info(
-            f"note: the adapters of {', '.join(idle)} have no gradient: nobody reads what the last layer makes there"
-        )
+        log.info(f"note: the adapters of {listed(idle)} have no gradient: nobody reads what the last layer makes there")
     if probability := family_of(training.source.model.hf_config)[1].get("attention_dropout"):
         log.info(f"note: config.json has attention_dropout {probability}, and attention is trained without dropout")
     if (reason := _peft_obstacle(config, training)) is not None:

@@ -18,6 +18,7 @@ from engine.errors import UserError
 from engine.rewards.built_in import compared_column
 from engine.rewards.pool import RewardPool, Sample, Scores
 from engine.runtime.launch import Launch
+from engine.sentences import listed
 
 _BEAT_SECONDS = 5.0
 """Seconds of a broadcast, at most a quarter of train.collective_timeout."""
@@ -56,7 +57,7 @@ def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> 
         if (column := compared_column(source)) is not None and column not in columns:
             raise UserError(
                 f"rollout.rewards has {entry}, but no record of {config.data.train} has a field {column} (there is "
-                f"{', '.join(columns) or 'none beside the prompt'}): write {source.function}:FIELD."
+                f"{listed(columns) or 'none beside the prompt'}): write {source.function}:FIELD."
             )
     found = None
     if launch.rank == 0:

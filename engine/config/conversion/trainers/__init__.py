@@ -27,6 +27,7 @@ from engine.config.conversion.trainers.swift_megatron import MEGATRON_SWIFT
 from engine.config.conversion.trainers.trl import TRL
 from engine.config.conversion.trainers.trl_grpo import TRL_GRPO
 from engine.errors import UserError
+from engine.sentences import listed
 
 TRAINERS: tuple[Trainer, ...] = (
     TRL, LLAMA_FACTORY, AXOLOTL, SWIFT, MEGATRON_SWIFT, MEGATRON, MINIMIND, SAT, MLPERF, MINICPM, LLAVA, COGVLM2,
@@ -141,7 +142,7 @@ def check_known(conversion: Conversion) -> None:
     ]
     unknown = [row.given for row in rows if row.kind == "unknown"]
     if 2 * len(unknown) > len(rows):
-        few = ", ".join(one.key for one in unknown[:4]) + (", ..." if len(unknown) > 4 else "")
+        few = listed((one.key for one in unknown), most=4)
         raise UserError(
             f"{unknown[0].source} was read as {conversion.trainer}, which does not have {len(unknown)} of its "
             f"{len(rows)} "

@@ -126,7 +126,11 @@ class GroupedLinear(ShardedModule):
         self.check_products(build.device.type)
         blocks: Blocks = ()
         if self.encoded is None:
-            blocks = tuple(self._own_weights(expert, rows) for expert in self._experts)
+            # views of all experts at once, taken apart: one after the other they take the host longer
+            parts = [
+                self.storage[:, index * rows : (index + 1) * rows, : self._in].unbind() for index in range(len(leaves))
+            ]
+            blocks = tuple(map(self._own_weights, self._experts, zip(*parts, strict=True)))
         bias_EO: Tensor | None = None
         bias_blocks: Blocks = ()
         if bias:
@@ -203,11 +207,10 @@ class GroupedLinear(ShardedModule):
                     f"multiple of {GROUPED_MULTIPLE}: use a parallel.tensor that leaves one."
                 )
 
-    def _own_weights(self, expert: int, rows: int) -> tuple[GradientBlock, ...]:
-        blocks = []
-        for index, leaf in enumerate(self._names):
+    def _own_weights(self, expert: int, weights: tuple[Tensor, ...]) -> tuple[GradientBlock, ...]:
+        blocks, rows = [], self._spec.local_shape[0]
+        for index, (leaf, weight) in enumerate(zip(self._names, weights, strict=True)):
             module, part = f"{self._prefix}.{expert}.{leaf}", slice(index * rows, (index + 1) * rows)
-            weight = self.storage[expert - self._experts.start, part, : self._in]
             entry = self.own(f"{module}.weight", weight, self._spec, trainable=self._build.plan.trains(module))
             if entry.sink is not None:
                 blocks.append(GradientBlock(entry.sink, part, _ALL))
@@ -255,6 +258,8 @@ class GroupedLinear(ShardedModule):
             )
             shared = f"{self._prefix}.{adapter.leaf}"
             common_a, common_b = self._common_specs(adapter.spec, adapter.rank)
+            a_E = () if shares.a else stacked[:, common].unbind()
+            b_E = () if shares.b else b_EOR[:, rows, common].unbind()
             if shares.a:
                 self._own_factor(f"{shared}.lora_A", stacked[common], common_a, a_blocks[0], common, _ALL)
             for place, expert in enumerate(self._experts):
@@ -265,12 +270,11 @@ class GroupedLinear(ShardedModule):
                 module, ranks = f"{self._prefix}.{expert}.{adapter.leaf}", slice(first, first + settings.rank)
                 spec_a, spec_b = self._factor_specs(adapter.spec, settings.rank)
                 if not shares.a:
-                    a = stacked[place, ranks]
+                    a = a_E[place] if settings.rank == adapter.rank else a_E[place][: settings.rank]
                     self._own_factor(f"{module}.lora_A", a, spec_a, a_blocks[place], ranks, _ALL)
                 if not shares.b:
-                    self._own_factor(
-                        f"{module}.lora_B", b_EOR[place, rows, ranks], spec_b, b_blocks[place], rows, ranks
-                    )
+                    b = b_E[place] if settings.rank == adapter.rank else b_E[place][:, : settings.rank]
+                    self._own_factor(f"{module}.lora_B", b, spec_b, b_blocks[place], rows, ranks)
             if b_shared is not None:
                 self._own_factor(f"{shared}.lora_B", b_shared[rows, common], common_b, b_blocks[0], rows, common)
             first += adapter.rank

@@ -14,8 +14,9 @@ from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.layers.plain_module import build_plain, linear_names
 from engine.layers.router import CORRECTION
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig
+from engine.models.layer_kinds import layer_kinds
 from engine.ops.encoded_weight import BaseEncoding
 
 
@@ -27,12 +28,38 @@ def meta_model(
     cuts_experts: bool = True,
     plan: TrainingPlan | None = None,
     base: BaseEncoding | None = None,
+    part: Part | None = None,
 ) -> Decoder:
-    """Returns the model of one tensor-parallel rank on the meta device: shapes, names and specs, no memory. Of experts
-    it has all."""
+    """Returns the model of one tensor-parallel rank, or a part of it, on the meta device: shapes, names and specs, no
+    memory. Of experts it has all."""
     mesh = shape_mesh(RankGrid(tp=tensor_size, cuts_experts=cuts_experts), tensor_rank, config.num_kv_heads)
     layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, base=base, experts=mesh.experts)
-    return Decoder(config, layout=layout, plan=plan or TrainingPlan(), device=torch.device("meta"), dtype=torch.float32)
+    return Decoder(
+        config,
+        layout=layout,
+        plan=plan or TrainingPlan(),
+        device=torch.device("meta"),
+        dtype=torch.float32,
+        part=part,
+    )
+
+
+def trained_shapes(config: DecoderConfig, plan: TrainingPlan) -> dict[str, tuple[int, ...]]:
+    """Returns the global shape of each trained parameter by its logical name; layers that are alike are built once."""
+    found = _trained(meta_model(config, plan=plan, part=Part(first=0, last=0)))
+    kinds = layer_kinds(config, plan)
+    layers = {
+        kind: _trained(meta_model(config, plan=plan, part=Part(first=kind, last=kind + 1, embedding=False, head=False)))
+        for kind in set(kinds)
+    }
+    for index, kind in enumerate(kinds):
+        prefix = f"layers.{kind}."
+        found.update({f"layers.{index}.{name.removeprefix(prefix)}": shape for name, shape in layers[kind].items()})
+    return found
+
+
+def _trained(model: Decoder) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.spec.global_shape for entry in shard_entries(model) if entry.sink is not None}
 
 
 def parameter_specs(config: DecoderConfig, *, tensor_rank: int, tensor_size: int) -> dict[str, ShardSpec]:
@@ -64,6 +91,7 @@ def vision_linears(config: DecoderConfig) -> frozenset[str]:
     )
 
 
+@lru_cache(maxsize=4)
 def num_parameters(config: DecoderConfig) -> int:
     """Counts the parameters of the whole model; a tied matrix counts once, and a buffer does not."""
     total = 0

@@ -54,6 +54,8 @@ class Recording(TorchDispatchMode):
         elif func is torch.ops.aten._scaled_mm.default and args[0].is_meta:
             # the meta device's refuses sizes that only a GPU's does; the seventh argument is the dtype of the product
             out = torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[6], device=args[0].device)
+        elif func is torch.ops.aten._foreach_add_.List and args[0][0].is_meta:
+            return None  # allocates nothing, and the meta device adds one by one
         else:
             out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else (out,):

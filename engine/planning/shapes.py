@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import prod
 
@@ -16,8 +17,9 @@ from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.routed_experts import GroupedLinear, RoutedMLP
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder, DecoderLayer, Part
 from engine.models.decoder_config import DecoderConfig
+from engine.models.layer_kinds import layer_kinds
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
 
@@ -120,6 +122,14 @@ class Parameters:
         """Returns the bytes of weights, norms and biases."""
         return self.base * itemsize + self.encoded
 
+    def gathered_bytes(self, itemsize: int, copies: int) -> int:
+        """Returns the bytes that a rank gathers to use them, where weights are sharded.
+
+        Args:
+            copies: the number of ranks that they are sharded over; nothing is gathered where it is 1.
+        """
+        return 0 if copies == 1 else self.base_bytes(itemsize) + (self.adapters - self.whole) * itemsize
+
     def moved_bytes(self, itemsize: int) -> int:
         """Returns the bytes that are offloaded, where frozen weights are."""
         return self.moved * itemsize + self.encoded_moved
@@ -178,7 +188,7 @@ class ModelShape:
 def model_shape(
     config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str, dtype: torch.dtype
 ) -> ModelShape:
-    """Builds the model on the meta device and reads it.
+    """Builds the two ends and one layer of each kind on the meta device, and reads them.
 
     Args:
         config, plan: of the model.
@@ -189,24 +199,30 @@ def model_shape(
     Raises:
         UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
-    model = Decoder(config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
-    _check_products(model, device_type)
-    assert model.embedding is not None and model.head is not None and model.norm is not None
-    operands = model.embedding.operands
-    vision = [] if model.vision is None else list(shard_entries(model.vision))
-    encoder = [] if model.cross_vision is None else list(shard_entries(model.cross_vision))
+    build = partial(Decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
+    kinds = layer_kinds(config, plan)
+    parts = {kind: build(part=Part(first=kind, last=kind + 1, embedding=False, head=False)) for kind in set(kinds)}
+    ends = build(part=Part(first=0, last=0))
+    for part in (ends, *parts.values()):
+        _check_products(part, device_type)
+    layers = {kind: _layer(part.layers[0]) for kind, part in parts.items()}
+    parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}
+    assert ends.embedding is not None and ends.head is not None and ends.norm is not None
+    operands = ends.embedding.operands
+    vision = [] if ends.vision is None else list(shard_entries(ends.vision))
+    encoder = [] if ends.cross_vision is None else list(shard_entries(ends.cross_vision))
     vision_trains = any(entry.sink is not None for entry in vision)
     whole = _parameters(encoder)
-    front = _parameters([*shard_entries(model.embedding), *vision, *encoder])
+    front = _parameters([*shard_entries(ends.embedding), *vision, *encoder])
     return ModelShape(
         hidden=config.hidden,
-        layers=tuple(map(_layer, model.layers)),
-        kinds=_kinds(model),
-        layer_parameters=tuple(_layer_parameters(layer) for layer in model.layers),
+        layers=tuple(layers[kind] for kind in kinds),
+        kinds=kinds,
+        layer_parameters=tuple(parameters[kind] for kind in kinds),
         embedding_trains=operands.sink is not None or operands.a_RV is not None or vision_trains,
-        encoder_trains=model.encoder_trains,
+        encoder_trains=ends.encoder_trains,
         embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
-        head_parameters=_parameters([*shard_entries(model.norm), *shard_entries(model.head)]),
+        head_parameters=_parameters([*shard_entries(ends.norm), *shard_entries(ends.head)]),
         tied=config.tied_embeddings,
         decoded_experts=0 if layout.base is None or config.routed is None else layout.base.scratch.num_bytes,
     )
@@ -252,19 +268,6 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         cross=() if cross is None else tuple(map(_linear, (cross.query, cross.key_value, cross.dense))),
         vision=tuple(map(_linear, vision)),
     )
-
-
-def _kinds(model: Decoder) -> tuple[int, ...]:
-    """Returns for each layer the number of the first one that is like it in all that a trace could see."""
-    known: dict[object, int] = {}
-    return tuple(known.setdefault(_likeness(layer), index) for index, layer in enumerate(model.layers))
-
-
-def _likeness(layer: DecoderLayer) -> object:
-    entries = [(one.name.split(".", 2)[2], one.spec, one.sink is None) for one in shard_entries(layer)]
-    adapters = [one.operands.low_rank for one in _linears(layer)]
-    drops = [None if one is None else one.dropout is not None for one in adapters]
-    return tuple(entries), layer.attention.kind, tuple(drops)
 
 
 def _linears(layer: DecoderLayer) -> tuple[_Linear, ...]:

@@ -8,7 +8,7 @@ in `kernel_shapes.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -19,19 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
+from engine.batch import Batch
 from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, ExpertAxes, ExpertRows, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers.context import TensorLayout
-from engine.layers.module import shard_entries
-from engine.layers.recompute import Level, MemoryPlan
+from engine.layers.module import ShardEntry, shard_entries
+from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from engine.ops.attention.token_context import TokenContext
+from engine.ops.gradients import GradientSink
 from engine.ops.load_balance import LoadBalance
+from engine.planning import traced_batch
 from engine.planning.expert_rows import expert_rows
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
@@ -39,10 +41,8 @@ from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
-from engine.tile_shares import deal_out
-from engine.zigzag import ContextLayout, make_plan, rank_columns
-
-META = torch.device("meta")
+from engine.planning.traced_batch import META
+from engine.zigzag import rank_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,21 +144,40 @@ class RankModel:
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
-        self.encoded = prod(_encoded_shape(workload)) * workload.dtype.itemsize
-        images = (_images(workload, 1), _cross_images(workload, 1))
-        self.pixels = sum(_pixels(one, parallel.tensor * parallel.context) for one in images if one is not None)
+        self.encoded = prod(traced_batch.encoded_shape(workload)) * workload.dtype.itemsize
+        images = (traced_batch.images(workload, 1), traced_batch.cross_images(workload, 1))
+        self.pixels = sum(
+            traced_batch.pixels(one, parallel.tensor * parallel.context) for one in images if one is not None
+        )
         self.deepstack = workload.decoder.deepstack if workload.tiles else 0
-        self._known: dict[tuple[object, ...], Trace] = {}
+        self._layers: dict[tuple[object, ...], Trace] = {}
+        # the ends are the same however experts are divided
+        self._ends = _end_traces(replace(workload, routing="balanced"), _without_experts(parallel))
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
-        if key not in self._known:
+        known = self._layers if part.last > part.first else self._ends
+        if key not in known:
             try:
-                self._known[key] = _Tracer(self._workload, self._parallel, part, **options).trace(body)
+                known[key] = self._trace(part, body, **options)
             except RuntimeError as error:  # an operation that this torch cannot do without numbers
                 raise UserError(
                     f"the planner cannot follow {key[0]} of this model with torch {torch.__version__}: {error}"
                 ) from error
-        return self._known[key]
+        return known[key]
+
+    def _trace(
+        self,
+        part: Part,
+        body: _Body,
+        *,
+        needs: bool,
+        saved: bool,
+        memory: MemoryPlan = SELECTIVE,
+        defers: bool = False,
+        decoder: DecoderConfig | None = None,
+    ) -> Trace:
+        workload = self._workload if decoder is None else replace(self._workload, decoder=decoder)
+        return _tracer(workload, self._parallel, part, memory, saved, defers).trace(body, needs=needs)
 
     def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Trace:
         """Traces a decoder layer.
@@ -250,42 +269,47 @@ class RankModel:
 
 
 class _Tracer:
-    """Runs one piece forward and backward."""
+    """Builds one piece, and runs it forward and backward."""
 
     def __init__(
         self,
         workload: Workload,
         parallel: ParallelOptions,
         part: Part,
-        *,
-        memory: MemoryPlan | None = None,
-        needs: bool,
+        memory: MemoryPlan,
         saved: bool,
-        defers: bool = False,
-        decoder: DecoderConfig | None = None,
+        defers: bool,
     ) -> None:
-        if decoder is not None:
-            workload = replace(workload, decoder=decoder)
-        self._workload, self._part, self._memory = workload, part, memory or MemoryPlan()
-        self._needs, self._saved, self._defers = needs, saved, defers
+        self._workload, self._part, self._memory = workload, part, memory
+        self._saved, self._defers = saved, defers
         self._away, self._recording = _UncountedTransfer(), Recording()
         self._exchanged: list[int] = []
         """Bytes of each exchange of rows for experts since the last look."""
         self._counter = LaunchCounter(packed=workload.document_length < workload.seq_length)
         self._layout = _counted(_layout(workload, parallel, self._on_receive), self._counter)
-        self._batch = partial(_batch, workload, parallel.context)
+        self._batch = partial(traced_batch.batch, workload, parallel.context)
+        with self._recording:
+            self._model = self._build()
 
-    def trace(self, body: _Body) -> Trace:
-        """Traces forward and, where there is one, backward."""
-        recording, counter, arrived = self._recording, self._counter, []
-        # one thread, which the recording sees
+    def trace(self, body: _Body, *, needs: bool) -> Trace:
+        """Traces forward and, where there is one, backward.
+
+        Args:
+            needs: whether the input needs a gradient.
+        """
+        recording, counter, model, arrived = self._recording, self._counter, self._model, []
         attention = TorchAttention(counter)
+        self._away.nbytes = 0
+        counter.weights.clear()
+        for sink in self._sinks:
+            sink.deferred = [] if self._defers else counter.deferred
+        # one thread, which the recording sees
         with recording, counter, attention, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            model, batch = self._model(), self._batch()
+            batch = self._batch()
             context = self._context(model, batch)
             for _ in model.saved.layers(0, context, model.layers.parameters()):
                 pass  # the first micro-batch is over, which alone is measured
-            x = self._input(batch)
+            x = self._input(batch, needs)
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
             counter.launches.clear()
             self._exchanged.clear()
@@ -325,7 +349,7 @@ class _Tracer:
             )
             return replace(trace, backward=backward, left=left, launches=launches)
 
-    def _model(self) -> Decoder:
+    def _build(self) -> Decoder:
         """Builds the piece, with everything that a second micro-batch would find."""
         workload, memory = self._workload, self._memory
         model = Decoder(
@@ -342,10 +366,7 @@ class _Tracer:
             model.saved = SavedTensors(memory, META, model.saved.shapes, self._away)
         if model.head is not None:
             self._recording.widths = _logit_widths(model)
-        for entry in shard_entries(model):
-            if entry.sink is not None:
-                entry.sink.bind(entry.sink.buffer, lambda: None)
-                entry.sink.deferred = [] if self._defers else self._counter.deferred
+        self._sinks = _bind_buffers(shard_entries(model))
         if self._layout.base is not None:
             self._layout.base.scratch.take((0,), torch.uint8, META)
         return model
@@ -359,16 +380,16 @@ class _Tracer:
             balance.begin(rehearses=False)
         if model.embedding is not None:
             return model.context(replace(batch, cross_images=None), step, training=True, balance=balance)
-        encoded = torch.empty(_encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
+        encoded = torch.empty(traced_batch.encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
         if model.encoder_trains:
             encoded = _Start.apply(encoded.requires_grad_())
         return model.context(batch, step, training=True, encoded_KC=encoded, balance=balance)
 
-    def _input(self, batch: Batch) -> Tensor:
+    def _input(self, batch: Batch, needs: bool) -> Tensor:
         """Makes the residual stream of this rank's tokens."""
         tokens = batch.num_tokens // (self._layout.tp.size if self._layout.splits_tokens else 1)
         x = torch.empty(tokens, self._workload.decoder.hidden, dtype=self._workload.dtype, device=META)
-        if not self._needs:
+        if not needs:
             return x
         started: Tensor = _Start.apply(x.requires_grad_())
         return started
@@ -379,117 +400,22 @@ class _Tracer:
             self._exchanged.append(tensor.nbytes)
 
 
+def _bind_buffers(entries: Iterable[ShardEntry]) -> list[GradientSink]:
+    """Gives the gradient sink of each trained parameter a buffer, all of one shape from one storage; returns them."""
+    alike: dict[torch.Size, list[GradientSink]] = {}
+    for entry in entries:
+        if entry.sink is not None:
+            alike.setdefault(entry.sink.shape, []).append(entry.sink)
+    for shape, sinks in alike.items():
+        buffers = torch.empty(len(sinks), *shape, dtype=torch.float32, device=META)
+        for sink, buffer in zip(sinks, buffers.unbind(), strict=True):
+            sink.bind(buffer, lambda: None)
+    return [sink for sinks in alike.values() for sink in sinks]
+
+
 def _logit_widths(model: Decoder) -> frozenset[int]:
     pieces = model.vocab_spec.pieces
     return frozenset((model.vocab_spec.local_shape[0], pieces[0].length if pieces else 0))
-
-
-def _batch(workload: Workload, ranks: int) -> Batch:
-    """Makes full rows of documents of one length, the last of a row as long as fits; for the first context rank."""
-    rows, length, document = workload.micro_batch, workload.seq_length, workload.document_length
-    rest = (length % document,) if length % document else ()
-    lengths = ((document,) * (length // document) + rest) * rows
-    whole = ContextLayout(size=ranks, num_rows=rows, row_length=length, document_lengths=lengths)
-    shape = rows, sum(span.length for span in rank_columns(length, ranks, 0))
-    numbers, weights = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float32))
-    return Batch(
-        tokens_BS=numbers,
-        labels_BS=numbers,
-        positions_BS=numbers,
-        token_index_BS=numbers,
-        loss_weights_BS=weights,
-        document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
-        document_lengths=lengths,
-        context_plan=make_plan(whole, 0) if ranks > 1 else None,
-        experts=_experts(workload, shape[0] * shape[1], ranks),
-        images=_images(workload, len(lengths)),
-        cross_images=_cross_images(workload, len(lengths)),
-        bidirectional=_bidirectional(workload, lengths),
-        grid_positions_3BS=torch.empty(3, *shape, dtype=torch.int64, device=META) if _has_grid(workload) else None,
-    )
-
-
-def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | None:
-    """Says that as many tokens are the vision expert's as the pictures have features, spread over context ranks."""
-    vision = workload.decoder.vision
-    if not workload.decoder.token_experts or vision is None:
-        return None
-    count = min(sum(map(vision.num_features, workload.tiles)) // ranks, num_tokens)
-    of_vision, of_language = (torch.empty(each, dtype=torch.int64, device=META) for each in (count, num_tokens - count))
-    return ExpertTokens(vision_V=of_vision, language_L=of_language)
-
-
-def _has_grid(workload: Workload) -> bool:
-    return bool(workload.decoder.rope_axes and workload.tiles)
-
-
-def _images(workload: Workload, num_documents: int) -> Images | None:
-    """Makes the patches of the workload's tiles, whose features stand at the first tokens."""
-    vision = workload.decoder.vision
-    if vision is None:
-        return None
-    features = sum(map(vision.num_features, workload.tiles))
-    patches = sum(grid[0] * grid[1] for grid in workload.tiles)
-    return Images(
-        patches_PF=torch.empty(patches, vision.patch_features, device=META),
-        grids=workload.tiles,
-        documents=_documents(len(workload.tiles), num_documents),
-        places_K=torch.empty(features, dtype=torch.int64, device=META),
-        tile_index_N=torch.empty(len(workload.tiles), dtype=torch.int64, device=META),
-    )
-
-
-def _pixels(images: Images, ranks: int) -> int:
-    """Returns the bytes of the largest share of the patches."""
-    most = max(share.patches.stop - share.patches.start for share in deal_out(images.grids, ranks))
-    return most * images.patches_PF[:1].nbytes
-
-
-def _cross_images(workload: Workload, num_documents: int) -> Images | None:
-    """Makes the patches of the same pictures for the encoder that layers attend to."""
-    sizes = workload.decoder.cross_attention
-    if sizes is None:
-        return None
-    rows, columns = sizes.encoder.usual_tile
-    count = len(workload.tiles)
-    return Images(
-        patches_PF=torch.empty(count * rows * columns, sizes.encoder.patch_features, device=META),
-        grids=((rows, columns),) * count,
-        documents=_documents(count, num_documents),
-        places_K=torch.empty(0, dtype=torch.int64, device=META),
-        tile_index_N=torch.empty(count, dtype=torch.int64, device=META),
-    )
-
-
-def _documents(num_pictures: int, num_documents: int) -> tuple[int, ...]:
-    """Deals pictures out to documents, in order."""
-    return tuple(picture * num_documents // num_pictures for picture in range(num_pictures))
-
-
-def _encoded_shape(workload: Workload) -> tuple[int, int]:
-    """Returns the encoded rows of a micro-batch, and their width; of a picture a tile, as models with such have it."""
-    sizes = workload.decoder.cross_attention
-    if sizes is None:
-        return 0, 0
-    return len(workload.tiles) * sizes.encoder.num_features(sizes.encoder.usual_tile), sizes.encoded
-
-
-def _bidirectional(workload: Workload, document_lengths: tuple[int, ...]) -> BidirectionalSpans | None:
-    """Makes a span of each tile, as many in a document as fit there; of the device's tensors, the shapes."""
-    decoder, spans, start = workload.decoder, list[tuple[int, int]](), 0
-    if decoder.vision is None or not decoder.bidirectional_pictures:
-        return None
-    left = [decoder.vision.num_features(tile) for tile in workload.tiles]
-    for length in document_lengths:
-        at = start
-        while left and at + left[0] <= start + length:
-            spans.append((at, at + left[0]))
-            at += left.pop(0)
-        start += length
-    found = BidirectionalSpans.of(spans)
-    if found is None:
-        return None
-    return replace(found, earlier_N=found.earlier_N.to(META), offsets=found.offsets.to(META))
 
 
 def _layout(
@@ -539,6 +465,10 @@ def _counted(layout: TensorLayout, counter: LaunchCounter) -> TensorLayout:
     )
 
 
+def _without_experts(parallel: ParallelOptions) -> ParallelOptions:
+    return replace(parallel, expert=1, expert_tensor=parallel.tensor)
+
+
 def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     """Returns the model on a rank of a layout, made once for all layouts in which it is the same.
 
@@ -565,4 +495,11 @@ def _rank_shape(workload: Workload, parallel: ParallelOptions) -> ModelShape:
     return model_shape(workload.decoder, workload.plan, layout, workload.device_type, workload.dtype)
 
 
+@lru_cache(maxsize=256)
+def _end_traces(workload: Workload, parallel: ParallelOptions) -> dict[tuple[object, ...], Trace]:
+    return {}
+
+
 _rank_model = lru_cache(maxsize=256)(RankModel)
+_tracer = lru_cache(maxsize=1)(_Tracer)
+"""A layer is traced twice in a row: as the first one, whose input needs no gradient, and as any other."""

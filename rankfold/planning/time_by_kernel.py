@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.layers.context import TrainingPlan
-from engine.layers.module import shard_entries
 from engine.models.decoder_config import DecoderConfig
-from engine.models.describe import meta_model
+from engine.models.describe import trained_shapes
 from engine.models.flops import step_flops, trained_work
 from engine.planning.kernel_times import KernelTime, kernel_times, lora_tax
 from engine.planning.machine import Machine
@@ -43,7 +42,7 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
     kernels = sum(one.seconds for one in rows)
     time = candidate.time
     assert time is not None
-    share = _model_flops(workload, decoder, plan) / layout.world_size / (time.step * machine.products * 1e12)
+    share = model_flops(workload, decoder, plan) / layout.world_size / (time.step * machine.products * 1e12)
     launches = sum(one.count * one.launch.count for one in rows)
     in_fp8 = any(one.launch.kind == "fp8 product" for one in rows)  # at a speed of their own
     speed = f"{machine.products:,.0f} TFLOP/s" + (f" ({machine.products_fp8:,.0f} in FP8)" if in_fp8 else "")
@@ -63,14 +62,11 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
     return "\n".join(lines)
 
 
-def _model_flops(workload: Workload, decoder: DecoderConfig, plan: TrainingPlan) -> float:
+def model_flops(workload: Workload, decoder: DecoderConfig, plan: TrainingPlan) -> float:
     """Returns the operations of a step on all ranks, without what is recomputed."""
-    entries = shard_entries(meta_model(decoder, plan=plan))
-    trained = {one.name: one.spec.global_shape for one in entries if one.sink is not None}
     tokens = workload.global_batch * workload.seq_length
-    return step_flops(
-        decoder, tokens=tokens, row_tokens=workload.document_length, trained=trained_work(decoder, trained)
-    )
+    trained = trained_work(decoder, trained_shapes(decoder, plan))
+    return step_flops(decoder, tokens=tokens, row_tokens=workload.document_length, trained=trained)
 
 
 def _table(rows: Sequence[KernelTime], kernels: float) -> list[tuple[str, ...]]:

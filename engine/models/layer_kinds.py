@@ -1,0 +1,73 @@
+"""Finds the layers of a model that are alike, by building the first of each kind.
+
+A layer depends on its index through its kind and mixture in the model's config and through what the training plan says
+of its modules, and through nothing else that a shape or a trace could show. The modules are not listed here: the plan
+that the first layer of a kind is built with notes what it is asked, and a later layer is alike if the answers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
+from engine.models.decoder import DecoderLayer
+from engine.models.decoder_config import DecoderConfig
+
+_Answers = dict[tuple[str, str], object]
+"""Method of the plan, and name of a module within its layer -> the answer."""
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(config: DecoderConfig, plan: TrainingPlan) -> tuple[int, ...]:
+    """Returns for each layer the index of the first one that is like it.
+
+    Raises:
+        UserError: the plan asks of a layer what it cannot have.
+    """
+    kinds: list[int] = []
+    known: dict[int, _Answers] = {}
+    for index in range(config.num_layers):
+        like = next((kind for kind, answers in known.items() if _alike(config, plan, kind, answers, index)), index)
+        if like == index:
+            known[index] = _answers_to(config, plan, index)
+        kinds.append(like)
+    return tuple(kinds)
+
+
+def _answers_to(config: DecoderConfig, plan: TrainingPlan, index: int) -> _Answers:
+    """Builds a layer with all of its parts on one rank, and returns the plan's answers meanwhile."""
+    answers: _Answers = {}
+    prefix = _prefix(index)
+
+    def noting(method: str) -> Callable[[str], Any]:
+        ask = getattr(plan, method)
+
+        def noted(module: str) -> Any:
+            assert module.startswith(prefix), module
+            answers[method, module.removeprefix(prefix)] = answer = ask(module)
+            return answer
+
+        return noted
+
+    listening = replace(plan, trains=noting("trains"), adapter=noting("adapter"), fused=noting("fused"))
+    build = LayerContext(
+        layout=TensorLayout(), plan=listening, device=torch.device("meta"), dtype=torch.get_default_dtype()
+    )
+    DecoderLayer(index, config, build=build)
+    return answers
+
+
+def _alike(config: DecoderConfig, plan: TrainingPlan, kind: int, answers: _Answers, index: int) -> bool:
+    if config.layer_kind(kind) != config.layer_kind(index) or config.routed_at(kind) != config.routed_at(index):
+        return False
+    prefix = _prefix(index)
+    return all(getattr(plan, method)(prefix + module) == answer for (method, module), answer in answers.items())
+
+
+def _prefix(index: int) -> str:
+    return f"layers.{index}."

@@ -46,6 +46,7 @@ class Machine:
         name: as a user asks for it.
         memory: GiB of a device, as it is sold.
         products: TFLOP/s that matrix products get.
+        sheet: TFLOP/s that the data sheet names for them; 0 where there is none.
         products_fp8: the same of e4m3; 0 where the device has none.
         scales_rows: whether those may have a scale for each row.
         host: GB/s that a device gets from host memory, or sends there, each way.
@@ -64,6 +65,7 @@ class Machine:
     copies: float
     link: float
     network: float = 50.0
+    sheet: float = 0.0
     products_fp8: float = 0.0
     scales_rows: bool = True
     host: float = 57.0
@@ -114,6 +116,7 @@ def _card(
         name=name,
         memory=memory,
         products=products * PRODUCT_SHARE,
+        sheet=products,
         copies=copies * COPY_SHARE,
         link=link * COPY_SHARE,
         products_fp8=products_fp8 * PRODUCT_SHARE,

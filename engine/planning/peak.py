@@ -9,8 +9,8 @@ device's context and its communicators, and what a caching allocator holds witho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 
 from engine.kernels.reference_quantize import CHUNK
@@ -81,8 +81,6 @@ class PeakEstimate:
         save: peak while a checkpoint is written.
         host: bytes of host memory that is offloaded to, beside all this.
         pipeline_rank: the rank whose peak this is.
-        worst: the peak where the tokens of all ranks that experts are divided over choose this rank's; None where they
-            are not divided. All else is of tokens that choose evenly.
     """
 
     parts: Parts
@@ -92,7 +90,6 @@ class PeakEstimate:
     save: int
     host: int = 0
     pipeline_rank: int = 0
-    worst: int | None = None
 
     @property
     def step(self) -> int:
@@ -115,24 +112,34 @@ class PeakEstimate:
         return largest_part(self.parts)
 
 
+def fullest(estimates: Iterable[PeakEstimate]) -> PeakEstimate:
+    """Returns the estimate with the highest peak."""
+    return max(estimates, key=lambda one: one.peak)
+
+
 def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
-    """Returns an estimate for each pipeline rank; its tensor, context and data neighbours hold as much.
+    """Returns an estimate for each pipeline rank; its tensor, context and data neighbours hold as much, or less where
+    all tokens choose this rank's experts (`workload.routing`).
 
     Raises:
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
     memory.check_layers(workload.decoder.num_layers)
-    found = _estimates(workload, layout, memory)
-    if layout.parallel.expert == 1:
-        return found
-    worst = _estimates(replace(workload, routing="worst"), layout, memory)
-    return [replace(one, worst=crowded.peak) for one, crowded in zip(found, worst, strict=True)]
-
-
-def _estimates(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[PeakEstimate]:
     model = rank_model(workload, layout.parallel)
     plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
     return [_Rank(workload, layout, memory, model, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
+
+
+def predict_static(workload: Workload, layout: Layout) -> list[PeakEstimate]:
+    """Returns for each pipeline rank what it holds all the time, which no step holds less than: nothing is traced.
+
+    Raises:
+        UserError: as of `predict_layout`.
+    """
+    model = rank_model(workload, layout.parallel)
+    plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
+    ranks = range(layout.parallel.pipeline)
+    return [_Rank(workload, layout, MemoryPlan(), model, plan, rank).estimate(traced=False) for rank in ranks]
 
 
 class _Rank:
@@ -147,10 +154,10 @@ class _Rank:
         self._sharding = STATE_SHARDING[layout.parallel.shard if max(self._copies.values()) > 1 else "none"]
         self._stages = plan.stages(rank)
 
-    def estimate(self) -> PeakEstimate:
+    def estimate(self, *, traced: bool = True) -> PeakEstimate:
         static = self._static()
-        stages = {number: self._stage(number) for number in self._stages}
-        moments = list(self._moments(stages))
+        stages = {number: self._stage(number) for number in self._stages} if traced else {}
+        moments = list(self._moments(stages)) if traced else [("forward", {})]
         moment, moving = max(moments, key=lambda pair: total(pair[1]))
         written = max((group.largest for group in self._groups() if group.trained), default=0)
         return PeakEstimate(
@@ -159,7 +166,7 @@ class _Rank:
             static=static,
             load=self._load(static),
             save=total(static) + written * WIDE,
-            host=self._host() + self._most_away(stages),
+            host=self._host() + (self._most_away(stages) if traced else 0),
             pipeline_rank=self._rank,
         )
 
@@ -284,12 +291,11 @@ class _Rank:
         item = self._workload.dtype.itemsize
         if self._sharding.weights or self._workload.offload_weights:
             layers = [
-                sum(one.moved_bytes(item) for one in unit)
-                if self._workload.offload_weights
-                else sum(
-                    one.base_bytes(item) + (one.adapters - one.whole) * item
+                sum(
+                    one.moved_bytes(item)
+                    if self._workload.offload_weights
+                    else one.gathered_bytes(item, self._copies[one.data])
                     for one in unit
-                    if self._copies[one.data] > 1
                 )
                 for unit in self._units()
             ]

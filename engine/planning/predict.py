@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
+from engine.planning.expert_rows import Routing
 from engine.planning.kernel_shapes import backend_name
-from engine.planning.peak import PeakEstimate, predict_layout
+from engine.planning.peak import PeakEstimate, fullest, predict_layout
 from engine.planning.rank_layout import Layout, Workload
 
 
@@ -87,6 +90,7 @@ def predict_peak(
     world_size: int = 1,
     pipeline_rank: int | None = None,
     device_type: str = "cuda",
+    routing: Routing = "balanced",
 ) -> PeakEstimate:
     """Predicts the peak memory of a rank.
 
@@ -99,13 +103,14 @@ def predict_peak(
         world_size: number of ranks.
         pipeline_rank: the rank to predict; None for the one with the highest peak.
         device_type: "cuda" or "cpu".
+        routing: how tokens choose among experts that are divided over ranks.
 
     Raises:
         UserError: the model or the batch does not fit the layout.
     """
     layout = Layout(parallel=config.parallel, data=max(1, world_size // config.parallel.model_parallel_size))
-    workload = workload_of(config, decoder, plan, device_type=device_type)
+    workload = replace(workload_of(config, decoder, plan, device_type=device_type), routing=routing)
     estimates = predict_layout(workload, layout, memory_plan_of(config))
     if pipeline_rank is not None:
         return estimates[pipeline_rank]
-    return max(estimates, key=lambda estimate: estimate.peak)
+    return fullest(estimates)

@@ -1,4 +1,5 @@
-"""Searches the layouts of a number of devices that fit their memory, and ranks them by predicted step time.
+"""Searches the layouts of a number of devices that fit their memory, ranks them by predicted step time, and recommends
+one.
 
 Every factorisation into tensor x context x pipeline x data ranks is tried, with and without sequence parallelism, with
 one and with two stages a pipeline rank, with the experts of a mixture whole or cut and divided over every number of
@@ -8,7 +9,7 @@ that a rule of the configuration refuses are listed with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -26,7 +27,7 @@ from engine.ops.attention.ulysses import check_context_heads
 from engine.optim.state_sharding import ShardLevel
 from engine.planning.expert_rows import Routing
 from engine.planning.machine import Machine, check_encoding
-from engine.planning.peak import PeakEstimate, predict_layout
+from engine.planning.peak import PeakEstimate, fullest, predict_layout, predict_static
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.step_time import StepTime, predict_time
 from engine.telemetry.format import counted
@@ -58,8 +59,7 @@ class SearchRequest:
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether it fits the device and host memory."""
-        peak = candidate.estimate.peak if self.routing == "balanced" else candidate.worst
-        return peak <= self.capacity and candidate.host <= self.host_capacity
+        return candidate.peak <= self.capacity and candidate.host <= self.host_capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,22 +68,44 @@ class Candidate:
 
     Args:
         workload: with what of it is offloaded.
-        estimate: of the pipeline rank with the highest peak.
-        estimates: of all pipeline ranks.
+        estimates: of all pipeline ranks, where tokens spread evenly over experts.
+        crowded: the same where all tokens choose the experts of one rank, if that must fit.
+        traced: whether the estimates are of whole steps; else they are of what is held all the time, which alone is
+            too large.
         time: None where it does not fit.
     """
 
     layout: Layout
     workload: Workload
     memory: MemoryPlan
-    estimate: PeakEstimate
     estimates: tuple[PeakEstimate, ...]
+    crowded: tuple[PeakEstimate, ...] | None = None
+    traced: bool = True
     time: StepTime | None = None
 
     @property
-    def worst(self) -> int:
-        """The peak of the pipeline rank with the highest one under the worst routing."""
-        return max(estimate.peak if estimate.worst is None else estimate.worst for estimate in self.estimates)
+    def estimate(self) -> PeakEstimate:
+        """The estimate of the pipeline rank with the highest peak."""
+        return fullest(self.estimates)
+
+    @property
+    def peak(self) -> int:
+        """The bytes that must fit a device."""
+        return fullest(self.crowded or self.estimates).peak
+
+    @staticmethod
+    def predict(workload: Workload, layout: Layout, memory: MemoryPlan, routing: Routing) -> Candidate:
+        """Predicts a layout's memory, which must fit under `routing`."""
+        estimates = tuple(predict_layout(workload, layout, memory))
+        found = Candidate(layout=layout, workload=workload, memory=memory, estimates=estimates)
+        return found if routing == "balanced" else replace(found, crowded=found.worst())
+
+    def worst(self) -> tuple[PeakEstimate, ...]:
+        """Predicts all pipeline ranks where all tokens choose the experts of one rank; where experts are not divided,
+        as where they spread evenly."""
+        if self.layout.parallel.expert == 1:
+            return self.estimates
+        return self.crowded or tuple(predict_layout(replace(self.workload, routing="worst"), self.layout, self.memory))
 
     @property
     def host(self) -> int:
@@ -118,8 +140,8 @@ class SearchResult:
     """The result of a search.
 
     Args:
-        fitting: fastest first.
-        too_large: layouts that do not fit however much is recomputed, smallest first.
+        fitting: the recommended one first (see SAME_TIME), then fastest first.
+        too_large: layouts that do not fit however much is recomputed, smallest first; last those that were not traced.
         refused: layouts that a rule refuses.
     """
 
@@ -128,8 +150,16 @@ class SearchResult:
     refused: tuple[RefusedLayout, ...]
 
 
-def search(wanted: SearchRequest, workload: Workload, machine: Machine) -> SearchResult:
+def search(
+    wanted: SearchRequest,
+    workload: Workload,
+    machine: Machine,
+    each: Callable[[Sequence[Layout]], Iterable[Layout]] = iter,
+) -> SearchResult:
     """Tries every layout.
+
+    Args:
+        each: passes the layouts on while they are tried, and may show how far the search is.
 
     Raises:
         UserError: the machine has no products for the base's encoding.
@@ -138,7 +168,7 @@ def search(wanted: SearchRequest, workload: Workload, machine: Machine) -> Searc
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
-    for layout in layouts(wanted.devices, has_experts=workload.decoder.routed is not None):
+    for layout in each(list(layouts(wanted.devices, has_experts=workload.decoder.routed is not None))):
         try:
             _check(wanted, workload, layout)
             tried = _least_sharding(wanted, workload, layout)
@@ -154,11 +184,49 @@ def search(wanted: SearchRequest, workload: Workload, machine: Machine) -> Searc
             timed.append(replace(candidate, time=time))
         fitting += _fastest_alike(timed)[:_SHOWN_OF_A_LAYOUT]
     return SearchResult(
-        fitting=tuple(sorted(fitting, key=_seconds)),
-        too_large=tuple(sorted(too_large, key=lambda candidate: candidate.estimate.peak)),
+        fitting=_recommended_first(sorted(fitting, key=_seconds)),
+        too_large=_traced_first(wanted, too_large),
         refused=tuple(refused),
     )
 
+
+def _recommended_first(fitting: list[Candidate]) -> tuple[Candidate, ...]:
+    """Moves the candidate that is recommended to the front: the fastest, unless others about as fast need clearly less
+    memory, and of these the one that needs least.
+
+    Args:
+        fitting: fastest first.
+    """
+    if not fitting:
+        return ()
+    fastest = fitting[0]
+    less = [one for one in fitting if _is_as_good(one, fastest) and one.peak <= (1 - LESS_MEMORY) * fastest.peak]
+    best = min(less, key=lambda one: one.peak, default=fastest)
+    return (best, *(one for one in fitting if one is not best))
+
+
+def _is_as_good(one: Candidate, fastest: Candidate) -> bool:
+    """Whether a candidate is as fast as the prediction can tell, rounds activations no further, and takes no more host
+    memory."""
+    assert one.time is not None and fastest.time is not None
+    is_as_exact = one.memory.stored_dtype in (None, fastest.memory.stored_dtype)
+    return one.time.step <= fastest.time.step * (1 + SAME_TIME) and is_as_exact and one.host <= fastest.host
+
+
+def _traced_first(wanted: SearchRequest, too_large: list[Candidate]) -> tuple[Candidate, ...]:
+    """Returns what does not fit, smallest first, and last what was not traced, but for the smallest few of it."""
+    by_peak = sorted(too_large, key=lambda one: one.peak)
+    traced, rest = ([one for one in by_peak if one.traced is traced] for traced in (True, False))
+    few = max(0, _SHOWN_OF_A_LAYOUT - len(traced))
+    traced += [Candidate.predict(one.workload, one.layout, one.memory, wanted.routing) for one in rest[:few]]
+    return (*sorted(traced, key=lambda one: one.peak), *rest[few:])
+
+
+SAME_TIME = 0.03
+"""Share below which a difference of predicted step times says nothing: the shares of peak speed that they assume were
+measured on one GPU, with products of one size."""
+LESS_MEMORY = 0.1
+"""Share of the fastest layout's peak that one about as fast must save to be recommended instead."""
 
 _SHOWN_OF_A_LAYOUT = 8
 
@@ -175,7 +243,7 @@ def _fastest_alike(candidates: list[Candidate]) -> list[Candidate]:
 def _seconds(candidate: Candidate) -> tuple[float, int]:
     """Returns the key that sorts candidates by step time, and equally fast ones by memory."""
     assert candidate.time is not None
-    return round(candidate.time.step, 6), candidate.estimate.peak
+    return round(candidate.time.step, 6), candidate.peak
 
 
 def layouts(devices: int, *, has_experts: bool = False) -> Iterator[Layout]:
@@ -281,7 +349,7 @@ def _least_sharding(wanted: SearchRequest, workload: Workload, layout: Layout) -
         for own, place in others:
             tried += _least_recomputation(wanted, place, own)
     fitting = [one for one in tried if wanted.holds(one)]
-    return fitting or [min(tried, key=lambda one: one.estimate.peak)]
+    return fitting or [min(tried, key=lambda one: (not one.traced, one.peak))]
 
 
 def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layout) -> list[Candidate]:
@@ -290,15 +358,20 @@ def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layou
 
     Recomputing more than needed is never faster, so a level that recomputes whole regions is tried only where the
     lighter ones are too large; but where activations are offloaded, which recomputed layers do not need, some more
-    layers are tried on one device. Where nothing fits, the smallest.
+    layers are tried on one device. Where nothing fits, the smallest; where what is held all the time does not fit, no
+    recomputation helps, and nothing is traced.
     """
 
-    def candidate(level: Level, layers: int | None = None) -> Candidate:
-        memory = MemoryPlan(recompute=level, recompute_layers=layers, offload=place.offload, stored_dtype=place.stored)
-        estimates = tuple(predict_layout(place.workload, layout, memory))
-        fullest = max(estimates, key=lambda estimate: estimate.peak)
-        return Candidate(layout=layout, workload=place.workload, memory=memory, estimate=fullest, estimates=estimates)
+    def plan(level: Level, layers: int | None = None) -> MemoryPlan:
+        return MemoryPlan(recompute=level, recompute_layers=layers, offload=place.offload, stored_dtype=place.stored)
 
+    def candidate(level: Level, layers: int | None = None) -> Candidate:
+        return Candidate.predict(place.workload, layout, plan(level, layers), wanted.routing)
+
+    static = tuple(predict_static(place.workload, layout))
+    if fullest(static).step > wanted.capacity:
+        most = plan(next(level for level in reversed(RECOMPUTE_LEVELS) if level in wanted.recompute))
+        return [Candidate(layout=layout, workload=place.workload, memory=most, estimates=static, traced=False)]
     tried = [candidate(level) for level in _LIGHT if level in wanted.recompute]
     fitting = [one for one in tried if wanted.holds(one)]
     if fitting and not place.offload:
@@ -316,7 +389,7 @@ def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layou
             first = fewest.memory.recompute_layers or num_layers
             step = max(1, num_layers // _MORE_LAYERS)
             fitting += [candidate(level, layers) for layers in range(first + step, num_layers, step)]
-    return fitting or [min(tried, key=lambda one: one.estimate.peak)]
+    return fitting or [min(tried, key=lambda one: one.peak)]
 
 
 _LIGHT: tuple[Level, ...] = ("none", "selective")

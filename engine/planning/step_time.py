@@ -4,11 +4,11 @@ bubble.
 What a layer and the ends launch is counted while the engine's own code runs on the meta device (`launches.py`). Each
 launch takes the longer of its arithmetic and its memory traffic, at the speed that the machine reaches; a product whose
 tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks, and
-exchanges of rows with the ranks of their experts, are exposed; rows are taken to spread evenly over experts. Keys of
-ring attention are hidden behind the attention of a block, and gradient reductions behind one backward, so that only the
-excess counts. The schedule's bubble comes from `engine.pipeline.simulate`. Copies from and to host memory are
-hidden behind a layer's arithmetic, each direction by itself. The host's time, stragglers and the loader cost nothing
-here: a real step is slower, and figures of two layouts are meant to be compared with each other.
+exchanges of rows with the ranks of their experts, are exposed; rows are taken to spread evenly over experts. Only what
+nothing hides counts of keys of ring attention, behind the attention of a block; of gradient reductions, but for the
+last bucket, behind one backward; and of copies from and to host memory, behind a layer's arithmetic, each direction by
+itself. The schedule's bubble comes from `engine.pipeline.simulate`. The host's time, stragglers and the loader cost
+nothing here: a real step is slower, and figures of two layouts are meant to be compared with each other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine.pipeline.simulate import simulate
 from engine.planning.launches import Launch, PieceLaunches
 from engine.planning.ledger import total
 from engine.planning.machine import Machine, check_encoding
+from engine.planning.peak import STATE_SHARDING
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.shapes import WIDE, LayerShape, LinearShape, ModelShape, Parameters
@@ -88,7 +89,9 @@ class StepTime:
         bubble: share of the ranks' time in the pipeline that is idle.
         links: of it, the exposed communication, between ranks and with host memory, of the rank with most of it.
         hidden_links: that rank's communication that its arithmetic hides.
-        gradients: gradient reductions that no backward hides, and the update.
+        reduction: of gradients over ranks, and of gathers of updated weights where only gradients are sharded.
+        exposed_reduction: of that, what neither the last backward nor the next forward hides.
+        update: of the optimizer.
         tokens_per_second: over all ranks.
     """
 
@@ -97,7 +100,9 @@ class StepTime:
     bubble: float
     links: float
     hidden_links: float
-    gradients: float
+    reduction: float
+    exposed_reduction: float
+    update: float
     tokens_per_second: float
 
 
@@ -254,8 +259,7 @@ class _Times:
         seconds = 0.0
         for one in parameters:
             ranks = self._copies.get(one.data, 1)
-            nbytes = one.base_bytes(self._item) + one.adapters * self._item
-            seconds += nbytes * (ranks - 1) / ranks / self._gather_wire
+            seconds += one.gathered_bytes(self._item, ranks) * (ranks - 1) / ranks / self._gather_wire
         return work + Work(0.0, max(0.0, seconds - work.seconds), min(seconds, work.seconds))
 
 
@@ -281,8 +285,9 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
     times = _Times(workload, layout, model, machine, memory)
     costs, links, hidden = _costs(times, workload, layout, memory, machine, shape, plan)
     simulation = simulate(plan.schedule, costs)
-    gradients = _gradients(workload, layout, machine, shape, plan, max(costs.input_grad))
-    step = simulation.makespan + gradients
+    reduction, exposed = _reduction(workload, layout, machine, shape, costs)
+    update = _update(workload, layout, machine, shape)
+    step = simulation.makespan + exposed + update
     counts_first = workload.balances and (microbatches > 1 or plan.schedule.num_ranks > 1)
     if passes := int(workload.refers_to_base) + int(counts_first):
         stages = [sum(costs.forward[one] for one in plan.stages(rank)) for rank in range(plan.schedule.num_ranks)]
@@ -293,7 +298,9 @@ def predict_time(workload: Workload, layout: Layout, memory: MemoryPlan, machine
         bubble=simulation.bubble,
         links=links * microbatches,
         hidden_links=hidden * microbatches,
-        gradients=gradients,
+        reduction=reduction,
+        exposed_reduction=exposed,
+        update=update,
         tokens_per_second=workload.global_batch * workload.seq_length / step,
     )
 
@@ -340,18 +347,45 @@ def _stage(times: _Times, memory: MemoryPlan, shape: ModelShape, stage: Part, *,
     return found + times.head() if stage.head else found
 
 
-def _gradients(
-    workload: Workload, layout: Layout, machine: Machine, shape: ModelShape, plan: PipelinePlan, hides: float
-) -> float:
-    """Returns the seconds of gradient reductions that exceed a backward, and of the update: masters, moments and
-    gradients are read and written once, or masters and moments are copied from host memory and back."""
+def _reduction(
+    workload: Workload, layout: Layout, machine: Machine, shape: ModelShape, costs: Costs
+) -> tuple[float, float]:
+    """Returns the seconds of the collectives that sum gradients and gather updated weights, and of them the exposed.
+
+    A ring sends (n - 1) / n of the bytes for a reduce-scatter or an all-gather, and twice that for an all-reduce.
+    Gradients are summed in fp32. The backward of the last micro-batch hides all buckets but the last one, which is
+    complete when it ends, and the next step's first forward hides the gathers. Sharded weights are gathered with the
+    layers (`_Times`) and not here.
+    """
     wire = machine.wire(layout.world_size) * 1e9
-    sums = own = 0.0
-    for data, count in shape.trained_elements().items():
-        elements, ranks = count / layout.parallel.pipeline, layout.copies[data]
-        sums += 2 * (ranks - 1) / ranks * WIDE * elements / wire
-        own += elements / (ranks if layout.parallel.shard != "none" else 1)
+    bucket = layout.parallel.bucket_mb * 2**20
+    sharding = STATE_SHARDING[layout.parallel.shard]
+    sums = gathers = last = 0.0
+    for data, elements in _trained(layout, shape).items():
+        ranks = layout.copies[data]
+        ring = (ranks - 1) / ranks / wire
+        passes = 1 if sharding.gradients else 2
+        sums += passes * ring * WIDE * elements
+        last = max(last, passes * ring * min(bucket, WIDE * elements))
+        if sharding.masters and not sharding.weights:
+            gathers += ring * workload.dtype.itemsize * elements
+    backward = max(map(sum, zip(costs.input_grad, costs.weight_grad, strict=True)))
+    exposed = max(last, sums - backward) + max(0.0, gathers - max(costs.forward))
+    return sums + gathers, exposed
+
+
+def _update(workload: Workload, layout: Layout, machine: Machine, shape: ModelShape) -> float:
+    """Returns the seconds of the update: masters, moments and gradients are read and written once, or masters and
+    moments are copied from host memory and back."""
+    is_sharded = STATE_SHARDING[layout.parallel.shard].masters
+    own = sum(
+        elements / (layout.copies[data] if is_sharded else 1) for data, elements in _trained(layout, shape).items()
+    )
     update = 8 * WIDE * own / (machine.copies * 1e9)
-    if workload.offload_optimizer:
-        update = max(update, 3 * WIDE * own / (machine.host * 1e9))
-    return max(0.0, sums - hides) + update
+    return max(update, 3 * WIDE * own / (machine.host * 1e9)) if workload.offload_optimizer else update
+
+
+def _trained(layout: Layout, shape: ModelShape) -> dict[str, float]:
+    """Returns the trained elements of a rank by the axis that their gradients are summed over, as if pipeline ranks had
+    equally many."""
+    return {data: count / layout.parallel.pipeline for data, count in shape.trained_elements().items()}

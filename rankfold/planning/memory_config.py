@@ -19,7 +19,6 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.planning.machine import Machine, machine_for
-from engine.planning.peak import predict_layout
 from engine.planning.predict import memory_plan_of, usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Candidate
@@ -54,7 +53,7 @@ def report(arguments: argparse.Namespace) -> str:
         "",
         part_table(candidate),
     ]
-    peak, capacity = candidate.estimate.peak / GIB, arguments.gpu_memory * (1 - arguments.reserve / 100)
+    peak, capacity = candidate.peak / GIB, arguments.gpu_memory * (1 - arguments.reserve / 100)
     verdict = "fits" if peak <= capacity else "does not fit"
     lines += ["", f"{peak:.2f} GiB at most: {verdict} {arguments.gpu_memory:g} GiB less {arguments.reserve:g}%."]
     if routing := routing_sentence(candidate, capacity * GIB):
@@ -95,15 +94,8 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
     workload = replace(workload, tiles=tiles)
     memory = memory_plan_of(config)
     layout = Layout(parallel=config.parallel, data=max(1, arguments.gpus // config.parallel.model_parallel_size))
-    estimates = tuple(predict_layout(workload, layout, memory))
-    found = Candidate(
-        layout=layout,
-        workload=workload,
-        memory=memory,
-        estimate=max(estimates, key=lambda one: one.peak),
-        estimates=estimates,
-        time=predict_time(workload, layout, memory, machine),
-    )
+    found = Candidate.predict(workload, layout, memory, arguments.routing)
+    found = replace(found, time=predict_time(workload, layout, memory, machine))
     return found, machine
 
 

@@ -10,6 +10,7 @@ from engine.config.lora import LoraOptions
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
+from rankfold.planning.memory import RESERVE
 from rankfold.planning.memory_question import GIB, Answer, answer_for
 from rankfold.planning.memory_report import table
 
@@ -22,7 +23,6 @@ LLAMA_3_8B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
 }  # fmt: skip
-RESERVE = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def report() -> str:
             best = found.fitting[0]
             assert best.time is not None
             speed = f"{best.time.tokens_per_second / example.devices:,.0f}"
-            peak, what = best.estimate.peak, best.label()
+            peak, what = best.peak, best.label()
         else:
             smallest = found.too_large[0]
             part = smallest.estimate.largest_part()
-            peak, speed = smallest.estimate.peak, "does not fit"
+            peak, speed = smallest.peak, "does not fit"
             what = f"smallest: {smallest.label()}; {part} alone {smallest.estimate.parts[part] / GIB:.1f}"
         rows.append((example.name, f"{example.seq_length}", gpus, f"{peak / GIB:.1f}", speed))
         layouts.append(what)

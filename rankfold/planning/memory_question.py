@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -31,9 +32,11 @@ from engine.models.families import family_of
 from engine.planning.expert_rows import Routing
 from engine.planning.machine import MACHINES, Machine, machine_for
 from engine.planning.predict import usual_tiles, workload_of
-from engine.planning.rank_layout import Workload
+from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import SearchRequest, SearchResult, search
+from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
+from engine.telemetry.progress import Progress
 from engine.training.module_plan import decoder_in_training, training_plan
 
 GIB = 2**30
@@ -105,9 +108,10 @@ def ask(arguments: argparse.Namespace) -> Answer:
             f"--document-length is {document}, but rows have {row} tokens: give 1 to {row}, or a larger --seq-length."
         )
     hf_config, folder = read_config(arguments.model)
+    family, text = family_of(hf_config)
     return answer_for(
         hf_config,
-        config_of(arguments, folder or arguments.model),
+        config_of(arguments, folder or arguments.model, _linears_of_a_layer(family.config_from_hf(text))),
         folder=folder,
         devices=arguments.gpus,
         gpu_memory=arguments.gpu_memory,
@@ -220,8 +224,20 @@ def answer_for(
         gpu_memory=gpu_memory,
         capacity=capacity,
         host_memory=host_memory,
-        found=search(wanted, workload, chosen),
+        found=search(wanted, workload, chosen, _shown_on_a_terminal),
     )
+
+
+def _shown_on_a_terminal(layouts: Sequence[Layout]) -> Iterator[Layout]:
+    """Passes layouts on and shows on a terminal how many are done; elsewhere nothing waits for the answer."""
+    log = Log()
+    if not log.live:
+        yield from layouts
+        return
+    with Progress(log, "trying layouts", len(layouts), "layouts") as progress:
+        for layout in layouts:
+            yield layout
+            progress.advance()
 
 
 def read_config(path: str) -> tuple[dict[str, Any], str | None]:
@@ -239,8 +255,22 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
     return read_json(place, "give a model's config.json as --model"), None
 
 
-def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
+def _linears_of_a_layer(decoder: DecoderConfig) -> tuple[str, ...]:
+    """Returns the names of the linears that carry adapters where --targets is not given."""
+    if decoder.latent is None:
+        return BLOCK_LINEARS
+    queries = ("q_proj",) if decoder.latent.query_rank is None else ("q_a_proj", "q_b_proj")
+    others = tuple(name for name in BLOCK_LINEARS if name not in ("q_proj", "k_proj", "v_proj"))
+    return (*queries, "kv_a_proj", "kv_b_proj", *others)
+
+
+def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...] = BLOCK_LINEARS) -> RunConfig:
     """Returns the configuration that the options describe, on one rank.
+
+    Args:
+        arguments: see rankfold.planning.memory.
+        path: of the model.
+        linears: the targets of adapters where none are given.
 
     Raises:
         UserError: a value out of its range.
@@ -260,7 +290,7 @@ def config_of(arguments: argparse.Namespace, path: str) -> RunConfig:
         lora=LoraOptions(
             rank=rank,
             dropout=arguments.dropout,
-            targets=_names(arguments.targets) or BLOCK_LINEARS,
+            targets=_names(arguments.targets) or linears,
         ),
         data=DataOptions(seq_length=arguments.seq_length),
         train=TrainOptions(micro_batch_size=arguments.micro_batch, global_batch_size=rows),
@@ -301,6 +331,7 @@ def measured_cpu(memory: float) -> Machine:
         fastest,
         name="cpu",
         memory=memory,
+        sheet=0.0,
         products=2 * 1024**3 / product / 1e12,
         copies=copies,
         link=copies / 2,

@@ -15,9 +15,12 @@ from engine.layers.rounding import FLOAT8
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import active_parameters, num_parameters
 from engine.planning.ledger import PARTS
-from engine.planning.search import Candidate
+from engine.planning.machine import COPY_SHARE, PRODUCT_SHARE
+from engine.planning.peak import fullest
+from engine.planning.search import SAME_TIME, Candidate
 from engine.telemetry.format import counted, format_columns, format_parameters
 from rankfold.planning.memory_question import GIB, Answer
+from rankfold.planning.time_by_kernel import model_flops
 
 _SHOWN_GIB = 0.005
 """The smallest number that a table does not show as 0.00."""
@@ -91,12 +94,45 @@ def _chosen(answer: Answer, best: Candidate) -> str:
     time = best.time
     assert time is not None
     return (
-        f"Yes. Fastest that fits: {best.label()}\n"
+        f"Yes. {_recommended(answer, best)}\n"
         f"step {time.step:.3g} s, {time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU; "
-        f"pipeline bubble {time.bubble:.1%}\n"
-        f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden "
-        f"behind compute; gradient reduction and update {time.gradients:.2g} s{_host(answer, best)}"
+        f"pipeline bubble {time.bubble:.1%}{_share_of_peak(answer, best)}\n"
+        f"communication: {time.links:.3g} s exposed, {time.hidden_links:.3g} s hidden behind compute\n"
+        f"gradients: {time.reduction:.2g} s of reduction, of which {time.exposed_reduction:.2g} s exposed; update "
+        f"{time.update:.2g} s{_host(answer, best)}"
         f"{routing_sentence(best, answer.capacity)}"
+    )
+
+
+def _recommended(answer: Answer, best: Candidate) -> str:
+    """Returns the layout and, where another one is predicted to be a little faster, why it is not that."""
+    fastest = min(answer.found.fitting, key=_step)
+    if fastest is best:
+        return f"Fastest that fits: {best.label()}"
+    slower = _step(best) / _step(fastest) - 1
+    return (
+        f"Recommended: {best.label()}\n"
+        f"It is predicted to be {slower:.1%} slower than the fastest that fits, and to take {best.peak / GIB:.1f} GiB "
+        f"instead of {fastest.peak / GIB:.1f}: times within {SAME_TIME:.0%} of each other are not told apart."
+    )
+
+
+def _step(candidate: Candidate) -> float:
+    assert candidate.time is not None
+    return candidate.time.step
+
+
+def _share_of_peak(answer: Answer, best: Candidate) -> str:
+    """Returns the line on the share of the data sheet's speed: the prediction's, and those that it assumes."""
+    sheet = answer.machine.sheet
+    if not sheet:
+        return ""
+    flops = model_flops(best.workload, answer.decoder, answer.plan) / answer.devices
+    share = flops / (_step(best) * sheet * 1e12)
+    return (
+        f"\nspeed: {share:.0%} of the data sheet's {sheet:,.0f} TFLOP/s in 16 bits, counting the model's own "
+        f"arithmetic; assumed are {PRODUCT_SHARE:.0%} of the data sheet for products and {COPY_SHARE:.0%} for memory "
+        "and links, measured on one H200"
     )
 
 
@@ -106,9 +142,10 @@ def routing_sentence(found: Candidate, capacity: float) -> str:
     Args:
         capacity: bytes of a device that may be used.
     """
-    even, worst, ranks = found.estimate.peak, found.worst, found.layout.parallel.expert
+    ranks = found.layout.parallel.expert
     if ranks == 1:
         return ""
+    even, worst = found.estimate.peak, fullest(found.worst()).peak
     title = f"\nrouting: {even / GIB:.1f} GiB where tokens spread evenly over the {ranks} ranks of the experts, "
     title += f"{worst / GIB:.1f} GiB where all choose those of one rank, which "
     return title + ("fits too" if worst <= capacity else "does not fit")
@@ -133,7 +170,7 @@ def alternatives(found: Sequence[tuple[dict[str, str], Answer]]) -> str:
         best = answer.found.fitting[0]
         assert best.time is not None
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in added.items())
-        room = f"{best.estimate.peak / GIB:.1f} GiB on a GPU"
+        room = f"{best.peak / GIB:.1f} GiB on a GPU"
         rows.append((flags, room, f"{best.time.tokens_per_second / answer.devices:,.0f} tokens/s per GPU"))
     return "It fits with one of these added to the command:\n" + table([(f"  {row[0]}", *row[1:]) for row in rows])
 
@@ -149,8 +186,9 @@ def part_table(candidate: Candidate) -> str:
     rows.append(("the peak is in", *(one.moment for one in shown)))
     rows.append(("while loading", *(f"{one.load / GIB:.2f}" for one in shown)))
     rows.append(("while saving", *(f"{one.save / GIB:.2f}" for one in shown)))
-    if any(one.worst is not None for one in shown):
-        rows.append((WORST, *(f"{(one.worst or one.peak) / GIB:.2f}" for one in shown)))
+    if candidate.layout.parallel.expert > 1:
+        worst = candidate.worst()
+        rows.append((WORST, *(f"{worst[one.pipeline_rank].peak / GIB:.2f}" for one in shown)))
     if any(one.host for one in shown):
         rows.append(("in host memory", *(f"{one.host / GIB:.2f}" for one in shown)))
     return table(rows)
@@ -163,7 +201,7 @@ def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
         rows.append(
             (
                 one.label(),
-                f"{one.estimate.peak / GIB:.1f}",
+                f"{one.peak / GIB:.1f}",
                 f"{one.time.step:.3g}",
                 f"{one.time.tokens_per_second / answer.devices:,.0f}",
                 f"{one.time.bubble:.1%}",
@@ -177,7 +215,7 @@ def _nothing_fits(answer: Answer) -> str:
     if not answer.found.too_large:
         return "No layout is possible."
     smallest = answer.found.too_large[0]
-    lacks = (smallest.estimate.peak - answer.capacity) / GIB
+    lacks = (smallest.peak - answer.capacity) / GIB
     where = f"lacks {lacks:.1f} GiB on a GPU" if lacks > 0 else "lacks host memory"
     title = f"No layout fits. The smallest, {smallest.label()}, {where}:"
     return f"{title}{_host(answer, smallest)}\n\n{part_table(smallest)}"
@@ -189,7 +227,8 @@ def _too_large(answer: Answer, top: int) -> str:
     rows = [("does not fit", "GiB", "largest part", "GiB")]
     for one in large[:top]:
         part = one.estimate.largest_part()
-        rows.append((one.label(), f"{one.estimate.peak / GIB:.1f}", part, f"{one.estimate.parts[part] / GIB:.1f}"))
+        peak = f"{'' if one.traced else 'over '}{one.peak / GIB:.1f}"
+        rows.append((one.label(), peak, part, f"{one.estimate.parts[part] / GIB:.1f}"))
     text = table(rows)
     if len(large) > top:
         causes = Counter(one.estimate.largest_part() for one in large[top:])
@@ -210,7 +249,22 @@ def _refused(answer: Answer) -> str:
 
 
 def _yaml(answer: Answer, best: Candidate) -> str:
-    return "For rankfold train --config:\n\n" + winning_yaml(answer, best)
+    path = "" if answer.folder else " --model.path DIR"
+    return (
+        f"For rankfold train --config:\n\n{winning_yaml(answer, best)}\n\n"
+        f"Saved as run.yaml, it is started with:\n\n    {_launcher(answer)} train --config run.yaml{path} "
+        "--data.train FILE"
+    )
+
+
+def _launcher(answer: Answer) -> str:
+    """Returns the command that starts a process for each GPU, on every node if there are several."""
+    if answer.devices == 1:
+        return "rankfold"
+    here = min(answer.devices, answer.machine.node_size)
+    nodes = answer.devices // here
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    return f"torchrun {several}--nproc-per-node {here} -m rankfold"
 
 
 def winning_yaml(answer: Answer, best: Candidate) -> str:

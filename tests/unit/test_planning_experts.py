@@ -146,16 +146,17 @@ def test_the_peak_of_a_step_and_what_it_sends(name: str, tmp_path: Path) -> None
     measured = spawn(_on_a_rank, world=case.world, args=(case, str(tmp_path)))
     config = case.write(tmp_path)
     first, last = (_prediction(case, config, place) for place in (0, case.world - 1))
+    crowded = _prediction(case, config, 0, "worst")
     (even, sent), (worst, _) = measured[0]
     for what, found, peak in (
         ("even, first", first.step, even),
         ("even, last", last.step, measured[-1][0][0]),
-        ("worst", first.worst, worst),
+        ("worst", crowded.step, worst),
     ):
         print(f"\n{name:32} {what:12} predicted {found / 2**20:7.2f} MiB  measured {peak / 2**20:7.2f}", end="")
         assert found == pytest.approx(peak, rel=ROUGH), what
         assert found <= peak * (1 + (ROUGH if "parameters" in name else EXACT)), what
-    assert first.worst is not None and first.worst > 1.1 * first.step
+    assert crowded.step > 1.1 * first.step
     if config.parallel.pipeline == 1 and config.train.global_batch_size == case.world // config.parallel.tensor:
         assert sent == pytest.approx(_sent(case, tmp_path), rel=1e-3)
 
@@ -263,12 +264,11 @@ def test_what_must_fit_is_a_choice() -> None:
     config = _config(2048, 8)
     workload, memory = _workload(MIXTURE, config), MemoryPlan(recompute="none")
     layout = Layout(parallel=ParallelOptions(expert=8), data=8)
-    (found,) = predict_layout(workload, layout, memory)
-    assert found.worst is not None and found.worst > 2 * found.peak
-    one = Candidate(layout=layout, workload=workload, memory=memory, estimate=found, estimates=(found,))
-    even = SearchRequest(config=config, devices=8, capacity=found.peak)
-    worst = replace(even, routing="worst")
-    assert even.holds(one) and not worst.holds(one) and replace(worst, capacity=found.worst).holds(one)
+    even, worst = (Candidate.predict(workload, layout, memory, routing) for routing in KINDS)
+    assert even.estimates == worst.estimates and even.worst() == worst.crowded
+    assert worst.peak > 2 * even.peak == 2 * even.estimate.peak
+    wanted = SearchRequest(config=config, devices=8, capacity=even.peak)
+    assert wanted.holds(even) and not wanted.holds(worst) and replace(wanted, capacity=worst.peak).holds(worst)
 
 
 def test_experts_of_a_dense_model_are_refused() -> None:

@@ -155,7 +155,7 @@ def test_the_page_sums_to_the_predicted_step() -> None:
     rows = [line.split() for line in page.splitlines()]
     (total,) = (float(row[-2]) for row in rows if row[0] == "sum")
     time = predict_time(best.workload, best.layout, best.memory, answer.machine)
-    assert total == pytest.approx(1e3 * (time.step - time.gradients), rel=0.005)
+    assert total == pytest.approx(1e3 * (time.step - time.update), rel=0.005)
     assert "The layers take" in page
     assert "of the speed of products, counting" in page
 

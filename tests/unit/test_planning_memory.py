@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
 from engine.kernels.native.loader import native_status
+from engine.planning.expert_rows import Routing
 from engine.planning.ledger import DECODED
 from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
@@ -293,12 +294,18 @@ PIPELINES = {
 QUICK_PIPELINES = ("pipeline 2, split backward",)
 
 
-def _prediction(case: Case, config: RunConfig, place: int) -> PeakEstimate:
+def _prediction(case: Case, config: RunConfig, place: int, routing: Routing = "balanced") -> PeakEstimate:
     source = model_source(config)
     plan = check_model(config, source.model, case.world).modules
     rank = place * config.parallel.pipeline // case.world
     return predict_peak(
-        config, source.model.decoder, plan, world_size=case.world, pipeline_rank=rank, device_type="cpu"
+        config,
+        source.model.decoder,
+        plan,
+        world_size=case.world,
+        pipeline_rank=rank,
+        device_type="cpu",
+        routing=routing,
     )
 
 

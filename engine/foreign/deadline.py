@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+_LONGEST_WAIT = 2e6
+"""Seconds that a system call can wait for: poll(2) counts milliseconds in 31 bits, which is 24 days."""
+
 
 class Deadline:
     """A moment that is some seconds ahead when this is made.
@@ -16,7 +19,7 @@ class Deadline:
         self.seconds, self._ends = seconds, time.monotonic() + seconds
 
     def left(self) -> float:
-        """Returns the seconds that are left, more than 0.
+        """Returns the seconds that are left, more than 0, and no more than a system call can wait for.
 
         Raises:
             TimeoutError: none are.
@@ -24,7 +27,7 @@ class Deadline:
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"it took more than {self.seconds:g} s")
-        return left
+        return min(left, _LONGEST_WAIT)
 
     def has(self, seconds: float) -> bool:
         """Returns whether more than so many seconds are left."""

@@ -121,6 +121,14 @@ def test_a_frame_takes_no_longer_than_its_deadline(sender: Callable[[socket.sock
         thread.join()
 
 
+@pytest.mark.parametrize("seconds", [1e9, 1e12, 1e300])
+def test_a_deadline_that_is_far_away(seconds: float) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        threading.Timer(0.1, there.send, [b"x"]).start()
+        assert LimitedStream(here, Deadline(seconds), most_bytes=1).receive(1) == b"x"
+
+
 def test_a_reader_that_does_not_read_ends_a_send() -> None:
     here, there = socket.socketpair()
     with here, there, pytest.raises(TimeoutError):

@@ -49,16 +49,16 @@ UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig\narg
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("automodel.yaml", AUTOMODEL, "NeMo Automodel's, whose configurations are not converted"),
-        ("torchtune.yaml", TORCHTUNE, "torchtune's, whose"),
-        ("verl.yaml", {"actor_rollout_ref": {"model": {"path": "m"}}, "trainer": {"total_epochs": 1}}, "verl's, whose"),
-        ("verl.sh", VERL, "verl.trainer.main_ppo in verl.sh is verl's"),
-        ("overrides.sh", "python3 train.py actor_rollout_ref.actor.optim.lr=1e-6 seed=1\n", "verl's, whose"),
-        ("slurm_peft.sh", BRIDGE, "run_recipe.py in slurm_peft.sh is Megatron-Bridge's"),
-        ("tune.sh", "tune run lora_finetune_single_device --config llama3_1/8B_lora batch_size=8\n", "torchtune's"),
-        ("rlhf.sh", "deepspeed --module openrlhf.cli.train_sft --max_len 2048\n", "whose|recognised"),
-        ("notebook.py", UNSLOTH, "Unsloth's, whose"),
-        ("old.sh", "swift sft --sft_type lora --model_id_or_path m\n", "ms-swift before version 3's"),
+        ("automodel.yaml", AUTOMODEL, "belongs to NeMo Automodel, whose configurations are not converted"),
+        ("torchtune.yaml", TORCHTUNE, "belongs to torchtune"),
+        ("verl.yaml", {"actor_rollout_ref": {"model": {"path": "m"}}, "trainer": {"a": 1}}, "belongs to verl,"),
+        ("verl.sh", VERL, "verl.trainer.main_ppo in verl.sh belongs to verl"),
+        ("overrides.sh", "python3 train.py actor_rollout_ref.actor.optim.lr=1e-6 seed=1\n", "belongs to verl,"),
+        ("slurm_peft.sh", BRIDGE, "run_recipe.py in slurm_peft.sh belongs to Megatron-Bridge"),
+        ("tune.sh", "tune run lora_finetune --config llama3_1/8B_lora batch_size=8\n", "belongs to torchtune"),
+        ("rlhf.sh", "deepspeed --module openrlhf.cli.train_sft --micro_train_batch_size 2\n", "belongs to OpenRLHF"),
+        ("notebook.py", UNSLOTH, "belongs to Unsloth,"),
+        ("old.sh", "swift sft --sft_type lora --model_id_or_path m\n", "belongs to ms-swift before version 3"),
         ("eval.sh", "python evaluate_cogvlm_demo.py --from_pretrained m --train_iters 8 --lr 1e-5\n", "does not train"),
         ("infer.sh", "swift infer --adapters a --stream true\n", "does not train"),
         ("chat.yaml", {"model_name_or_path": "m", "template": "qwen", "infer_backend": "hf"}, "does not train"),
@@ -104,7 +104,7 @@ def test_every_trainer_has_a_name_and_none_knows_the_others_commands() -> None:
         ("train.py --model_name_or_path m --task_type SEQ_CLS", "another task than the next token"),
         ("train.py --model_name_or_path m --algorithm reinforce", "a key that names the objective and is not known"),
         ("train.py --model_name_or_path m --learning_rate 1e-4 --max_steps 4 --rl ppo", "names the objective"),
-        ("pretrain_gpt.py --lr 1e-4 --train-iters 10 --grpo-group-size 8", "GRPO|reinforcement|other models"),
+        ("pretrain_gpt.py --lr 1e-4 --train-iters 10 --grpo-group-size 8", "belongs to another program of Megatron"),
         ("pretrain_bert.py --lr 1e-4 --train-iters 10", "trains another kind of model"),
         ("swift rlhf --rlhf_type grpo --model m", "whose reward plugins and normalisation are ms-swift's"),
         ("swift rlhf --rlhf_type gkd --model m", "a student of another model"),
@@ -156,6 +156,9 @@ def test_ms_swift() -> None:
     assert (full.optim.lr, full.lora.rank, full.trainable) == (1e-5, 0, ("embed_tokens", "layers", "norm", "lm_head"))
     _, old = converted("swift sft --model m --train_type full --dataset a.jsonl --torch_dtype float32")
     assert (old.lora.rank, old.model.dtype) == (0, "float16")
+    for flags, base in (("--quant_method bnb --quant_bits 4", "nf4"), ("--quant_bits 4", None)):
+        _, quantized = converted(f"swift sft --model m --dataset a.jsonl --max_length 64 {flags}")
+        assert quantized.model.base_dtype == base, flags
     _, text = converted("swift pt --model m --dataset a.jsonl --max_length 64")
     assert (text.data.format, text.data.mask_prompt, text.train.global_batch_size) == ("text", False, 16)
 
@@ -302,22 +305,18 @@ def test_scripts_with_an_objective_or_a_loop_of_their_own(name: str, script: str
         _file(tmp_path, name, script)
 
 
-def test_fsdp_in_host_memory_is_not_lost() -> None:
+def test_fsdp_in_host_memory_is_not_lost(tmp_path: Path) -> None:
     """Axolotl's key, below fsdp_config and at the top; the optimizer's state goes with the weights."""
-    for key in ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params", "fsdp_offload_params"):
-        name, _, leaf = key.rpartition(".")
-        entry = {name: {leaf: True}} if name else {leaf: True}
-        given = {"base_model": "m", "adapter": "lora", "lora_r": 8, "lora_alpha": 16, "learning_rate": 1e-4, **entry}
-        conversion, _ = convert(read_mapping(given), values=[], ranks=None)
-        assert conversion.options["memory.offload_weights"] is True, key
-        assert conversion.options["memory.offload_optimizer"] is True, key
-
-
-def read_mapping(content: dict[str, Any]) -> list[Any]:
-    """Returns the keys of a mapping, as of a file."""
-    from engine.config.conversion.reading import _flat
-
-    return list(_flat(content, "file"))
+    for place, leaf in (
+        ("fsdp_config", "offload_params"),
+        ("fsdp_config", "fsdp_offload_params"),
+        ("", "offload_params"),
+    ):
+        entry = {place: {leaf: True}} if place else {f"fsdp_{leaf}": True}
+        content = {"base_model": "m", "adapter": "lora", "lora_r": 8, "lora_alpha": 16, "learning_rate": 1e-4, **entry}
+        conversion, _ = _file(tmp_path, "axolotl.yml", content)
+        assert conversion.options["memory.offload_weights"] is True, entry
+        assert conversion.options["memory.offload_optimizer"] is True, entry
 
 
 def test_llama_factory_finds_its_datasets(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def read_python(text: str, source: str) -> list[Given]:
     given += [
         Given(source=source, key="task_type", value=name) for name in sorted(used) if _OTHER_TASKS.fullmatch(name)
     ]
-    if any(_imports(node, "unsloth") for node in ast.walk(tree)):
+    if any(_imports(node, "unsloth") for node in tree.body):
         given.append(Given(source=source, key=PROGRAM, value="unsloth"))
     given += [
         Given(source=source, key="trainer", value=kind) for kind in sorted(kinds) if _OTHER_OBJECTIVES.fullmatch(kind)

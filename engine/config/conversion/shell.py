@@ -132,7 +132,8 @@ def read_words(words: list[str], source: str) -> list[Given]:
         position += 1
         if word.endswith(".py"):
             given.append(Given(source=source, key=PROGRAM, value=_program(word)))
-            given.append(Given(source=source, key=PROGRAM_CODE, value=word))
+            if _program(word) == Path(word).name:  # a command's own script says nothing
+                given.append(Given(source=source, key=PROGRAM_CODE, value=word))
         elif Path(word).name in _PROGRAMS and position < len(words) and words[position].isidentifier():
             given.append(Given(source=source, key=PROGRAM, value=f"{Path(word).name} {words[position]}"))
             position += 1

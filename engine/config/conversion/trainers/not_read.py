@@ -38,7 +38,7 @@ _SOURCES = (
             "hf_model_path", "hf_model_id"), ("run_recipe.py", "megatron.bridge", "recipe_runner.py",
             "launch_with_nemo_run.py", "setup_experiment.py", "megatron_mimo", "straggler_detection_example",
             "basic_fault_tolerance_example")),
-    NotRead("Megatron's training of other models", ("language_model_type", "freeze_LM", "model_provider",
+    NotRead("another program of Megatron", ("language_model_type", "freeze_LM", "model_provider",
             "finetune_hf_dataset", "export_te_mcore_model", "export_model_type", "langrl_env_config", "grpo_group_size",
             "perform_rl_step")),
     NotRead("NeMo", ("exp_manager.", "model.peft.", "model.megatron_amp_O2"), ("nemo ", "megatron_gpt_finetuning.py")),
@@ -54,14 +54,14 @@ _SOURCES = (
     NotRead("GPT-NeoX", ("pipe-parallel-size", "pipe_parallel_size", "train-iters"), ("deepy.py",)),
     NotRead("AReaL", ("allocation_mode",), ("areal",)),
     NotRead("slime", ("rollout_function_path", "custom_rm_path", "rollout_batch_size"), ("slime",)),
-    NotRead("LLaMA-Factory's version 1", ("model_class", "kernel_config.", "dist_config.name", "peft_config.name")),
-    NotRead("LLaMA-Factory's plug-in for Megatron-Bridge", ("export_hf_on_finish", "megatron_pretrained_checkpoint",
+    NotRead("version 1 of LLaMA-Factory", ("model_class", "kernel_config.", "dist_config.name", "peft_config.name")),
+    NotRead("LLaMA-Factory with Megatron-Bridge", ("export_hf_on_finish", "megatron_pretrained_checkpoint",
             "use_packed_sequences")),
     NotRead("ms-swift before version 3", ("sft_type", "model_id_or_path")),
     NotRead("MLX", ("lora_parameters.rank", "lora_parameters."), ("mlx_lm",)),
     NotRead("Unsloth", programs=("unsloth",)),
     NotRead("Unsloth Studio", ("training.train_on_completions", "inference.trust_remote_code")),
-    NotRead("Hydra or NeMo", ("._target_",)),
+    NotRead("a program of Hydra", ("._target_",)),
 )  # fmt: skip
 
 
@@ -104,7 +104,8 @@ def refuse_not_read(given: Iterable[Given], known: str) -> None:
             if _tells(source, one):
                 place = f"{one.value} in {one.source}" if one.key == PROGRAM else f"{one.key} in {one.source}"
                 raise UserError(
-                    f"{place} is {source.name}'s, whose configurations are not converted: write the run's file from "
+                    f"{place} belongs to {source.name}, whose configurations are not converted: write the run's file "
+                    f"from "
                     f"docs/coming-from.md, which names the options here. Sources that are converted: {known}."
                 )
 

@@ -56,7 +56,7 @@ def _finish(conversion: Conversion) -> None:
 def _min_lr(conversion: Conversion) -> float:
     """Returns AnnealingLR's lowest rate: a cosine ends at lr_decay_ratio of the highest, a line at 0."""
     cosine = conversion.options.get("optim.schedule") == "cosine"
-    return 0.1 * float(conversion.options["optim.lr"]) if cosine else 0.0
+    return float(conversion.options["optim.lr"]) / 10 if cosine else 0.0
 
 
 DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {

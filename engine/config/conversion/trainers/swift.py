@@ -245,7 +245,15 @@ def quant_method(conversion: Conversion, given: Given) -> None:
             f"does it: "
             "give bnb with quant_bits 4 or 8."
         )
-    conversion.drop(given, "model.base_dtype encodes the weights as they are read")
+    conversion.know(given, "bnb", given.value == "bnb", "model.base_dtype: with quant_bits")
+
+
+@sets("model.base_dtype")
+def quant_bits(conversion: Conversion, given: Given) -> None:
+    kinds = {"4": "nf4", "8": "int8"}
+    if str(given.value) not in kinds:
+        raise UserError(f"{given.source} gives {given.key} as {given.value}: model.base_dtype is in 4 bits or in 8.")
+    conversion.know(given, "quantized", kinds[str(given.value)], "model.base_dtype: with quant_method bnb")
 
 
 @sets("model.dtype")
@@ -346,7 +354,7 @@ RULES: dict[str, Rule] = {
     "bf16": precision("bf16"),
     "fp16": precision("fp16"),
     "quant_method": quant_method,
-    "quant_bits": shared.quantization_bits,
+    "quant_bits": quant_bits,
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "sequence_parallel_size": option("parallel.context", whole),
@@ -417,6 +425,12 @@ def finish(conversion: Conversion) -> None:
     if options.get("model.dtype", (dtype := _dtype(conversion))) != dtype and dtype != "float32":
         given = Given(source="derived", key="bf16 and fp16, which come before the launcher's", value=dtype)
         conversion.take(given, "model.dtype", dtype)
+    if facts.get("bnb") and "quantized" in facts:
+        conversion.imply("derived", "quant_method bnb and quant_bits", "model.base_dtype", facts["quantized"])
+    elif "quantized" in facts:
+        conversion.notes.append(
+            "quant_bits without quant_method encodes nothing in ms-swift: set model.base_dtype to do so"
+        )
     if facts.get("ref_adapters") not in (None, facts.get("adapters")):
         conversion.notes.append(
             "ref_adapters has no counterpart, and the run will differ: the reference is the model as it starts"

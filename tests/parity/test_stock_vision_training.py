@@ -20,18 +20,22 @@ TARGETS = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
 TOWER_TARGETS = rf"{TARGETS}|.*vision_tower.*\.(q_proj|v_proj|fc1)"
 
 
-def peft_start(name: str, folder: Path, targets: str) -> nn.Module:
-    """A stock model under PEFT, B drawn; the base lies in `folder`/hf and the adapter in `folder`/start."""
+def peft_start(name: str, folder: Path, targets: str, *, saved: str = "multi_modal_projector") -> nn.Module:
+    """A stock model under PEFT, B and a `saved` head drawn; the base lies in `folder`/hf and the adapter in
+    `folder`/start.
+    """
     from peft import LoraConfig, get_peft_model
 
     base = make_model(name, folder / "hf")
     torch.manual_seed(3)
-    settings = LoraConfig(r=3, lora_alpha=5, target_modules=targets, modules_to_save=["multi_modal_projector"])
+    settings = LoraConfig(r=3, lora_alpha=5, target_modules=targets, modules_to_save=[saved])
     model = get_peft_model(base, settings)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "lora_B" in key:
                 parameter.normal_(std=0.1)
+            if "lm_head.modules_to_save" in key:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(folder / "start")
     return model
 
@@ -83,6 +87,18 @@ def test_adapters_and_projector_follow_peft(name: str, targets: str, tmp_path: P
         ALONE,
     )  # fmt: skip
     _check(training, model, name)
+
+
+def test_a_tied_head_beside_adapters_follows_peft(tmp_path: Path) -> None:
+    """A copy of it, which starts from the adapter's; the embedding stays as it is."""
+    model = peft_start("internvl qwen3", tmp_path, TARGETS, saved="lm_head")
+    given = {
+        "lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", "lora.targets": TARGETS,
+        "trainable": "lm_head", "optim.weight_decay": DECAY,
+    }  # fmt: skip
+    training, lines = build(tmp_path, given, ALONE)
+    assert any("a copy of lm_head is trained" in line for line in lines)
+    _check(training, model, "internvl qwen3")
 
 
 def _check(

@@ -24,6 +24,7 @@ from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.leftover import is_buffer, refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
+from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.verification import PieceChecks
 from engine.errors import UserError
@@ -38,7 +39,6 @@ OUTSIDE = "outside/"
 
 TIED_HEAD = "lm_head.weight"
 
-_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _KEPT_DECODED = 2
 """Linears of experts that stay decoded: one is read in several runs of rows."""
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
@@ -361,7 +361,7 @@ class HfSource(WeightSource):
 
     def _check_dtype(self, name: str) -> None:
         """Refuses dtypes of encodings, whose codes would be read as numbers."""
-        if (dtype := self.dtype(name)) not in _WEIGHT_DTYPES:
+        if (dtype := self.dtype(name)) not in WEIGHT_DTYPES:
             raise UserError(
                 f"{self.label} stores {self._locations[name].name} as {str(dtype).removeprefix('torch.')}, which is no "
                 f"dtype of weights but of codes: use the model as it was before it was encoded{_ENCODE_HERE}."

@@ -17,6 +17,8 @@ from engine.checkpoint.safetensors_file import num_bytes
 from engine.distributed.sharding import Piece, ShardSpec
 from engine.errors import UserError
 
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class TensorReader(ABC):
     """Logical tensors in pieces, read by shard."""
@@ -103,6 +105,14 @@ class TensorReader(ABC):
     def total_bytes(self) -> int:
         """Returns the bytes of all tensors as stored."""
         return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())
+
+    def require_numbers(self, name: str) -> None:
+        """Raises UserError where `name` is stored in a dtype of codes, or of an encoding, which are no values yet."""
+        if (dtype := self.dtype(name)) not in WEIGHT_DTYPES:
+            raise UserError(
+                f"{self.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a point are "
+                "expected: save it in float32 or bfloat16."
+            )
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UserError unless `name` is here with this global shape."""

@@ -250,11 +250,7 @@ class MergedSource(WeightSource):
         for name in self._full:
             self.trained.require(name, self._shapes[name])
         for name in self.trained.tensor_names():
-            if not (dtype := self.trained.dtype(name)).is_floating_point:
-                raise UserError(
-                    f"{self.trained.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "
-                    "point are expected: save it in float32 or bfloat16."
-                )
+            self.trained.require_numbers(name)
         for module in adapted_modules(self.trained.tensor_names()):
             self._check_factors(module)
         if self.base is None and (untrained := sorted(set(self._shapes) - self._full - self._zeros)):

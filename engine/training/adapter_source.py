@@ -102,11 +102,7 @@ def _check_tensor(source: TensorReader, name: str, shape: tuple[int, ...]) -> No
             f"the adapter in {source.label} has {name} with shape {list(source.shape(name))}, but this model takes "
             f"{list(shape)}: use an adapter that was trained on it."
         )
-    if not (dtype := source.dtype(name)).is_floating_point:
-        raise UserError(
-            f"the adapter in {source.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a "
-            "point are expected: save it in float32 or bfloat16."
-        )
+    source.require_numbers(name)
     if not source.read_whole(name).isfinite().all():
         raise UserError(
             f"the adapter in {source.label} has numbers in {name} that are not finite: use one from before its "

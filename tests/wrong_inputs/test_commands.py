@@ -71,6 +71,7 @@ def test_conversions_and_planning(
 FACTORS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "narrower": (lambda factor: factor[:, :8].clone(), "with shape [2, 8], but [2, 16] is expected"),
     "codes": (lambda factor: factor.to(torch.int8), "as int8, but numbers with a point are expected"),
+    "float8": (lambda factor: factor.to(torch.float8_e5m2), "as float8_e5m2, but numbers with a point are expected"),
     "not finite": (lambda factor: factor * float("nan"), "is not finite after training, so nothing was exported"),
 }
 

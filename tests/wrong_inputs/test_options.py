@@ -244,6 +244,7 @@ ADAPTERS: dict[str, tuple[Callable[[Workplace], Any], str]] = {
     "narrower": (_factor(torch.ones(2, 8)), "with shape [2, 8], but this model takes [2, 16]"),
     "another rank": (_factor(torch.ones(3, 16)), "has rank 3 at layers.0.attention.q_proj, but"),
     "codes": (_factor(torch.ones(2, 16, dtype=torch.int8)), "lora_A as int8, but numbers with a point"),
+    "float8": (_factor(torch.ones(2, 16).to(torch.float8_e4m3fn)), "lora_A as float8_e4m3fn, but numbers with a point"),
     "not finite": (_factor(torch.full((2, 16), float("nan"))), "that are not finite"),
     "a file": (lambda place: place.set(lora__init_from=place.train), "train.jsonl, which is not a folder"),
     "a model": (lambda place: place.set(lora__init_from=place.model), "has no adapter_config.json"),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -33,6 +34,13 @@ class BuildKernels(build_ext):
             print(f"warning: CPU runs will use plain torch operations, which are slower: {error}", file=sys.stderr)
 
 
+class PlatformWheel(bdist_wheel):
+    """Tags wheels for any Python 3 of one platform: the libraries are loaded by ctypes, and know no Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 class WithKernels(Distribution):
     """Marks wheels as made for one platform."""
 
@@ -54,7 +62,7 @@ setup(
     entry_points={"console_scripts": ["rankfold = rankfold.__main__:run"]},
     python_requires=">=3.11",
     ext_modules=[Extension(f"{NATIVE_PACKAGE}.{name}", []) for name in native_build.instruction_sets()],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     distclass=WithKernels,
     install_requires=[
         "torch>=2.11,<2.14",

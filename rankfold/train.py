@@ -18,6 +18,8 @@ from engine.errors import UserError
 from engine.runtime.command import given_command
 from engine.telemetry.errors import EXIT_STOPPED
 from engine.telemetry.interrupts import EXIT_INTERRUPTED
+from engine.telemetry.trackers import check_trackers
+from engine.training.reports.run_metrics import tracker_choice
 
 _PROFILE = re.compile(r"^--profile(?=$|=)")
 """A short name of an option."""
@@ -27,6 +29,7 @@ _REWARD = "--reward"
 
 def main() -> None:
     config = load_config([_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(sys.argv[1:])])
+    check_trackers(tracker_choice(config.log))
     # imported after the configuration is known to be sound: torch takes seconds to load
     from engine.training.trainer import train
 

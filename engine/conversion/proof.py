@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -213,7 +214,10 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """Returns the model with the adapter; each of its tensors must be where PEFT's own export would have it."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    adapted = PeftModel.from_pretrained(model, str(folder))
+    with warnings.catch_warnings():
+        # PEFT asks for it by the name that transformers had before
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        adapted = PeftModel.from_pretrained(model, str(folder))
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     loaded = get_peft_model_state_dict(adapted)

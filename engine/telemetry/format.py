@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
+
+_ENDS = 20
+"""Steps over which a figure at a run's beginning and end is averaged, where it has twice as many."""
 
 
 def format_bytes(count: float) -> str:
@@ -40,6 +44,34 @@ def counted(count: int, noun: str) -> str:
     """Returns a number and what it counts, such as "1 row" or "2,000 rows"."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def how_far(step: int, steps: int, epochs: float | None = None) -> str:
+    """Returns how far a run is: "step 12 of 36", "complete, 36 steps" or "complete, 2 epochs in 36 steps".
+
+    Args:
+        step: the last that was taken.
+        steps: of the whole run.
+        epochs: that these are, where epochs end the run.
+    """
+    if step < steps:
+        return f"step {step:,} of {steps:,}"
+    passes = "" if epochs is None else f"{epochs:g} epoch{'' if epochs == 1 else 's'} in "
+    return f"complete, {passes}{counted(step, 'step')}"
+
+
+def first_to_last(values: Sequence[tuple[float, float]], show: Callable[[float], str] = "{:.4f}".format) -> str:
+    """Returns the first and the last of a figure's values; of a long run means of some steps, because a batch is noisy.
+
+    Args:
+        values: (step, value) of each step.
+        show: formats a value.
+    """
+    window = min(_ENDS, len(values) // 2)
+    if window < 2:
+        return " → ".join(show(value) for _, value in (*values[:1], *values[1:][-1:]))
+    first, last = (fmean(value for _, value in part) for part in (values[:window], values[-window:]))
+    return f"{show(first)} → {show(last)} (means of {window} steps)"
 
 
 def format_parameters(count: float) -> str:

@@ -10,6 +10,7 @@ from engine.config.run import RunConfig
 from engine.data.order import DataOrder
 from engine.errors import UserError
 from engine.optim.lr_schedule import learning_rate
+from engine.telemetry.format import how_far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,11 +19,17 @@ class Course:
 
     Args:
         steps: in all.
+        epochs: that these are, where epochs end the run.
         optim: whose schedule they follow.
     """
 
     steps: int
+    epochs: float | None
     optim: OptimOptions
+
+    def how_far(self, step: int) -> str:
+        """Returns how far the run is after `step` steps."""
+        return how_far(step, self.steps, self.epochs)
 
     def rate(self, step: int) -> float:
         """Learning rate of the step after `step` others."""
@@ -45,7 +52,7 @@ def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed:
     epochs = config.train.num_epochs
     steps = config.train.steps if epochs is None else step + order.steps_left(consumed, epochs)
     assert steps is not None
-    return Course(steps=steps, optim=config.optim)
+    return Course(steps=steps, epochs=epochs, optim=config.optim)
 
 
 def rate_change(saved: str, config: RunConfig, course: Course, order: DataOrder, *, step: int) -> str | None:

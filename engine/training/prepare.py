@@ -321,7 +321,7 @@ def _assemble(
     source = _step_source(config, launch, data, training, opened, metrics=metrics, say=say, run_dir=folder.path)
     if start.resume is not None:
         source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
-    observation = Observation(config, launch, training, folder.path)
+    observation = Observation(config, launch, training, folder.path, steps=read.course.steps)
     opened.callback(observation.close)
     guards = build_guards(config, training, launch, say=say)
     rows = data.train.dataset if isinstance(data.train, DataLoader) else None

@@ -16,7 +16,7 @@ from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError
 from engine.runtime.launch import start, stop, world_size_from_environment
 from engine.runtime.supervision import Preempted
-from engine.telemetry.format import counted, shown
+from engine.telemetry.format import counted, first_to_last, shown
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
@@ -123,6 +123,8 @@ class Trainer:
             run_dir=run.folder.path,
             steps=self.step,
             losses=_ends(run.reporter.losses),
+            loss_course=_loss_course(run.reporter.losses, run.start.step),
+            how_far=run.course.how_far(self.step),
             eval_losses=_ends(run.evaluations.losses),
             best=self._best_checkpoint(),
             tokens=run.reporter.tokens,
@@ -258,6 +260,11 @@ def _how_to_resume(summary: RunSummary, config: RunConfig, command: Callable[...
         f"{name.removeprefix('--')} {value}" for name, value in zip(options[::2], options[1::2], strict=True)
     )
     return f"the same configuration resumes from there{f', with {given}' if given else ''}"
+
+
+def _loss_course(losses: list[tuple[int, float]], begin: int) -> str:
+    """Returns the loss at the beginning and end of this start; a report has that of all starts together."""
+    return f"{first_to_last(losses)}{f', since step {begin}' if begin else ''}" if losses else ""
 
 
 def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

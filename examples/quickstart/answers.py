@@ -24,6 +24,23 @@ def prompts(dataset: TokenDataset, count: int) -> list[list[int]]:
     return distinct[:: max(1, len(distinct) // count)][:count]
 
 
+def most_different(answers: list[str], count: int) -> list[int]:
+    """The places of `count` answers that share the fewest words with those taken before, the longest first."""
+    words = [set(text.split()) for text in answers]
+    left = sorted(range(len(answers)), key=lambda place: -len(words[place]))
+    taken: list[int] = []
+    while left and len(taken) < count:
+        best = min(left, key=lambda place: max((_shared(words[place], words[one]) for one in taken), default=0.0))
+        taken.append(best)
+        left.remove(best)
+    return sorted(taken)
+
+
+def _shared(first: set[str], second: set[str]) -> float:
+    """The share of their words that two answers have in common."""
+    return len(first & second) / max(1, len(first | second))
+
+
 @torch.inference_mode()
 def answer(model: PreTrainedModel, prompt: list[int], tokenizer: Tokenizer) -> str:
     """The greedy continuation of `prompt`, up to its end token."""

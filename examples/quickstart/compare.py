@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from answers import answer, prompts
+from answers import answer, most_different, prompts
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -34,6 +34,10 @@ from engine.training.start_model import check_model, model_source
 from engine.training.state import load_state
 
 ROWS, QUESTIONS = 4, 3
+CANDIDATES = 24
+"""Questions that a small model is asked, to show the few whose answers have the least in common."""
+SMALL = 50_000_000
+"""Parameters of a model that answers so many in seconds."""
 TOLERANCE = 1e-3
 """Largest difference between two float32 logits that rounding may explain."""
 ROUNDED_TOLERANCE = 0.05
@@ -139,14 +143,15 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(paths.base, dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(paths.merged, dtype=torch.float32)
     from_base = transformers_logits(base, dataset)
-    questions = prompts(dataset, QUESTIONS)
+    questions = prompts(dataset, CANDIDATES if merged.num_parameters() < SMALL else QUESTIONS)
+    adapted = [answer(merged, question, tokenizer) for question in questions]
     answers = [
         {
-            "question": tokenizer.decode(question),
-            "base": answer(base, question, tokenizer),
-            "adapted": answer(merged, question, tokenizer),
+            "question": tokenizer.decode(questions[place]),
+            "base": answer(base, questions[place], tokenizer),
+            "adapted": adapted[place],
         }
-        for question in questions
+        for place in most_different(adapted, QUESTIONS)
     ]
     sides = Sides(
         engine=engine_logits(config, paths.run, dataset),

@@ -202,9 +202,10 @@ class Display:
     def tick(self) -> None:
         """Time has passed."""
         if self._live:
-            width = shutil.get_terminal_size().columns - 1
-            text = f"    {time.monotonic() - self._started:4.0f}s  {self._status}"
-            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
+            seconds = f"    {time.monotonic() - self._started:4.0f}s"
+            print(
+                f"\r\x1b[K{fitted(seconds, self._status, shutil.get_terminal_size().columns - 1)}", end="", flush=True
+            )
         elif time.monotonic() - max(self._shown_at, self._started) > 3 * PLAIN_SECONDS:
             self._shown_at = time.monotonic()
             print(f"    {self._shown_at - self._started:4.0f}s  ...", flush=True)
@@ -213,6 +214,20 @@ class Display:
         """Take the rewritten line away."""
         if self._live:
             print("\r\x1b[K", end="", flush=True)
+
+
+def fitted(seconds: str, status: str, width: int) -> str:
+    """The figures of a line of progress that a terminal has room for: how far it is and the time left come first."""
+    head, *figures = status.split("  ")
+    figures.sort(key=lambda figure: not figure.startswith("ETA"))
+    if step := re.match(r"step (\d+)/(\d+)", head):
+        head += f"  {100 * int(step[1]) // int(step[2])}%"
+    line = f"{seconds}  {head}"[:width]
+    for figure in figures:
+        if len(line) + 2 + len(figure) > width:
+            break
+        line += f"  {figure}"
+    return line
 
 
 def _remove(path: Path) -> None:

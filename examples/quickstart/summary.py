@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 WIDTH = 100
-LAST_STEPS = 20
+SOME_STEPS = 20
 Row = tuple[str, str]
 
 
@@ -36,18 +36,22 @@ class Timed(Protocol):
 
 
 def read_metrics(run: Path) -> dict[str, float]:
-    """Figures of a run, from its metrics file; "last" is a mean over steps, as one batch says little."""
+    """Figures of a run, from its metrics file; "first" and "last" are means over steps, as one batch says little."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     steps = [record for record in records if "loss" in record]
     evaluations = [record["eval_loss"] for record in records if "eval_loss" in record]
     found = {
         "steps": steps[-1]["step"],
-        "first": steps[0]["loss"],
-        "last": sum(record["loss"] for record in steps[-LAST_STEPS:]) / len(steps[-LAST_STEPS:]),
+        "first": _mean(steps[:SOME_STEPS]),
+        "last": _mean(steps[-SOME_STEPS:]),
         "speed": sum(record["tokens"] for record in steps) / sum(record["seconds"] for record in steps),
     }
     return found | ({"before": evaluations[0], "after": evaluations[-1]} if evaluations else {})
+
+
+def _mean(steps: Sequence[dict[str, float]]) -> float:
+    return sum(step["loss"] for step in steps) / len(steps)
 
 
 def print_summary(paths: Paths, steps: Sequence[Timed], seconds: float) -> None:
@@ -75,8 +79,7 @@ def print_summary(paths: Paths, steps: Sequence[Timed], seconds: float) -> None:
 
 
 def _course(run: dict[str, float]) -> str:
-    last = f"{run['last']:.3f} (mean of the last {LAST_STEPS} steps)"
-    return f"{run['first']:.3f} (step 1) -> {last} in {run['steps']} steps"
+    return f"{run['first']:.3f} -> {run['last']:.3f} (means of {SOME_STEPS} steps) in {run['steps']} steps"
 
 
 def _figures(paths: Paths, result: dict) -> list[Row]:

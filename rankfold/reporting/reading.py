@@ -18,7 +18,7 @@ import yaml
 
 from engine.config.run_files import CONFIG, ENVIRONMENT, TELEMETRY
 from engine.errors import UserError
-from engine.telemetry.format import counted
+from engine.telemetry.format import counted, how_far
 
 _LARGEST = 1e100
 """Largest magnitude of a figure: sums and differences of such numbers are finite."""
@@ -108,10 +108,11 @@ class Run:
         last = max((record.step for record in self.steps), default=None)
         if last is None:
             return "evaluated only" if self.evaluations else "no steps recorded"
-        wanted = count(self.option("train.steps"))
+        wanted = count(self.fact("steps")) or count(self.option("train.steps"))
         if not wanted:
-            return f"{last} step{'' if last == 1 else 's'}"
-        return f"complete, {counted(last, 'step')}" if last >= wanted else f"ended at step {last} of {wanted}"
+            return counted(last, "step")
+        epochs = None if self.option("train.steps") else number(self.option("train.epochs")) or 1.0
+        return f"{'ended at ' if last < wanted else ''}{how_far(last, wanted, epochs)}"
 
 
 def read_runs(paths: list[Path]) -> list[Run]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from statistics import mean, median
+from statistics import median
 
 from markupsafe import Markup
 
-from engine.telemetry.format import format_bytes, format_count, format_duration, format_parameters
+from engine.telemetry.format import first_to_last, format_bytes, format_count, format_duration, format_parameters
 from rankfold.reporting.chart import Point
 from rankfold.reporting.layout import key, table
 from rankfold.reporting.markup import element
 from rankfold.reporting.reading import Run, count, number, points
-
-_HEADLINE_STEPS = 20
-"""Steps over which the loss at a run's beginning and end is averaged, where it has twice as many."""
 
 
 def header(runs: Sequence[Run]) -> Markup:
@@ -34,8 +31,8 @@ def summary(runs: Sequence[Run]) -> Markup:
     """Returns the most important figures."""
     rows: list[tuple[str, list[Markup | str]]] = [
         ("state", [run.status for run in runs]),
-        ("reward", [_headline(run.series("reward")) for run in runs]),
-        ("training loss", [_headline(run.series("loss")) for run in runs]),
+        ("reward", [_course(run.series("reward")) for run in runs]),
+        ("training loss", [_course(run.series("loss")) for run in runs]),
         ("evaluation loss", [_ends(points(run.evaluations, "eval_loss")) for run in runs]),
         ("speed", [f"{format_count(run.speed)} tokens/s" if run.speed else "–" for run in runs]),
         ("utilisation", [_middle(run.series("mfu"), lambda value: f"{value:.1%}") for run in runs]),
@@ -117,13 +114,8 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _headline(values: Sequence[Point]) -> str:
-    """Returns the first and the last value; of a long run means of some steps, because one batch is noisy."""
-    window = min(_HEADLINE_STEPS, len(values) // 2)
-    if window < 2:
-        return _ends(values)
-    first, last = (mean(value for _, value in part) for part in (values[:window], values[-window:]))
-    return f"{first:.4f} → {last:.4f} (means of {window} steps)"
+def _course(values: Sequence[Point]) -> str:
+    return first_to_last(values) or "–"
 
 
 def _ends(values: Sequence[Point]) -> str:

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -134,8 +135,9 @@ def test_a_run_becomes_an_adapter_and_a_merged_model(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "hf")
     succeed("import", "--source", tmp_path / "hf", "--out", tmp_path / "parts", "--tensor", 2)
     run = make_run(tmp_path / "run", tmp_path / "parts", (1, 3))
-    succeed("export", "--source", run, "--out", tmp_path / "adapter", "--format", "peft")
-    succeed("export", "--source", run, "--out", tmp_path / "merged", "--format", "hf", "--merge")
+    with warnings.catch_warnings(action="error", category=FutureWarning):  # which a user can do nothing about
+        succeed("export", "--source", run, "--out", tmp_path / "adapter", "--format", "peft")
+        succeed("export", "--source", run, "--out", tmp_path / "merged", "--format", "hf", "--merge")
     first = ("--out", tmp_path / "first", "--format", "peft", "--step", 1)
     succeed("export", "--source", run, *first)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -20,6 +20,7 @@ from engine.telemetry import (
     format_duration,
     peak_memory_bytes,
 )
+from engine.telemetry.format import first_to_last, how_far
 from engine.telemetry.terminal import leave_bottom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,3 +241,30 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     rows = [("part", "of", "GiB"), ("weights", "a", "12.5")]
     assert format_columns(rows) == ["part     of   GiB", "weights   a  12.5"]
     assert format_columns(rows, names=2) == ["part     of   GiB", "weights  a   12.5"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([], ""),
+        ([3.0], "3.0000"),
+        ([3.0, 2.0, 1.0], "3.0000 → 1.0000"),
+        ([4.0, 3.0, 2.0, 1.0], "3.5000 → 1.5000 (means of 2 steps)"),
+        ([5.0] * 20 + [9.0] * 7 + [1.0] * 20, "5.0000 → 1.0000 (means of 20 steps)"),
+    ],
+)
+def test_a_loss_from_first_to_last(values: list[float], text: str) -> None:
+    assert first_to_last(list(enumerate(values, 1))) == text
+
+
+@pytest.mark.parametrize(
+    ("step", "epochs", "text"),
+    [
+        (12, None, "step 12 of 36"),
+        (36, None, "complete, 36 steps"),
+        (36, 1.0, "complete, 1 epoch in 36 steps"),
+        (36, 1.5, "complete, 1.5 epochs in 36 steps"),
+    ],
+)
+def test_how_far_a_run_is(step: int, epochs: float | None, text: str) -> None:
+    assert how_far(step, 36, epochs) == text

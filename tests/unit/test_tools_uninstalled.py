@@ -77,3 +77,20 @@ def test_what_is_required_is_what_setup_requires() -> None:
     names = {re.split(r"[^\w-]", line)[0] for line in re.findall(r'"(.+?)"', text)}
     named = {"yaml": "PyYAML", "docstring_parser": "docstring-parser", "PIL": "pillow"}
     assert {named.get(name, name) for name in REQUIRED} == names
+
+
+def test_a_tracker_that_is_missing_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """In the milliseconds that options take."""
+    (tmp_path / "data.txt").write_text("text")
+    code = (
+        "import sys, engine.telemetry.trackers as trackers\n"
+        "trackers._is_installed = lambda package: package != 'wandb'\n"
+        "from rankfold.train import main\n"
+        "try:\n    main()\nexcept ValueError as error:\n    print(error, 'torch' in sys.modules)\n"
+    )
+    options = ["--model.path", str(tmp_path), "--data.train", str(tmp_path / "data.txt"), "--log.wandb_project", "mine"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("log.wandb_project is mine, but the wandb package is not installed"), done
+    assert done.stdout.endswith(" False\n")

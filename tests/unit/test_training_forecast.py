@@ -101,7 +101,7 @@ def test_what_cannot_be_predicted_runs_on(run: tuple[RunConfig, Training], monke
 
     monkeypatch.setattr(forecast, "workload_of", refuse)
     found = _forecast(run, GPU)
-    assert found.line() == "memory: not predicted: there is no formula for this."
+    assert found.line() == "memory: there is no formula for this."
     assert found.seen(1 << 50, last=True) is None
 
 

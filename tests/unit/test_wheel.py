@@ -51,6 +51,8 @@ def test_what_is_in_it(wheel: Path) -> None:
         points = configparser.ConfigParser()
         points.read_string(packed.read(f"{info}/entry_points.txt").decode())
         metadata = packed.read(f"{info}/METADATA").decode()
+        tags = packed.read(f"{info}/WHEEL").decode()
+    assert "\nTag: py3-none-" in tags and "-any" not in tags, "the libraries are one machine's, and of no one Python"
     assert {name.partition("/")[0] for name in names} == {"engine", "rankfold", info}
     assert dict(points["console_scripts"]) == {"rankfold": "rankfold.__main__:run"}
     assert info == f"rankfold-{__version__}.dist-info" and f"\nVersion: {__version__}\n" in metadata

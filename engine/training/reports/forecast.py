@@ -57,7 +57,7 @@ class MemoryForecast:
         if self._rank != 0:
             return None
         if self.estimate is None:
-            return f"memory: not predicted: {self._reason}"
+            return f"memory: {self._reason}"
         estimate, host = self.estimate, ""
         moment, parts = estimate.fullest()
         name = largest_part(parts)

@@ -38,12 +38,13 @@ class Observation:
     Args:
         config, launch, training: of the run.
         run_dir: its folder.
+        steps: that it takes.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path, *, steps: int) -> None:
         self._config, self._launch, self._training = config, launch, training
         self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
         self._ceiling = self._measured_ceiling()
@@ -51,7 +52,7 @@ class Observation:
         if launch.rank == 0 and config.log.metrics:
             whole = num_parameters(training.source.model.decoder)
             sizes = {"parameters": whole, "trained": training.plan.num_trained()}
-            text = json.dumps(_environment(launch, training, sizes, self._ceiling), indent=2)
+            text = json.dumps(_environment(launch, training, sizes, self._ceiling, steps), indent=2)
             write_durably(run_dir / ENVIRONMENT, text)
         # last, so that nothing is left open where the lines above fail
         self._file = RankFile(run_dir / TELEMETRY, launch.rank, say) if config.log.metrics else None
@@ -114,14 +115,17 @@ class Observation:
         return measure_products(self._launch.device, TORCH_DTYPES[self._config.model.dtype])
 
 
-def _environment(launch: Launch, training: Training, sizes: dict[str, int], ceiling: float) -> dict[str, Any]:
-    """Describes the machine, versions, layout and model, and when the run started, in UTC."""
+def _environment(
+    launch: Launch, training: Training, sizes: dict[str, int], ceiling: float, steps: int
+) -> dict[str, Any]:
+    """Describes the machine, versions, layout, model and length, and when the run started, in UTC."""
     cuda = launch.device.type == "cuda"
     grid = training.mesh.grid
     choice = training.plan.partition.choice
     return {
         "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "model": sizes,
+        "steps": steps,
         "device": torch.cuda.get_device_name(launch.device) if cuda else platform.processor() or platform.machine(),
         "backend": "cuda" if cuda else "cpu",
         "threads": torch.get_num_threads(),

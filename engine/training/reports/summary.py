@@ -14,7 +14,16 @@ from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
 from engine.runtime.preemption import CTRL_C
 from engine.sentences import listed
-from engine.telemetry.format import counted, format_bytes, format_count, format_duration, format_parameters, shown
+from engine.telemetry.format import (
+    counted,
+    first_to_last,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_parameters,
+    how_far,
+    shown,
+)
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.learning_rates import rates_line
@@ -29,6 +38,10 @@ class RunSummary:
     steps: int
     losses: tuple[tuple[int, float], ...] = ()
     """Step and loss of the first and the last reported step of this start; of one, where there is but one."""
+    loss_course: str = ""
+    """The loss at the beginning and at the end of this start, as a report shows it: means of a long run's steps."""
+    how_far: str = ""
+    """How much of the whole run has been done."""
     eval_losses: tuple[tuple[int, float], ...] = ()
     """The same of evaluations."""
     tokens: int = 0
@@ -49,10 +62,11 @@ class RunSummary:
         return self.stopped == CTRL_C
 
     def lines(self) -> list[str]:
-        rows = [("steps", f"{self.steps}")]
-        for name, losses in (("training loss", self.losses), ("evaluation loss", self.eval_losses)):
-            if losses:
-                rows.append((name, " -> ".join(f"{loss:.4f} (step {step})" for step, loss in losses)))
+        rows = [("run", self.how_far or how_far(self.steps, self.steps))]
+        if self.loss_course:
+            rows.append(("training loss", self.loss_course))
+        if self.eval_losses:
+            rows.append(("evaluation loss", first_to_last(self.eval_losses)))
         if self.best is not None:
             rows.append(("best evaluation loss", self.best))
         if self.seconds > 0:

@@ -27,6 +27,9 @@ STORIES = ([1, 403, 407, 261, 378], [1, 291], [1, 424, 338, 263, 399, 302, 267, 
 class Ids:
     """A tokenizer that writes ids, for models that have none."""
 
+    def decode_many(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(one) for one in ids]
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f" {token}" for token in ids)
 

@@ -93,6 +93,9 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
+    def decode_many(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(one) for one in ids]
+
     def show(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids]))
 

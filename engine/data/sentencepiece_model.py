@@ -77,6 +77,9 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode([int(token_id) for token_id in ids if token_id < pieces])
         return text
 
+    def decode_many(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(one) for one in ids]
+
     def show(self, ids: Sequence[int]) -> str:
         pieces: list[list[int] | str] = [[]]
         for token_id in map(int, ids):

@@ -90,6 +90,10 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`, without control tokens."""
         ...
 
+    def decode_many(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the same as `decode` of each list, faster."""
+        ...
+
     def show(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, control tokens too."""
         ...
@@ -203,6 +207,9 @@ class _ConfinedTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._call("decode", [int(token_id) for token_id in ids]))
+
+    def decode_many(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        return list(self._call("decode_many", [[int(token_id) for token_id in one] for one in ids]))
 
     def show(self, ids: Sequence[int]) -> str:
         return str(self._call("show", [int(token_id) for token_id in ids]))

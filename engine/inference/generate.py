@@ -31,7 +31,7 @@ from engine.errors import UserError
 from engine.inference.model_part import Chosen, InferenceStage
 from engine.inference.options import Limits
 from engine.inference.pictures import prompt_coordinates
-from engine.inference.text import TextStream, TokenDecoder
+from engine.inference.text import TextStream, TokenDecoder, push_all
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
 
@@ -273,9 +273,15 @@ class Generator:
             self.speed.decode_tokens += len(running)
         else:
             self.speed.prefill_seconds += self.stage.now() - began
+        pushed = [
+            (number, (stream, tokens[number]))
+            for number in running
+            if (stream := one.rows[number].stream) is not None and tokens[number] not in self._limits.stop_ids
+        ]
+        texts = dict(zip([number for number, _ in pushed], push_all([push for _, push in pushed]), strict=True))
         for number in running:
             one.rows[number].logps += logps[number : number + 1]
-            self._take(one.rows[number], tokens[number], on_text)
+            self._take(one.rows[number], tokens[number], texts.get(number, ""), on_text)
         return [one.rows[number] for number in running if one.rows[number].ending is not None]
 
     def _continues(self, busy: bool) -> bool:
@@ -380,14 +386,12 @@ class Generator:
         speed.cache_bytes += self.stage.cache.bytes_read([place + 1 for place in places])
         return _Pass([*rows], chosen, decodes=True)
 
-    def _take(self, row: _Row, token: int, on_text: Callable[[Request, str], None] | None) -> None:
+    def _take(self, row: _Row, token: int, text: str, on_text: Callable[[Request, str], None] | None) -> None:
         row.ids.append(token)
-        text, stream = "", row.stream
+        stream = row.stream
         if token in self._limits.stop_ids:
             row.ending = "stop_token"
         else:
-            if stream is not None:
-                text = stream.push(token)
             if stream is not None and stream.stopped:
                 row.ending = "stop_text"
             elif len(row.ids) == self._limits.max_new_tokens:

@@ -16,8 +16,8 @@ _UNFINISHED = "\ufffd"
 class TokenDecoder(Protocol):
     """A tokenizer that can decode."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of `ids`, without control tokens."""
+    def decode_many(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the text of each of some lists of ids, without control tokens."""
         ...
 
 
@@ -42,20 +42,19 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that can be shown now, which may be none."""
-        self._ids.append(token)
-        self._decode(finished=False)
-        return self._take(self._safe())
+        return push_all([(self, token)])[0]
 
     def finish(self) -> str:
         """Returns the rest of the text, where no token follows."""
-        self._decode(finished=True)
+        if not self.stopped:
+            self._decoded(*self._tokenizer.decode_many(self._waiting()), finished=True)
         return self._take(len(self.text))
 
-    def _decode(self, *, finished: bool) -> None:
-        if self.stopped:
-            return
-        old = self._tokenizer.decode(self._ids[self._begin : self._end])
-        new = self._tokenizer.decode(self._ids[self._begin :])
+    def _waiting(self) -> list[list[int]]:
+        """Returns the tokens whose decodings differ in the new text."""
+        return [self._ids[self._begin : self._end], self._ids[self._begin :]]
+
+    def _decoded(self, old: str, new: str, *, finished: bool) -> None:
         if len(new) <= len(old) or (new.endswith(_UNFINISHED) and not finished):
             return
         searched = max(0, len(self.text) - max(map(len, self._stops), default=0))
@@ -80,3 +79,19 @@ class TextStream:
         new = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return new
+
+
+def push_all(tokens: Sequence[tuple[TextStream, int]]) -> list[str]:
+    """Gives some streams, of one tokenizer, a token each; it decodes them in one call.
+
+    Returns:
+        The text of each stream that can be shown now, which may be none.
+    """
+    for stream, token in tokens:
+        stream._ids.append(token)
+    running = [stream for stream, _ in tokens if not stream.stopped]
+    if running:
+        texts = iter(running[0]._tokenizer.decode_many([ids for stream in running for ids in stream._waiting()]))
+        for stream in running:
+            stream._decoded(next(texts), next(texts), finished=False)
+    return [stream._take(stream._safe()) for stream, _ in tokens]

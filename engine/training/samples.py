@@ -29,7 +29,7 @@ from engine.errors import UserError
 from engine.inference.generate import context_limit
 from engine.inference.options import Sampling
 from engine.inference.sampling import Chooser
-from engine.inference.text import TextStream
+from engine.inference.text import TextStream, push_all
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
@@ -147,10 +147,10 @@ class TextSamples:
         rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
         decoded: Decoded = {}  # each picture once, though every token takes a pass over all of its text
         while active := [row for row in rows if not row.ended]:
-            for row, token in zip(active, self._next(active, decoded), strict=True):
+            found = list(zip(active, self._next(active, decoded), strict=True))
+            push_all([(row.stream, token) for row, token in found if token not in self._ends])
+            for row, token in found:
                 row.ids.append(token)
-                if token not in self._ends:
-                    row.stream.push(token)
                 row.ended = token in self._ends or len(row.ids) == self._limit
         for row in rows:
             row.stream.finish()

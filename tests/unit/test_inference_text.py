@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.data.tokenizer import Tokenizer, load_tokenizer
-from engine.inference.text import TextStream
+from engine.inference.text import TextStream, push_all
 
 TEXTS = ("Once upon a time, there was\n  a girl.", "naïve café — 价格 100€ 🙂🎈 done", " leading and  double spaces ")
 
@@ -36,6 +36,16 @@ def test_pieces_are_the_whole(tokenizer: Tokenizer, text: str) -> None:
     assert "".join(pieces) == stream.text == whole.removeprefix(tokenizer.decode(before))
 
 
+def test_streams_that_are_decoded_together_are_each_its_own(tokenizer: Tokenizer) -> None:
+    texts = [tokenizer.encode(text)[:12] for text in TEXTS]
+    alone, together = ([TextStream(tokenizer, ("there",)) for _ in texts] for _ in range(2))
+    for place in range(12):
+        going = [row for row, ids in enumerate(texts) if place < len(ids)]
+        pieces = [alone[row].push(texts[row][place]) for row in going]
+        assert push_all([(together[row], texts[row][place]) for row in going]) == pieces
+    assert [stream.text for stream in together] == [stream.text for stream in alone]
+
+
 @pytest.mark.parametrize("stops", [("there",), (", th", "girl"), ("time, there was\n",), ("absent", "zzz")])
 def test_a_stop_text_ends_the_text_and_is_never_shown(tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
     stream = TextStream(tokenizer, stops, before=tokenizer.encode("."))
@@ -55,6 +65,9 @@ def test_a_stop_text_ends_the_text_and_is_never_shown(tokenizer: Tokenizer, stop
 
 
 class _Letters:
+    def decode_many(self, ids: list[list[int]]) -> list[str]:
+        return [self.decode(one) for one in ids]
+
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 

@@ -19,6 +19,7 @@ from engine.config.conversion.reading import read_file, read_flags
 from engine.config.conversion.shell import BRANCHES
 from engine.config.conversion.trainer import Trainer
 from engine.config.conversion.trainers import SOURCES, check_known, recognise
+from engine.config.conversion.trainers.shared import OFF
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
@@ -148,9 +149,8 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
         return
     elif one.open and "objective.name" in rule.options and not str(one.value).startswith("<computed"):
         raise UserError(
-            f"{one.source} gives {one.key} as {one.value}, which is only known when the script runs, but decides "
-            f"what is "
-            f"trained: add its value with --flags '--{one.key} VALUE'."
+            f"{one.source} gives {one.key} as {one.value}, which is only known when the script runs, but decides what "
+            f"is trained: add its value with --flags '--{one.key} VALUE'."
         )
     elif one.open and "objective.name" not in rule.options:
         conversion.leave(one, rule.options)
@@ -175,8 +175,7 @@ def _require_read(one: Given) -> None:
     if not one.file_read:
         raise UserError(
             f"{one.source} starts a program with the options in {one.value}, which is no file there: convert that "
-            f"file, or "
-            f"put it where {one.source} expects it."
+            f"file, or put it where {one.source} expects it."
         )
 
 
@@ -194,14 +193,7 @@ _OBJECTIVE_STARTS = ("teacher_model", "reward_model", "ppo_", "tpo_", "distill_"
 
 def _names_objective(one: Given) -> bool:
     leaf = one.key.rpartition(".")[2].lower()
-    return (leaf in _OBJECTIVES or leaf.startswith(_OBJECTIVE_STARTS)) and one.value not in (
-        None,
-        False,
-        "",
-        [],
-        "none",
-        "null",
-    )
+    return (leaf in _OBJECTIVES or leaf.startswith(_OBJECTIVE_STARTS)) and one.value not in OFF
 
 
 def _environment(key: str) -> Rule | None:

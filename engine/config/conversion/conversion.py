@@ -230,9 +230,8 @@ def other_objective(given: Given, what: str) -> UserError:
     if given.key == PROGRAM:
         return UserError(f"{given.source} starts {given.value}, which trains {what}, and nothing here does: {known}.")
     return UserError(
-        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: {known}. "
-        f"If the "
-        f"run should train without it, take {given.key} out."
+        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: {known}. If "
+        f"the run should train without it, take {given.key} out."
     )
 
 

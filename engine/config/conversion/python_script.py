@@ -87,8 +87,7 @@ def read_python(text: str, source: str) -> list[Given]:
     if not kinds & {*_ARGUMENTS, *_TRAINERS, "LoraConfig"} and not own:
         raise UserError(
             f"{source} has no call of TrainingArguments, SFTConfig or the like whose options could be read, and "
-            f"parses no "
-            "arguments: give the command line that starts it, with --flags."
+            "parses no arguments: give the command line that starts it, with --flags."
         )
     return given
 

@@ -81,8 +81,7 @@ _REGISTRY = "dataset_info.json"
 
 
 def _registered(given: list[Given], folder: Path) -> list[Given]:
-    """Returns the entries of dataset_info.json for the datasets that LLaMA-Factory's keys name, each with its "
-    "folder."""
+    """Returns the entries of dataset_info.json for the datasets that LLaMA-Factory's keys name, with their folder."""
     keys = {one.key: one.value for one in given}
     if not keys.keys() & {"finetuning_type", "cutoff_len", "dataset_dir", "stage"}:
         return []
@@ -111,8 +110,9 @@ def _registered(given: list[Given], folder: Path) -> list[Given]:
 
 
 def _records(path: Path) -> int | None:
-    """Returns how many records a file of data has; None where it is missing, too large to look at, or of another "
-    "kind."""
+    """Returns how many records a file of data has; None where it is missing, too large to look at, or of another
+    kind.
+    """
     try:
         if path.suffix not in (".json", ".jsonl") or path.stat().st_size > _LOOK:
             return None

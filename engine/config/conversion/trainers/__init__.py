@@ -145,9 +145,8 @@ def check_known(conversion: Conversion) -> None:
         few = listed((one.key for one in unknown), most=4)
         raise UserError(
             f"{unknown[0].source} was read as {conversion.trainer}, which does not have {len(unknown)} of its "
-            f"{len(rows)} "
-            f"keys ({few}): name its source with --from SOURCE, one of {_known()}, or write the run's file from "
-            "docs/coming-from.md."
+            f"{len(rows)} keys ({few}): name its source with --from SOURCE, one of {_known()}, or write the run's "
+            "file from docs/coming-from.md."
         )
 
 

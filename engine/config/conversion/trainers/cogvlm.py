@@ -1,5 +1,4 @@
-"""Rules for CogVLM2's own script of PEFT, finetune_demo/peft_lora.py: a loop of its own, with its arguments' "
-"defaults."""
+"""Rules for CogVLM2's own script of PEFT, finetune_demo/peft_lora.py, which trains in a loop of its own."""
 
 from __future__ import annotations
 

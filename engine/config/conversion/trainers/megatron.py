@@ -398,8 +398,7 @@ def _model(conversion: Conversion) -> None:
     if any(name.startswith(_OTHER_MODELS) for name in programs):
         raise UserError(
             f"{programs[-1]} trains another kind of model, and only decoders are trained from Megatron's flags: give "
-            f"the "
-            "flags of pretrain_gpt.py."
+            "the flags of pretrain_gpt.py."
         )
 
 

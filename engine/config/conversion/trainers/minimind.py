@@ -122,10 +122,8 @@ def _finish(conversion: Conversion) -> None:
     if script(conversion) in _OTHERS:
         raise UserError(
             f"train_{script(conversion)}.py of MiniMind trains {_OTHERS[script(conversion)]} with a loop of its own, "
-            f"which is not "
-            "converted: of its scripts, train_pretrain.py, train_full_sft.py, train_lora.py and train_dpo.py are. If "
-            "it is "
-            "another project's script, name its source with --from."
+            "which is not converted: of its scripts, train_pretrain.py, train_full_sft.py, train_lora.py and "
+            "train_dpo.py are. If it is another project's script, name its source with --from."
         )
 
 

@@ -105,8 +105,7 @@ def refuse_not_read(given: Iterable[Given], known: str) -> None:
                 place = f"{one.value} in {one.source}" if one.key == PROGRAM else f"{one.key} in {one.source}"
                 raise UserError(
                     f"{place} belongs to {source.name}, whose configurations are not converted: write the run's file "
-                    f"from "
-                    f"docs/coming-from.md, which names the options here. Sources that are converted: {known}."
+                    f"from docs/coming-from.md, which names the options here. Sources that are converted: {known}."
                 )
 
 

@@ -1,5 +1,5 @@
 """Rules for ms-swift: `swift sft`, `swift pt` and `swift rlhf`, and its YAML and JSON files. Read in version 4.6.0,
-with the older names of 3.6 to 3.12. Megatron-SWIFT starts from these tables (swift_megatron.py).
+with the older names of 3.9 and 3.12. Megatron-SWIFT starts from these tables (swift_megatron.py).
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ def rlhf_type(conversion: Conversion, given: Given) -> None:
         return
     if name == "grpo":
         raise UserError(
-            f"{given.source} gives {given.key} as grpo, whose reward plugins and normalisation are ms-swift's own "
-            f"and are not "
-            "converted: write objective.name grpo, its rewards and its limits yourself (TRL with GRPO in "
+            f"{given.source} gives {given.key} as grpo, whose reward plugins and normalisation are ms-swift's own and "
+            "are not converted: write objective.name grpo, its rewards and its limits yourself (TRL with GRPO in "
             "docs/coming-from.md)."
         )
     if name not in _LOSSES:
@@ -242,8 +241,7 @@ def quant_method(conversion: Conversion, given: Given) -> None:
     if given.value not in (None, "bnb"):
         raise UserError(
             f"{given.source} gives {given.key} as {given.value}, but a frozen base is encoded here as bitsandbytes "
-            f"does it: "
-            "give bnb with quant_bits 4 or 8."
+            "does it: give bnb with quant_bits 4 or 8."
         )
     conversion.know(given, "bnb", given.value == "bnb", "model.base_dtype: with quant_bits")
 
@@ -258,8 +256,7 @@ def quant_bits(conversion: Conversion, given: Given) -> None:
 
 @sets("model.dtype")
 def torch_dtype(conversion: Conversion, given: Given) -> None:
-    """Records the dtype of the weights, from which the arithmetic follows: both float16 and float32 train in "
-    "float16."""
+    """Records the dtype of the weights: both float16 and float32 train in float16."""
     value = str(given.value).removeprefix("torch.")
     if given.value is None:
         conversion.drop(given, "that of the model's config.json")
@@ -438,8 +435,7 @@ def finish(conversion: Conversion) -> None:
     if "torch_dtype" not in facts and not {"bf16", "fp16"} & facts.keys():
         conversion.notes.append(
             "torch_dtype was not given: model.dtype is that of most models' config.json; where it says float16 or "
-            "float32, "
-            "ms-swift computes in float16"
+            "float32, ms-swift computes in float16"
         )
     if "data.seq_length" not in options:
         conversion.to_fill.append(

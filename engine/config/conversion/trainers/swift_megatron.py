@@ -1,5 +1,5 @@
 """Rules for Megatron-SWIFT, ms-swift's training with Megatron-Core: `megatron sft`, `megatron pt` and `megatron
-rlhf`. Read in version 4.6.0, with the older names of 3.9 to 3.12 (max_epochs, save, save_interval, eval_interval,
+rlhf`. Read in version 4.6.0, with the older names of 3.9 and 3.12 (max_epochs, save, save_interval, eval_interval,
 log_interval).
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,7 @@ from engine.printable import printable
 from engine.telemetry.format import counted, format_bytes, format_count
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
+from engine.telemetry.terminal import is_terminal, wrapped
 
 _MAX_FILES_SHOWN = 8
 _MAX_EXCEPTIONS_SHOWN = 4
@@ -47,7 +49,8 @@ def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: boo
         model = weights.model
         pieces = None if model.manifest is None else PieceReader(folder, model.manifest)
     for key, value in rows:
-        print(printable(f"{key:<14} {value}"))
+        row = printable(f"{key:<14} {value}")
+        print(wrapped(row, sys.stdout, indent=15) if is_terminal(sys.stdout) else row)
     if verify:
         _verify(folder, pieces)
 

@@ -196,14 +196,15 @@ class TrainProgress:
         """
         self._recent.append((seconds, tokens, step - self._step))
         self._step = step
-        seconds, tokens, steps = (sum(entry[place] for entry in self._recent) for place in range(3))
+        spent = sum(entry[0] for entry in self._recent)
+        tokens, steps = sum(entry[1] for entry in self._recent), sum(entry[2] for entry in self._recent)
         head = f"step {step}" if self._total is None else f"step {step}/{self._total}"
         shown = [f"loss {loss:.4f}", *(f"{name} {value:.3g}" for name, value in (more or {}).items())]
-        speed = [f"{format_count(tokens / seconds)} tokens/s"] if seconds > 0 else []
+        speed = [f"{format_count(tokens / spent)} tokens/s"] if spent > 0 else []
         rate, norm, held = f"lr {lr:.3g}", f"norm {grad_norm:.3g}", f"mem {format_bytes(memory)}"
         left, ends = [], self._total is not None and step >= self._total
         if self._total is not None and steps > 0:
-            left = [f"ETA {format_duration((self._total - step) * seconds / steps)}"]
+            left = [f"ETA {format_duration((self._total - step) * spent / steps)}"]
         fraction = None if self._total is None else min(1.0, step / self._total)
         self._line.show(
             "  ".join((head, *shown, rate, f"grad {norm}", *speed, held, *left)),

@@ -57,10 +57,10 @@ class StatusLine:
         from rich.cells import cell_len
         from rich.text import Text
 
-        line = Text(self.head, style="bold")
+        line = Text(self._short_head(width // 2), style="bold")
         percent = "" if self.fraction is None else f"{int(100 * self.fraction):3d}%"
         least = 1 + _BARS[-1] if percent and width >= _WIDE_ENOUGH else 0
-        room = width - cell_len(self.head) - (2 + len(percent) if percent else 0)
+        room = width - cell_len(line.plain) - (2 + len(percent) if percent else 0)
         fields = []
         for field in self.fields:
             if room - least < 2 + cell_len(field):
@@ -78,6 +78,14 @@ class StatusLine:
         line.append("".join(f"  {field}" for field in fields), style="not bold")
         line.truncate(width, overflow="crop")
         return line
+
+    def _short_head(self, width: int) -> str:
+        """Returns the head in at most so many columns, where figures follow it: a path keeps its end."""
+        first, _, rest = self.head.partition(" ")
+        kept = width - len(first) - 2
+        if not self.fields or len(self.head) <= width or kept < 1:
+            return self.head
+        return f"{first} …{rest[-kept:]}"
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -125,12 +133,12 @@ def print_line(line: str, stream: TextIO) -> None:
         stream.flush()
 
 
-def wrapped(line: str, stream: TextIO) -> str:
-    """Returns a line broken between words where the terminal ends, the rest indented; a table's row as it is."""
+def wrapped(line: str, stream: TextIO, *, indent: int = 2) -> str:
+    """Returns a line broken between words where the terminal ends, the rest indented; an indented line as it is."""
     if line.startswith(" ") or "\n" in line:
         return line
     width = max(_columns(stream) - 1, 20)
-    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _drawn(text: Text, stream: TextIO) -> str:

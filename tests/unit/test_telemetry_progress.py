@@ -145,6 +145,16 @@ def test_colours_where_the_user_wants_them(
     leave_bottom()
 
 
+def test_a_long_path_leaves_room_for_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    progress = Progress(Log(0, stream), f"importing /home/{'someone/' * 20}my-model", 2**30, "bytes", Clock())
+    progress.advance(2**28)
+    (line,) = plain(stream.getvalue())
+    assert line.startswith("importing …") and "my-model   25% ━━" in line and "256.0 MiB / 1.0 GiB" in line
+    leave_bottom()
+
+
 def test_log_lines_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = Terminal()

@@ -78,6 +78,8 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     if (left_out := vision_left_out(model.hf_config)) is not None:
         log.warning(left_out)
     pictures = _picture_reader(config, model, tokenizer)
+    if pictures is not None and pictures.family.remark is not None:
+        log.info(pictures.family.remark)
     if config.objective.samples_completions:
         prompts = _prompt_loader(config, launch, model, tokenizer, log)
         return RunData(tokenizer=tokenizer, train=prompts, validation=None)

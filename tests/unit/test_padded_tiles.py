@@ -126,6 +126,7 @@ def test_conversations_do_not_change_each_other() -> None:
 def test_the_longest_tile_of_each_conversation_is_in_the_grids(changes: dict[str, Any], pads: bool) -> None:
     shared("vision")
     family = MiniCPMV({**read_json("minicpm-v-2_6", "config.json"), **changes}, {}, _Tokenizer())
+    assert (family.remark is not None) == pads
     found = family.grids_together(TILES, (0, 0, 1, 1))
     assert found == (((3, 5, 15), (2, 4, 15), (4, 4, 16), (2, 3, 16)) if pads else TILES)
 

@@ -110,6 +110,7 @@ class VisionFamily(ABC):
         rotates_by_grid: whether positions are those in time, height and width.
         is_bidirectional: whether tokens of a picture see the whole picture.
         turns_upright: whether pictures are turned as their EXIF orientation says.
+        remark: on what a run computes otherwise than the original may, for its log; None for nothing.
     """
 
     patch_features: int
@@ -118,6 +119,7 @@ class VisionFamily(ABC):
     rotates_by_grid: bool = False
     is_bidirectional: bool = False
     turns_upright: ClassVar[bool] = False
+    remark: str | None = None
 
     @abstractmethod
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 SYSTEM = "You are a helpful assistant."
 _HALF = (0.5, 0.5, 0.5)
+_PADDING = (
+    "tiles are padded to the longest of their conversation, as in the original's chat and its training with one sample "
+    "a device; with several it pads over these"
+)
 
 
 def _count(given: Mapping[str, Any], key: str, default: int) -> int:
@@ -79,6 +83,7 @@ class MiniCPMV(VisionFamily):
         learn_header: bool = False,
     ) -> None:
         self.version, self._pads_tiles = minicpm_v_version(config), pads_tiles(config)
+        self.remark = _PADDING if self._pads_tiles else None
         given = {**config, **(config.get("slice_config") or {}), **processor}
         if given.get("slice_mode") is False:
             raise UserError("config.json has slice_mode false, but pictures are always cut into tiles; set it to true.")

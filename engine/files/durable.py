@@ -20,10 +20,21 @@ def open_new(path: Path) -> int:
     """Creates an empty file at `path` and returns its descriptor; what was there is removed (a link, not its target).
 
     Raises:
-        OSError: the system does not allow it.
+        OSError: the system does not allow it, or `path` is a device.
     """
+    _refuse_device(path)
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _refuse_device(path: Path) -> None:
+    """Raises OSError for a device, such as /dev/null: with a superuser's rights a file would take its place."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise OSError(errno.EINVAL, "it is a device, not a file", str(path))
 
 
 def open_append(path: Path) -> IO[str]:
@@ -84,6 +95,7 @@ def write_durably(path: Path, data: bytes | str) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
+        _refuse_device(path)
         try:
             with open(open_new(temporary), "wb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -87,6 +88,16 @@ def test_planted_links_are_replaced_and_not_followed(work: Callable[[Path], None
     assert (victim / "kept").read_text() == "kept" if kind == "folder" else victim.exists() == (kind == "file")
     if kind == "file":
         assert victim.read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices, or has a right to remove one")
+@pytest.mark.parametrize("write", [lambda path: write_durably(path, b"new"), open_new])
+def test_a_device_is_not_replaced(write: Callable[[Path], object], tmp_path: Path) -> None:
+    path = tmp_path / "null"
+    os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    with pytest.raises((OSError, FileError), match="it is a device, not a file"):
+        write(path)
+    assert stat.S_ISCHR(path.lstat().st_mode) and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

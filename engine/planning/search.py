@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import inf
 
 import torch
@@ -165,7 +165,7 @@ def search(
         UserError: the machine has no products for the base's encoding.
     """
     check_encoding(machine, workload.base_dtype)
-    fitting: list[Candidate] = []
+    fitting: list[list[Candidate]] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
     for layout in each(list(layouts(wanted.devices, has_experts=workload.decoder.routed is not None))):
@@ -175,19 +175,38 @@ def search(
         except UserError as error:
             refused.append(RefusedLayout(layout, str(error)))
             continue
-        timed: list[Candidate] = []
-        for candidate in tried:
-            if not wanted.holds(candidate):
-                too_large.append(candidate)
-                continue
-            time = predict_time(candidate.workload, candidate.layout, candidate.memory, machine)
-            timed.append(replace(candidate, time=time))
-        fitting += _fastest_alike(timed)[:_SHOWN_OF_A_LAYOUT]
+        too_large += [one for one in tried if not wanted.holds(one)]
+        fitting.append([_timed(one, machine) for one in tried if wanted.holds(one)])
+    limit = WORTH_KEEPING * min((_seconds(one)[0] for one in chain(*fitting)), default=0.0)
+    shown: list[Candidate] = []
+    for alike in fitting:
+        kept = _with_more_kept(wanted, [one for one in alike if _seconds(one)[0] <= limit])
+        shown += _fastest_alike(alike + [_timed(one, machine) for one in kept])[:_SHOWN_OF_A_LAYOUT]
     return SearchResult(
-        fitting=_recommended_first(sorted(fitting, key=_seconds)),
+        fitting=_recommended_first(sorted(shown, key=_seconds)),
         too_large=_traced_first(wanted, too_large),
         refused=tuple(refused),
     )
+
+
+def _timed(candidate: Candidate, machine: Machine) -> Candidate:
+    return replace(candidate, time=predict_time(candidate.workload, candidate.layout, candidate.memory, machine))
+
+
+def _with_more_kept(wanted: SearchRequest, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns those candidates that recompute norms and gates without that, where it fits."""
+    if "none" not in wanted.recompute:
+        return []
+    found = [
+        Candidate.predict(one.workload, one.layout, replace(one.memory, recompute="none"), wanted.routing)
+        for one in candidates
+        if one.memory.recompute == "selective"
+    ]
+    return [one for one in found if wanted.holds(one)]
+
+
+WORTH_KEEPING = 1.25
+"""Times the fastest step: no slower layout is fast enough to be shown if it recomputes neither norms nor gates."""
 
 
 def _recommended_first(fitting: list[Candidate]) -> tuple[Candidate, ...]:
@@ -353,11 +372,11 @@ def _least_sharding(wanted: SearchRequest, workload: Workload, layout: Layout) -
 
 
 def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layout) -> list[Candidate]:
-    """Returns the candidates of a layout and a placement: the levels that recompute little, and of the others the
+    """Returns the candidates of a layout and a placement: the light level that keeps least, and of the others the
     fewest layers that fit.
 
     Recomputing more than needed is never faster, so a level that recomputes whole regions is tried only where the
-    lighter ones are too large; but where activations are offloaded, which recomputed layers do not need, some more
+    light one is too large; but where activations are offloaded, which recomputed layers do not need, some more
     layers are tried on one device. Where nothing fits, the smallest; where what is held all the time does not fit, no
     recomputation helps, and nothing is traced.
     """
@@ -372,7 +391,7 @@ def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layou
     if fullest(static).step > wanted.capacity:
         most = plan(next(level for level in reversed(RECOMPUTE_LEVELS) if level in wanted.recompute))
         return [Candidate(layout=layout, workload=place.workload, memory=most, estimates=static, traced=False)]
-    tried = [candidate(level) for level in _LIGHT if level in wanted.recompute]
+    tried = [candidate(level) for level in [level for level in _LIGHT if level in wanted.recompute][-1:]]
     fitting = [one for one in tried if wanted.holds(one)]
     if fitting and not place.offload:
         return fitting

@@ -58,6 +58,8 @@ UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig\narg
         ("tune.sh", "tune run lora_finetune --config llama3_1/8B_lora batch_size=8\n", "belongs to torchtune"),
         ("rlhf.sh", "deepspeed --module openrlhf.cli.train_sft --micro_train_batch_size 2\n", "belongs to OpenRLHF"),
         ("notebook.py", UNSLOTH, "belongs to Unsloth,"),
+        ("pretrain_a.py", "import argparse\nfrom megatron.bridge.recipes import a\np.add_argument('--lr', default=1)\n",
+         "megatron.bridge.recipes in pretrain_a.py belongs to Megatron-Bridge"),
         ("old.sh", "swift sft --sft_type lora --model_id_or_path m\n", "belongs to ms-swift before version 3"),
         ("eval.sh", "python evaluate_cogvlm_demo.py --from_pretrained m --train_iters 8 --lr 1e-5\n", "does not train"),
         ("infer.sh", "swift infer --adapters a --stream true\n", "does not train"),
@@ -72,6 +74,14 @@ UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig\narg
 def test_a_source_that_is_not_read_is_refused(name: str, content: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         _file(tmp_path, name, content)
+
+
+def test_a_launchers_file_with_a_stray_key_is_still_its(tmp_path: Path) -> None:
+    """DeepSpeed reads no offload_optimizer outside zero_optimization; CogVLM2's file has one there."""
+    content = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "offload_optimizer": {"device": "cpu"}}
+    conversion, config = _file(tmp_path, "ds_config.yaml", content)
+    assert (conversion.trainer, config.parallel.shard) == ("the launcher", "gradients")
+    assert [row.given.key for row in conversion.rows if row.kind == "unknown"] == ["offload_optimizer.device"]
 
 
 def test_every_trainer_has_a_name_and_none_knows_the_others_commands() -> None:

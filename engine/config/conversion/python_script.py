@@ -37,6 +37,11 @@ _LOSSES = ("compute_loss", "compute_loss_func", "get_batch_loss_metrics", "dpo_l
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
 _MODELS = ("ForCausalLM", "LanguageModel", "ForImageTextToText", "ForConditionalGeneration", "ForVision2Seq")
+_OTHER_TRAINERS = (
+    "unsloth.", "verl.", "torchtune.", "nemo_automodel.", "openrlhf.", "colossalai.", "torchtitan.", "litgpt.",
+    "xtuner.", "megatron.bridge.",
+)  # fmt: skip
+"""Packages whose scripts are not read; a script that imports one is recognised by it."""
 _OTHER_TASKS = re.compile(
     r"(?:Auto|TF|Flax)\w*For(?:\w*Classification|QuestionAnswering|MaskedLM|Seq2SeqLM|MultipleChoice|CTC)"
 )
@@ -66,8 +71,7 @@ def read_python(text: str, source: str) -> list[Given]:
     given += [
         Given(source=source, key="task_type", value=name) for name in sorted(used) if _OTHER_TASKS.fullmatch(name)
     ]
-    if any(_imports(node, "unsloth") for node in tree.body):
-        given.append(Given(source=source, key=PROGRAM, value="unsloth"))
+    given += [Given(source=source, key=PROGRAM, value=name) for node in tree.body for name in _imported(node)]
     given += [
         Given(source=source, key="trainer", value=kind) for kind in sorted(kinds) if _OTHER_OBJECTIVES.fullmatch(kind)
     ]
@@ -92,10 +96,11 @@ def read_python(text: str, source: str) -> list[Given]:
     return given
 
 
-def _imports(node: ast.AST, package: str) -> bool:
-    if isinstance(node, ast.Import):
-        return any(one.name.partition(".")[0] == package for one in node.names)
-    return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package
+def _imported(node: ast.AST) -> list[str]:
+    """Returns the modules that a statement imports from trainers whose scripts are not read."""
+    found = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+    found += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+    return [name for name in found if f"{name}.".startswith(_OTHER_TRAINERS)]
 
 
 def _own_losses(tree: ast.Module, source: str) -> list[Given]:

@@ -178,7 +178,7 @@ def _recognised(everything: list[Given]) -> Trainer | None:
     flags = [one.key for one in everything if launcher_rules.rule_for(one.key) is None and not one.idle]
     if any(_trains(HUGGING_FACE.rule(key)) for key in flags):
         return HUGGING_FACE
-    return LAUNCHERS if keys & _LAUNCHED and not _has_own_flags(flags) else None
+    return LAUNCHERS if keys & _LAUNCHED and not (programs and _has_own_flags(flags)) else None
 
 
 def _has_own_flags(flags: list[str]) -> bool:
@@ -187,5 +187,5 @@ def _has_own_flags(flags: list[str]) -> bool:
 
 
 def _trains(rule: Rule | None) -> bool:
-    """Returns whether a key says what is trained or how; a folder for the results alone does not."""
-    return rule is not None and any(not option.startswith(("checkpoint.", "log.")) for option in rule.options)
+    """Returns whether a key says what is trained or how; data, or a folder for the results, alone do not."""
+    return rule is not None and any(not option.startswith(("checkpoint.", "log.", "data.")) for option in rule.options)

@@ -111,7 +111,7 @@ def refuse_not_read(given: Iterable[Given], known: str) -> None:
 
 def _tells(source: NotRead, one: Given) -> bool:
     if one.key == PROGRAM:
-        return str(one.value).startswith(source.programs) if source.programs else False
+        return f"{one.value}.".startswith(source.programs) if source.programs else False
     return any(
         one.key.startswith(key)
         if key.endswith(".")

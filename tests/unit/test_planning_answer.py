@@ -24,12 +24,20 @@ from engine.planning.search import Candidate, SearchResult, _recommended_first
 from engine.planning.shapes import Parameters
 from engine.planning.step_time import StepTime, predict_time
 from rankfold.planning import memory, memory_config
-from rankfold.planning.memory_question import GIB, Answer, answer_for
+from rankfold.planning.memory_question import GIB, Answer, answer_for, ask
 from rankfold.planning.memory_report import report
 from tests.terminal import OnTerminal
 from tests.unit.test_planning_experts import MIXTURE
 from tests.unit.test_planning_search import FREE, ROOT, SMALL, _config, _workload
 
+LATENT = {
+    "model_type": "deepseek_v2", "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "vocab_size": 512, "n_group": 1, "topk_group": 1,
+    "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "rope_theta": 10000.0,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "routed_scaling_factor": 1.0, "moe_layer_freq": 1,
+}  # fmt: skip
 ELEMENTS = 8 * 16 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 704))
 """Of adapters of rank 16 on q and o, k and v, gate, up and down, in 8 layers."""
 RING = {
@@ -203,6 +211,19 @@ def test_a_terminal_shows_how_far_the_search_is(tmp_path: Path) -> None:
     with OnTerminal(command, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}, tmp_path) as there:
         there.wait_for("trying layouts: .*layouts")
         there.wait_for("Yes. Fastest that fits")
+
+
+@pytest.mark.parametrize("query_rank, queries", [(None, ["q_proj"]), (32, ["q_a_proj", "q_b_proj"])])
+def test_linears_of_latent_attention_carry_adapters_by_default(
+    query_rank: int | None, queries: list[str], tmp_path: Path
+) -> None:
+    """Where no --targets are given; such a model has no k_proj and v_proj."""
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, "q_lora_rank": query_rank}))
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    answer = ask(parser.parse_args(["--model", str(tmp_path), "--seq-length", "128"]))
+    others = ["kv_a_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert list(answer.config.lora.targets) == [*queries, *others] and answer.found.fitting
 
 
 def test_machines_name_the_data_sheet() -> None:

@@ -208,7 +208,7 @@ def _reporter(
         metrics=MetricsWriter(None),
         progress=TrainProgress(SILENT, None),
         listener=RunListener(),
-        observation=Observation(config, launch, training, folder),
+        observation=Observation(config, launch, training, folder, steps=1),
         guards=guards,
         forecast=MemoryForecast(config, replace(launch, rank=1), training, dataset),  # another rank predicts
     )

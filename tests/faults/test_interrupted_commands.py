@@ -21,7 +21,7 @@ def test_preprocess_with_workers(tmp_path: Path, stories_dir: Path) -> None:
     (tmp_path / "data.jsonl").write_text((record + "\n") * 9000)
     command = [sys.executable, "-m", "rankfold", "preprocess", "--tokenizer", stories_dir, "--workers", "2"]
     command += ["--out", "store", "data.jsonl"]
-    for moment in (1.0, "tokenising: "):
+    for moment in (1.0, "ETA "):
         with OnTerminal(command, run_environment(), tmp_path) as run:
             if isinstance(moment, str):
                 run.wait_for(moment)

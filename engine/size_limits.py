@@ -70,8 +70,9 @@ def check_sizes(part: Mapping[str, Any], file: str = "config.json") -> None:
     """
     for place, value, limit in _sizes(part, "", None):
         if value > limit:
+            shown = value if value < 10**20 else "with a number of many digits"
             raise UserError(
-                f"{file} has {place} {value}, but at most {limit:,} is expected: correct it or copy it again."
+                f"{file} has {place} {shown}, but at most {limit:,} is expected: correct it or copy it again."
             )
 
 

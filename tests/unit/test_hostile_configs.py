@@ -145,6 +145,11 @@ def test_experts_of_all_layers_are_counted() -> None:
         family_of(config)
 
 
+def test_numbers_of_many_digits_are_not_written_out() -> None:
+    with pytest.raises(UserError, match=r"has head_dim with a number of many digits, but at most 4,096"):
+        check_sizes({"head_dim": 10**5000})
+
+
 def test_released_models_are_below_the_limits() -> None:
     for file in sorted(shared("configs").glob("*.json")):
         check_sizes(json.loads(file.read_text()))

@@ -22,7 +22,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": True}, "hidden_size True, but a whole number"),
     ({"intermediate_size": -24}, "intermediate_size -24"),
     ({"num_hidden_layers": 0}, "num_hidden_layers 0, but a whole number from 1 to 1000"),
-    ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000, but a whole number from 1 to 1000"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000, but at most 1,000 is expected"),
     ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
     ({"num_hidden_layers": 1}, "has model.layers.1.input_layernorm.weight"),
     ({"num_attention_heads": 3}, "3 num_attention_heads and 2 num_key_value_heads"),

@@ -111,10 +111,11 @@ def test_numbers_do_not_depend_on_slots_or_neighbours(run: PreparedRun, temperat
 
 
 @pytest.mark.parametrize("slots", [8, 3])
-def test_reading_tokens_late_changes_no_bit(run: PreparedRun, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_tokens_late_changes_no_token(run: PreparedRun, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are launched before the tokens of the last one, or of the last three, are read, as on a GPU. Rows end by
     their token and by their length; a row that has ended is in further passes until that is read, and no more than
-    those. Its page is given to other rows meanwhile; in the end all are free."""
+    those. Its page is given to other rows meanwhile; in the end all are free. Other prompts then start together, and a
+    library's products of another number of rows may round otherwise."""
     prompts, made = prompts_of(run, 5), list[Any]()
     at_once = sampled(run, prompts, slots=slots)
     assert {one.truncated for one in at_once} == {True, False}

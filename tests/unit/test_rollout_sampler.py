@@ -130,7 +130,8 @@ def test_reading_tokens_late_changes_no_token(run: PreparedRun, slots: int, monk
         monkeypatch.setattr(Sampler, "_generator", partialmethod(late, ahead))
         found = sampled(run, prompts, slots=slots)
         for one, other in zip(found, at_once, strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist() and np.array_equal(one.logps, other.logps)
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.logps == pytest.approx(other.logps, abs=max(BOUND.values()))
         generator = made[-1]
         assert generator.stage.cache.used_bytes == 0
         # a completion's first token comes from its prompt's pass

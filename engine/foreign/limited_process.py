@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from engine.foreign.signals import signal_name
+
 _ROOT = Path(__file__).resolve().parents[2]
 # the folder in place of the current one, which is first on the path of `python -c` and may hold anything
 _PROGRAM = "import sys; sys.path[0] = sys.argv[1]; import importlib; importlib.import_module(sys.argv[2]).main()"
@@ -103,8 +105,7 @@ class LimitedProcess:
         if status == -signal.SIGPROF:
             return OutOfTime()
         if status is not None and status < 0:
-            name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
-            return Crashed(name)
+            return Crashed(signal_name(-status))
         return RuntimeError(f"a process of this program ended with status {status}:\n{said}")
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from engine.files.strict_json import JsonFlaw
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_number
 from engine.foreign.frames import receive_frame, send_frame
+from engine.foreign.signals import signal_name
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import ENDING_SECONDS
 from engine.telemetry.torchrun import without_rank
@@ -226,9 +227,7 @@ class _Worker:
         self.close()
         if status is None:
             return "its connection"
-        if status >= 0:
-            return f"with status {status}"
-        return f"by {signal.Signals(-status).name}" if -status in signal.valid_signals() else f"by signal {-status}"
+        return f"with status {status}" if status >= 0 else f"by {signal_name(-status)}"
 
     def close(self) -> None:
         """Ends the process and all that it has started; a later call starts another."""
@@ -240,6 +239,7 @@ class _Worker:
         if lifeline is not None:
             os.close(lifeline)
         if process is not None:
+            process.send_signal(signal.SIGCONT)  # a function may have stopped it, and it would not see its lifeline end
             with suppress(subprocess.TimeoutExpired):
                 process.wait(2 * ENDING_SECONDS)
             with suppress(ProcessLookupError):  # all of it was ended

@@ -63,17 +63,20 @@ def serve(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     _ignore_signals()
     with socket.socket(fileno=descriptor) as connection:
-        stream = LimitedStream(connection, None, most_bytes=_REQUEST_BYTES)
+        stream, own = LimitedStream(connection, None, most_bytes=_REQUEST_BYTES), os.getpid()
+
+        def answer(message: object) -> None:
+            if os.getpid() != own:  # a copy that a file or a function has forked, and that came back: it answers nobody
+                os._exit(0)
+            send_frame(stream, message)
+
         try:
             functions, problems = _load_all(_receive(stream))
-            send_frame(stream, problems)
-            own = os.getpid()
+            answer(problems)
             while True:
                 request = _receive(stream)
                 reply = _scored(functions[request.pop("function")], request)
-                if os.getpid() != own:  # a copy that a function has forked, and that came back: it answers nobody
-                    os._exit(0)
-                send_frame(stream, {"call": request["call"], **reply})
+                answer({"call": request["call"], **reply})
         except (EOFError, ConnectionError):
             return
 
@@ -105,7 +108,7 @@ def _load_all(wanted: Sequence[tuple[str | None, str, str, list[str]]]) -> tuple
             continue
         try:
             functions.append(_load(Path(file), name, columns))
-        except Exception as error:  # of a module of somebody else's
+        except BaseException as error:  # of a module of somebody else's, which may call sys.exit
             problems.append(f"{file}:{name} cannot be loaded ({_described(error)})")
     return functions, problems
 
@@ -176,7 +179,7 @@ def _scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
             return {"problem": f"it returned {len(found)} rewards for {count} completion{'s' if count != 1 else ''}"}
         # somebody else's too: what a number of theirs is may raise
         return {"rewards": [_checked(one) for one in found]}
-    except Exception as error:  # of a function of somebody else's
+    except BaseException as error:  # of a function of somebody else's, which may call sys.exit
         return {"problem": f"it raised {_described(error)}"}
 
 
@@ -208,5 +211,9 @@ def _kind(value: object) -> str:
 
 
 def _described(error: BaseException) -> str:
-    words = " ".join(str(error).split())[:_LONGEST_WORDS]
-    return f"{type(error).__name__[:_LONGEST_WORDS]}: {words}" if words else type(error).__name__[:_LONGEST_WORDS]
+    try:
+        name, words = type(error).__name__[:_LONGEST_WORDS], " ".join(str(error).split())[:_LONGEST_WORDS]
+        found = f"{name}: {words}" if words else name
+        return found.encode(errors="backslashreplace").decode()  # halves of characters are no JSON for the one who asks
+    except BaseException:  # what an exception of somebody else's says of itself is a call of theirs too
+        return "an exception that cannot be told"

@@ -84,6 +84,27 @@ def hostile(completions, **columns):
             time.sleep(60)
     return [1.0] * len(completions)
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+RAISED = {
+    "exits": SystemExit(3),
+    "is interrupted": KeyboardInterrupt(),
+    "says nothing of itself": Unspeakable(),
+    "half a character": ValueError(chr(0xD800)),
+}
+
+def raises(completions):
+    if completions[0] in RAISED:
+        raise RAISED[completions[0]]
+    if completions[0] == "a real-time signal":
+        os.kill(os.getpid(), 40)
+    if completions[0] == "stops what is above":
+        os.kill(os.getppid(), 19)
+        time.sleep(60)
+    return [1.0] * len(completions)
+
 def starts_another(completions, pids):
     if os.fork() == 0:
         os.setsid()
@@ -165,6 +186,31 @@ def test_an_answer_that_is_none_costs_its_completion(case: str, hostile_pool: Re
     found = scored(hostile_pool, [case])
     assert np.isnan(found.rewards).all() and REFUSED[case] in found.problems[0], found
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("exits", "it raised SystemExit: 3"),
+        ("is interrupted", "it raised KeyboardInterrupt"),
+        ("says nothing of itself", "it raised an exception that cannot be told"),
+        ("half a character", r"it raised ValueError: \ud800"),
+        ("a real-time signal", "its process ended by signal 40"),
+        ("stops what is above", "it did not come to an end within 1 s"),
+    ],
+)
+def test_what_is_raised_is_said(case: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "hostile.py").write_text(HOSTILE, encoding="utf-8")
+    begin = time.monotonic()
+    (problem,) = score([f"{tmp_path / 'hostile.py'}:raises"], samples([case]), timeout=1.0).problems
+    assert problem.endswith(words) and time.monotonic() - begin < 5
+
+
+def test_a_file_that_forks_answers_once(tmp_path: Path) -> None:
+    """A copy answered too, which was taken for the answer to the first call."""
+    path = tmp_path / "forks.py"
+    path.write_text("import os, time\nos.fork()\ndef one(completions):\n    time.sleep(0.2)\n    return [1.0]\n")
+    assert score([f"{path}:one"], samples(["a"])).rewards.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize("case", ["lines", "a problem in lines"])

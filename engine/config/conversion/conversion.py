@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, get_args
@@ -183,8 +185,12 @@ def whole(given: Given) -> int:
 
 def names(given: Given) -> list[str]:
     """Returns the names in a list, or in text with commas or spaces between them."""
-    if isinstance(given.value, list):
-        return [str(name).strip() for name in given.value]
+    found = given.value
+    if isinstance(found, str) and found.startswith("[") and found.endswith("]"):  # a list in quotes
+        with suppress(ValueError, SyntaxError, RecursionError):
+            found = ast.literal_eval(found)
+    if isinstance(found, list):
+        return [str(name).strip() for name in found]
     return [name for name in str(given.value).replace(",", " ").split() if name]
 
 

@@ -58,6 +58,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     _saving(conversion, trainer)
     _defaults(conversion, trainer, adapters=adapters)
     if adapters:
+        _dropout(conversion, trainer)
         add_expert_targets(conversion)
     _lowest_rate(conversion)
     set_rates(conversion)
@@ -103,6 +104,14 @@ def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> No
         value = default.of(conversion)
         if value != engine_default(name):
             conversion.imply(f"{trainer.name}'s default", default.where, name, value)
+
+
+def _dropout(conversion: Conversion, trainer: Trainer) -> None:
+    """Sets adapters' dropout to 0 where the trainer switches it off, whatever lora_dropout is."""
+    answers = conversion.options.get("objective.name", "language_modeling") not in ("language_modeling", "grpo")
+    off = conversion.facts.get("no_dropout", answers and not trainer.dropout_with_answers)
+    if off and conversion.options.get("lora.dropout"):
+        conversion.take(Given(source="derived", key="disable_dropout", value=True), "lora.dropout", 0.0)
 
 
 def _length(conversion: Conversion) -> None:

@@ -36,6 +36,8 @@ _LOSSES = ("compute_loss", "compute_loss_func", "get_batch_loss_metrics", "dpo_l
 """Functions of a trainer by which the objective is another one."""
 FLAGS_OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
          "bias": "lora_bias", "task_type": "lora_task_type", "init_lora_weights": "lora_init_weights"}  # fmt: skip
+_LORA = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""Defaults of LoraConfig, which count wherever a script calls it itself; trainers' own arguments have others."""
 _MODELS = ("ForCausalLM", "LanguageModel", "ForImageTextToText", "ForConditionalGeneration", "ForVision2Seq")
 _OTHER_TRAINERS = (
     "unsloth.", "verl.", "torchtune.", "nemo_automodel.", "openrlhf.", "colossalai.", "torchtitan.", "litgpt.",
@@ -63,6 +65,12 @@ def read_python(text: str, source: str) -> list[Given]:
     given = [Given(source=source, key=PROGRAM, value=source), *_defaults(tree, source)]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     classes = parsed_classes(tree)
+    made = [kind for kind in (_name(call.func)[0] for call in calls) if kind in _ARGUMENTS]
+    if len(made) > 1:
+        raise UserError(
+            f"{source} makes {' and '.join(made[:3])}, so that it may train more than once, and differently: give the "
+            "script of one training."
+        )
     kinds = {kind for kind in (*classes, *(_name(call.func)[0] for call in calls)) if kind}
     if not any(kind in _ARGUMENTS or kind.endswith("Trainer") for kind in kinds):
         given.append(Given(source=source, key=OWN_LOOP, value=source, idle=True))
@@ -80,11 +88,17 @@ def read_python(text: str, source: str) -> list[Given]:
         kind, owner = _name(call.func)
         if kind in _ADAPTED and not switch:  # they run only where the argument says so
             continue
-        for key, node in _keys(call, kind, owner):
+        if kind == "LoraConfig":
+            given += [Given(source="LoraConfig's default", key=key, value=one, idle=True) for key, one in _LORA.items()]
+        for key, node in _keys(call, kind, owner, names):
             value = _function_names(node, names) if key == "reward_funcs" else _value(node, names, own, parsed)
             if value != "" and not (_computed(value) and any(one.key == key for one in given)):
                 given.append(Given(source=source, key=key, value=value))
-    given += [Given(source=source, key=key, value=_value(node, names)) for key, node in assigned(tree).items()]
+    known = {one.key for one in given}
+    for key, node in assigned(tree, _ARGUMENTS).items():
+        value = _value(node, names, own, parsed)
+        if not _computed(value) or key in known:
+            given.append(Given(source=source, key=key, value=value))
     given[:0] = [
         Given(source=source, key=PROGRAM, value=_ARGUMENTS[kind]) for kind in sorted(kinds) if _ARGUMENTS.get(kind)
     ]
@@ -149,9 +163,20 @@ def _computed(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("<computed")
 
 
-def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr]]:
-    """Yields the keys of a call that configures training, as the flag of that name would be called."""
-    pairs = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+def _keys(call: ast.Call, kind: str, owner: str, names: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the keys of a call that configures training, as the flag of that name would be called.
+
+    Raises:
+        UserError: its options come from elsewhere, as **OPTIONS that the script does not write out.
+    """
+    pairs = _pairs(call, kind, names)
+    if kind in _ARGUMENTS and call.args:
+        yield "output_dir", call.args[0]
+    if kind in _TRAINERS:
+        model = next((value for key, value in pairs if key == "model"), call.args[0] if call.args else None)
+        model = names.get(model.id) if isinstance(model, ast.Name) else model
+        if isinstance(model, ast.Constant) and isinstance(model.value, str):
+            yield "model_name_or_path", model
     if kind in _ARGUMENTS or kind in _TRAINERS:
         yield from ((key, value) for key, value in pairs if key not in _OBJECTS)
     elif kind == "LoraConfig":
@@ -169,6 +194,28 @@ def _keys(call: ast.Call, kind: str, owner: str) -> Iterator[tuple[str, ast.expr
         yield "use_lora", ast.Constant(True)
 
 
+def _pairs(call: ast.Call, kind: str, names: dict[str, ast.expr]) -> list[tuple[str, ast.expr]]:
+    """Returns the keywords of a call, with those of **OPTIONS where the script writes these out."""
+    pairs: list[tuple[str, ast.expr]] = []
+    for keyword in call.keywords:
+        node = keyword.value
+        if keyword.arg:
+            pairs.append((keyword.arg, node))
+            continue
+        node = names.get(node.id, node) if isinstance(node, ast.Name) else node
+        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+            keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+            pairs += zip(keys, node.values, strict=True)
+        elif isinstance(node, ast.Call) and _name(node.func)[0] == "dict" and not node.args:
+            pairs += _pairs(node, kind, names)
+        elif kind in _ARGUMENTS or kind == "LoraConfig":
+            raise UserError(
+                f"the script gives {kind} the options **{ast.unparse(keyword.value)[:60]}, which are only known when "
+                "it runs: give them as a command line, with --flags."
+            )
+    return pairs
+
+
 def _name(function: ast.expr) -> tuple[str, str]:
     """Returns the name of what is called, and the name before its last dot."""
     if isinstance(function, ast.Attribute):
@@ -179,15 +226,20 @@ def _name(function: ast.expr) -> tuple[str, str]:
 def _names(tree: ast.Module) -> dict[str, ast.expr]:
     """Returns the names assigned exactly once in the script, and parameters with a default, with their values."""
     found: dict[str, list[ast.expr]] = {}
+    stored: dict[str, int] = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):  # also by +=, for, with and in tuples
+            stored[node.id] = stored.get(node.id, 0) + 1
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             found.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found.setdefault(node.target.id, []).append(node.value)
         elif isinstance(node, ast.FunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args]
             defaults = node.args.defaults
             for argument, default in zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True):
                 found.setdefault(argument.arg, []).append(default)
-    return {name: values[0] for name, values in found.items() if len(values) == 1}
+    return {name: values[0] for name, values in found.items() if len(values) == 1 and stored.get(name, 0) <= 1}
 
 
 def _function_names(node: ast.expr, names: dict[str, ast.expr]) -> Any:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from engine.config.conversion.documents import parse_document, read_small_text
 from engine.config.conversion.given import OWN_LOOP, PROGRAM, PROGRAM_CODE, PROGRAM_FILE, Given, Value
 from engine.config.conversion.python_script import OBJECTIVES, SWITCHES, own_arguments, read_python
 from engine.config.conversion.shell import plain, read_command, read_shell
@@ -29,26 +28,28 @@ _LOOK = 2**28
 _WHAT = "give another trainer's YAML or JSON file, or a script .sh or .py"
 
 
-def read_file(path: Path) -> list[Given]:
+def read_file(path: Path, around: tuple[Path, ...] = ()) -> list[Given]:
     """Returns all keys of a YAML or JSON file or of a script; files that it names beside itself are read too.
+
+    Args:
+        path: of the file.
+        around: files that are being read, each of which names the next.
 
     Raises:
         UserError: it cannot be read, or is none of them.
     """
-    text = read_text(path, _WHAT)
+    text = read_small_text(path, _WHAT)
+    around = (*around, path.absolute())
     if path.suffix == ".py":
-        return with_files(read_python(text, path.name), path.parent)
+        return with_files(read_python(text, path.name), path.parent, around)
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
-        return with_files(read_shell(text, path.name), path.parent)
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        place = f" in line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path} is not valid YAML or JSON{place}: correct that line, or name a script .sh.") from None
+        return with_files(read_shell(text, path.name), path.parent, around)
+    content = parse_document(text, path, _WHAT)
     if not isinstance(content, dict) or not content:
         raise UserError(f"{path} has no keys, but a mapping of keys to values is expected: {_WHAT}.")
-    return with_files(list(_flat(content, path.name)), path.parent)
+    if path.suffix == ".ipynb" or content.keys() >= {"cells", "nbformat"}:
+        raise UserError(f"{path} is a notebook: save it as a script, with `jupyter nbconvert --to script {path.name}`.")
+    return with_files(list(_flat(content, path.name)), path.parent, around)
 
 
 def read_flags(text: str, source: str, folder: Path) -> list[Given]:
@@ -60,8 +61,12 @@ def read_flags(text: str, source: str, folder: Path) -> list[Given]:
     return with_files(read_command(text, source), folder)
 
 
-def with_files(given: list[Given], folder: Path) -> list[Given]:
-    """Returns the keys, with those of each existing file that one of them names."""
+def with_files(given: list[Given], folder: Path, around: tuple[Path, ...] = ()) -> list[Given]:
+    """Returns the keys, with those of each existing file that one of them names.
+
+    Raises:
+        UserError: one of these cannot be read, or is among `around`, the files that are being read.
+    """
     result: list[Given] = []
     for one in given:
         if one.key == PROGRAM_CODE:
@@ -69,8 +74,12 @@ def with_files(given: list[Given], folder: Path) -> list[Given]:
             continue
         leaf = one.key.rpartition(".")[2]
         path = find_file(one.value, folder) if leaf in _FILE_KEYS and isinstance(one.value, str) else None
+        if path is not None and path.absolute() in around:
+            raise UserError(
+                f"{one.source} names {path} as its {one.key}, which names it in turn: take one of them out."
+            )
         if path is not None:
-            result += read_file(path)
+            result += read_file(path, around)
             one = replace(one, file_read=True)
         result.append(one)
     return result + _registered(result, folder)
@@ -90,7 +99,7 @@ def _registered(given: list[Given], folder: Path) -> list[Given]:
         return []
     try:
         known = json.loads(read_text(path, _WHAT))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON: correct it, or name the data with --set data.train=FILE.") from None
     found = []
     for key in ("dataset", "eval_dataset"):
@@ -130,7 +139,7 @@ def _started(name: str, folder: Path) -> list[Given]:
     path = find_file(name, folder)
     if path is None:
         return []
-    text = read_text(path, _WHAT)
+    text = read_small_text(path, _WHAT)
     try:
         defaults = own_arguments(text, path.name)
         said = read_python(text, path.name)

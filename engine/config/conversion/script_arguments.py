@@ -5,6 +5,7 @@ HfArgumentParser, from the script's text. Nothing is run.
 from __future__ import annotations
 
 import ast
+from collections.abc import Container
 
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _OBJECTS = ("args", "training_args")
@@ -27,17 +28,19 @@ def script_arguments(tree: ast.Module) -> dict[str, ast.expr]:
     return found
 
 
-def assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """Returns arguments to which a script itself assigns plain values once they are parsed."""
+def assigned(tree: ast.Module, classes: Container[str]) -> dict[str, ast.expr]:
+    """Returns arguments to which a script itself assigns values once they are parsed, or made by calling `classes`."""
     found: dict[str, ast.expr] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not _plain(node.value):
-            continue
+    single = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    made = {
+        node.targets[0].id
+        for node in single
+        if isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call) and _leaf(node.value) in classes
+    }
+    for node in single:
         target = node.targets[0]
-        parsed = (
-            isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in _OBJECTS
-        )
-        if parsed and isinstance(target, ast.Attribute):
+        owner = target.value if isinstance(target, ast.Attribute) else None
+        if isinstance(target, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in {*made, *_OBJECTS}:
             found[target.attr] = node.value
     return found
 
@@ -66,10 +69,6 @@ def _leaf(node: ast.expr) -> str:
     if isinstance(node, ast.Call):
         return _leaf(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _plain(node: ast.expr) -> bool:
-    return all(isinstance(one, ast.Constant | ast.List | ast.Load | ast.UnaryOp | ast.USub) for one in ast.walk(node))
 
 
 def _add_argument(call: ast.Call, found: dict[str, ast.expr]) -> None:

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from engine.config.conversion.given import PROGRAM, PROGRAM_CODE, PROGRAM_FILE, Given, Value
@@ -23,7 +24,9 @@ BRANCHES = "(branches)"
 """Key of the variables that branches of a script set to different values."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
+_REST = re.compile(r"\$\{?[@*](?::\d+)?\}?")
+"""Stands for what the user adds to a script's command."""
 _ARRAY = re.compile(r"^[ \t]*(?:(?:export|local|declare|readonly)[ \t]+(?:-\w+[ \t]+)*)?(\w+)(\+?)=\(", re.MULTILINE)
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _BEFORE = ("export", "exec", "eval", "nohup", "local", "readonly", "srun", "time", "then", "else", "do")
@@ -70,6 +73,8 @@ def read_shell(text: str, source: str) -> list[Given]:
     script = _Script()
     commands = _commands(_without_arrays(_plain_text(text), script), source)
     best: list[str] = []
+    trainings: list[list[str]] = []
+    programs: list[str] = []
     for command in commands:
         words = _after_assignments(command, script)
         if not words or words[0] in _NO_COMMANDS:
@@ -78,8 +83,16 @@ def read_shell(text: str, source: str) -> list[Given]:
         expanded = _words(_expand(joined, script.variables, script.used), source)
         inner = [word for word in expanded if " --" in word and ".py" in word]  # the argument of bash -c
         expanded = _words(inner[0], source) if inner else expanded
+        if (started := _training(expanded)) is not None and expanded not in trainings:
+            trainings.append(expanded)
+            programs.append(started)
         if _flags(expanded) > _flags(best):
             best = expanded
+    if len(trainings) > 1:
+        raise UserError(
+            f"{source} starts {len(trainings)} trainings ({', '.join(programs[:3])}), each with options of its own: "
+            "give the command line of one of them with --flags."
+        )
     if not best:  # nothing is started, or a variable holds all of the command
         held = max(script.variables.values(), key=lambda value: value.count("--"), default="")
         best = _words(_expand(held, script.variables, script.used), source)
@@ -100,6 +113,18 @@ def read_shell(text: str, source: str) -> list[Given]:
     if chosen:
         given.append(Given(source=source, key=BRANCHES, value=chosen))
     return given + read_words(best, source)
+
+
+_TRAININGS = ("sft", "pt", "rlhf", "train", "pretrain", "dpo", "kto", "orpo", "cpo", "grpo")
+"""Subcommands of the trainers' programs that train."""
+
+
+def _training(words: list[str]) -> str | None:
+    """Returns the trainer's command among the words, such as "swift sft"; None where there is none."""
+    pairs = pairwise(words)
+    return next(
+        (f"{Path(one).name} {two}" for one, two in pairs if Path(one).name in _PROGRAMS and two in _TRAININGS), None
+    )
 
 
 def _flags(words: list[str]) -> int:
@@ -139,8 +164,8 @@ def read_words(words: list[str], source: str) -> list[Given]:
             position += 1
         elif word.endswith((".yaml", ".yml", ".json")) and not _FLAG.match(word) and not _OVERRIDE.fullmatch(word):
             given.append(Given(source=source, key=PROGRAM_FILE, value=word))
-        elif override := _OVERRIDE.fullmatch(word):
-            given.append(Given(source=source, key=override[1], value=plain(override[2])))
+        elif override := _OVERRIDE.fullmatch(word) or (given and _configured(given) and _ASSIGNMENT.fullmatch(word)):
+            given.append(Given(source=source, key=override[1], value=plain(override[override.re.groups])))
         if word == "-m" and position < len(words) and not words[position].startswith("-"):
             given.append(Given(source=source, key=PROGRAM, value=words[position]))
             position += 1
@@ -161,6 +186,11 @@ def read_words(words: list[str], source: str) -> list[Given]:
     return given
 
 
+def _configured(given: list[Given]) -> bool:
+    """Returns whether a file has the program's options; after it, LLaMA-Factory takes KEY=VALUE."""
+    return any(one.key == PROGRAM_FILE for one in given)
+
+
 def _program(path: str) -> str:
     """Returns the name of a script; ms-swift's own are called as its command is."""
     parts = Path(path).parts
@@ -170,12 +200,14 @@ def _program(path: str) -> str:
 
 
 def _without_redirections(words: list[str]) -> list[str]:
-    """Returns the words without `> log.txt`, `2>&1` and the like."""
+    """Returns the words without `> log.txt`, `2>&1`, "$@" and the like."""
     kept, position = [], 0
     while position < len(words):
         match = _REDIRECTION.fullmatch(words[position])
-        if match is None:
+        if match is None and not _REST.fullmatch(words[position]):
             kept.append(words[position])
+        elif match is None:
+            pass
         elif not match[1] and not match[2]:  # its file is the next word
             position += 1
         position += 1
@@ -281,7 +313,7 @@ def _expand(text: str, variables: Mapping[str, str], used: set[str], inside: fro
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
         if name in inside:
-            return match[0]
+            return match[0] if match[2] is None else _expand(match[2], variables, used, inside)
         used.add(name)
         found = variables.get(name, match[2] if match[2] is not None else match[0])
         return found if found == match[0] else _expand(found, variables, used, inside | {name})

@@ -57,6 +57,8 @@ class Trainer:
         defaults: full name of an option here -> what the trainer does where no key sets it.
         adapters: whether what was read trains adapters; all parameters train where it does not.
         finish: what follows once all keys are read, before the defaults.
+        dropout_with_answers: whether adapters keep their dropout where answers are compared; trainers made from TRL's
+            switch it off (DPOConfig.disable_dropout is true by default).
     """
 
     name: str
@@ -64,6 +66,7 @@ class Trainer:
     defaults: Mapping[str, Default | Ours]
     adapters: Callable[[Conversion], bool]
     finish: Callable[[Conversion], None] = field(default=_nothing)
+    dropout_with_answers: bool = True
 
     def rule(self, key: str) -> Rule | None:
         """Returns the rule for `key`, or for all keys that begin as it does."""

@@ -83,6 +83,8 @@ def datasets(conversion: Conversion, given: Given) -> None:
     if len(kinds) == 1 and which == "data.train" and (kind := kinds.pop()) in _FORMATS:
         conversion.take(given, "data.format", _FORMATS[kind])
     for entry in entries:
+        if "[" in str(entry.get("split")):
+            conversion.notes.append(f"datasets: split {entry['split']} is a part of the data: shorten the file to it")
         for key in ("roles_to_train", "train_on_eos", "field_messages", "message_property_mappings"):
             if entry.get(key) not in (None, ["assistant"], "turn", "messages"):
                 conversion.notes.append(f"datasets: {key} {entry[key]} is not read; data.format says what records have")
@@ -341,8 +343,8 @@ _OWN |= shared.every(
     """
     dataset_prepared_path skip_prepare_dataset dataset_processes dataset_shard_num push_dataset_to_hub
     shuffle_merged_datasets dataset_exact_deduplication streaming streaming_multipack_buffer_size
-    pretraining_sample_concatenation min_sample_len dataset_keep_in_memory num_dataset_shards_to_save
-    preprocess_iterable
+    pretraining_sample_concatenation pretrain_multipack_attn min_sample_len dataset_keep_in_memory
+    num_dataset_shards_to_save preprocess_iterable
     """,
     why="data.train and data.mix name files; rankfold preprocess prepares them",
 )
@@ -409,7 +411,10 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
     "data.format": Ours("each dataset has its type"),
     "data.seq_length": Default(512, "AxolotlInputConfig.sequence_len"),
     "data.packing": Default(False, "AxolotlInputConfig.sample_packing = None"),
-    "data.overlong": Default("drop", "AxolotlInputConfig.excess_length_strategy = None"),
+    "data.overlong": Default(
+        lambda conversion: "cut" if conversion.options.get("data.format") == "text" else "drop",
+        "AxolotlInputConfig.excess_length_strategy = None; texts are cut into pieces of sequence_len",
+    ),
     "data.mask_prompt": Default(True, "HyperparametersConfig.train_on_inputs"),
     "data.chat_template": Default(None, "AxolotlInputConfig.chat_template"),
     "data.chat_arguments": Ours("the template's own"),
@@ -488,4 +493,6 @@ def _finish(conversion: Conversion) -> None:
 RULES |= {f"trl.{key}": rule for key, rule in trl_grpo.OWN.items()}
 DEFAULTS |= {name: one for name, one in trl_grpo.OWN_DEFAULTS.items() if name not in DEFAULTS}
 
-AXOLOTL = Trainer(name="Axolotl", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)
+AXOLOTL = Trainer(
+    name="Axolotl", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish, dropout_with_answers=False
+)

@@ -91,10 +91,13 @@ RULES: dict[str, Rule] = {
     "use_lora": shared.use_lora,
     "use_peft": shared.use_lora,
     "lora_enable": shared.use_lora,
+    "base_model_name_or_path": option("model.path", text),
+    "r": option("lora.rank", whole),  # of an adapter_config.json
     "lora_r": option("lora.rank", whole),
     "lora_rank": option("lora.rank", whole),
     "lora_alpha": option("lora.alpha", number),
     "lora_dropout": option("lora.dropout", number),
+    "disable_dropout": shared.disable_dropout,
     "lora_target_modules": shared.targets,
     "target_modules": shared.targets,
     "target_parameters": experts.target_parameters,
@@ -109,8 +112,10 @@ RULES: dict[str, Rule] = {
     "use_rslora": option("lora.rslora", truth),
     "use_dora": option("lora.dora", truth),
     "ensure_weight_tying": option("lora.ensure_weight_tying", truth),
-    "lora_bias": shared.only("none", "biases of the base stay frozen"),
+    "lora_bias": shared.off_or_lack("biases of the base stay frozen"),
+    "bias": shared.off_or_lack("biases of the base stay frozen"),
     "lora_init_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
+    "init_lora_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "lora_weight_path": shared.off_or_lack("name the folder of the adapter in lora.init_from"),
     "layers_to_transform": shared.unless_empty(option("lora.layers", whole_numbers)),
     "max_steps": shared.steps,
@@ -231,6 +236,7 @@ DEFAULTS: dict[str, Default | Ours] = {
 """Defaults of transformers' TrainingArguments and PEFT's LoraConfig; a script's own arguments may have others."""
 
 _ADAPTER_KEYS = (
+    "peft_type",
     "lora_r",
     "lora_rank",
     "lora_alpha",

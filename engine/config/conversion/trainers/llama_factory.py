@@ -174,7 +174,8 @@ RULES |= {
     key: shared.off_or_lack(why)
     for why, keys in (
         ("AdamW is the optimizer", ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")),
-        ("adapters start as PEFT's do", ("pissa_init", "pissa_convert", "use_llama_pro", "mixture_of_depths")),
+        ("adapters start as PEFT's do", ("pissa_init", "pissa_convert", "mixture_of_depths")),
+        ("every so many layers train, not the last: name them in trainable", ("use_llama_pro",)),
         ("attention sees all of a row", ("shift_attn",)),
         ("model.base_dtype stores the base in 8 bits", ("fp8",)),
     )
@@ -389,4 +390,6 @@ def facts_of(conversion: Conversion) -> tuple[int, list[str]]:
     return conversion.facts.get("freeze_layers", 2), [] if modules == ["all"] else modules
 
 
-LLAMA_FACTORY = Trainer(name="LLaMA-Factory", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish)
+LLAMA_FACTORY = Trainer(
+    name="LLaMA-Factory", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish, dropout_with_answers=False
+)

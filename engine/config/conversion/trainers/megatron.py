@@ -377,6 +377,12 @@ def _finish(conversion: Conversion) -> None:
         )
         conversion.imply("derived", "num_layers_per_virtual_pipeline_stage", "parallel.virtual", stages)
     megatron_experts.finish(conversion)
+    silent = [key for key in ("hidden_dropout", "attention_dropout") if not conversion.given(key)]
+    if silent:
+        conversion.notes.append(
+            f"{' and '.join(silent)} {'was' if len(silent) == 1 else 'were'} not given, and Megatron drops 0.1 "
+            "(TransformerConfig); the base has no dropout here, and the run will differ"
+        )
     _model(conversion)
 
 

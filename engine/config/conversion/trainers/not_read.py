@@ -42,11 +42,20 @@ _SOURCES = (
             "finetune_hf_dataset", "export_te_mcore_model", "export_model_type", "langrl_env_config", "grpo_group_size",
             "perform_rl_step")),
     NotRead("NeMo", ("exp_manager.", "model.peft.", "model.megatron_amp_O2"), ("nemo ", "megatron_gpt_finetuning.py")),
+    NotRead("LitGPT", ("lora_query", "lora_key", "lora_value", "train.lr_warmup_steps",
+            "train.lr_warmup_fraction"), ("litgpt",)),
+    NotRead("mistral-finetune", ("data.instruct_data", "data.eval_instruct_data")),
+    NotRead("Ludwig", ("input_features", "output_features")),
+    NotRead("Composer", ("device_train_microbatch_size", "global_train_batch_size", "max_duration"), ("composer",)),
+    NotRead("Lightning", ("seed_everything",)),
+    NotRead("OpenAI's fine-tuning", ("method.supervised.", "method.dpo.", "hyperparameters.n_epochs")),
+    NotRead("a trainer of models that draw images", ("instance_data_dir", "instance_prompt", "caption_column",
+            "validation_prompt", "random_flip", "network_dim", "network_alpha", "unet_lr"), ("train_text_to_image",
+            "train_dreambooth", "train_controlnet", "train_textual_inversion", "train_unconditional")),
     NotRead("OpenRLHF", ("micro_train_batch_size", "ds.zero_stage", "train.micro_batch_size"), ("openrlhf",)),
     NotRead("ColossalAI", ("booster.", "plugin.precision"), ("colossalai",)),
     NotRead("DeepSpeed-Chat", ("actor_model_name_or_path", "critic_model_name_or_path", "sft_only_data_path",
-            "data_output_path")),
-    NotRead("LitGPT", ("lora_query", "lora_key", "lora_value"), ("litgpt",)),
+            "data_output_path", "num_padding_at_beginning", "only_optimize_lora", "lora_module_name")),
     NotRead("XTuner", ("accumulative_counts", "xtuner_dataset_timeout"), ("xtuner",)),
     NotRead("torchtitan", ("job.config_file", "training.local_batch_size", "parallelism.data_parallel_shard_degree"),
             ("torchtitan",)),
@@ -78,8 +87,13 @@ _OTHER_OBJECTIVES = {
     "ppo_tldr": "PPO", "prm": "a reward model", "reward": "a reward model", "reward_modeling": "a reward model",
     "rloo": "RLOO", "ssd": "self-distillation", "sdft": "self-distillation", "sdpo": "self-distillation",
     "async_grpo": "GRPO with another sampler", "minillm": "a student of another model", "papo": "PAPO",
+    "run_glue": "a classifier", "run_classification": "a classifier", "run_xnli": "a classifier", "run_ner": "a tagger",
+    "run_mlm": "a masked language model", "run_plm": "a permuted language model", "run_fim": "infilling",
+    "run_qa": "question answering by spans", "run_swag": "multiple choice",
+    "run_summarization": "an encoder and decoder", "run_translation": "an encoder and decoder",
+    "run_speech_recognition_seq2seq": "speech recognition",
 }  # fmt: skip
-"""Commands and scripts of TRL's that train something else -> what."""
+"""Commands and scripts of TRL's and of transformers' examples that train something else -> what."""
 
 
 def refuse_not_read(given: Iterable[Given], known: str) -> None:
@@ -96,7 +110,7 @@ def refuse_not_read(given: Iterable[Given], known: str) -> None:
     for one in everything:
         if one.key == PROGRAM and str(one.value).rpartition(" ")[2].startswith(_NO_TRAINING):
             raise UserError(f"{one.source} starts {one.value}, which does not train: give the script that does.")
-        name = str(one.value).removeprefix("trl ").removesuffix(".py").removesuffix("_vlm")
+        name = str(one.value).removeprefix("trl ").removesuffix(".py").removesuffix("_vlm").removesuffix("_no_trainer")
         if one.key == PROGRAM and str(one.value).startswith(("trl ", name)) and name in _OTHER_OBJECTIVES:
             raise other_objective(one, _OTHER_OBJECTIVES[name])
     for source in _SOURCES:

@@ -86,6 +86,11 @@ def use_lora(conversion: Conversion, given: Given) -> None:
     conversion.know(given, "lora", truth(given), "adapters" if truth(given) else "no adapters: lora.rank 0")
 
 
+@sets("lora.dropout")
+def disable_dropout(conversion: Conversion, given: Given) -> None:
+    conversion.know(given, "no_dropout", truth(given), "lora.dropout: 0" if truth(given) else "lora.dropout")
+
+
 @sets("optim.schedule")
 def schedule(conversion: Conversion, given: Given) -> None:
     kinds = {

@@ -526,4 +526,6 @@ DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | DATA_DEFAULTS | {
     "checkpoint.dir": Default("output", "SftArguments.output_dir, of a folder for each model"),
 }  # fmt: skip
 
-SWIFT = Trainer(name="ms-swift", rules=RULES, defaults=DEFAULTS, adapters=trains_adapters, finish=finish)
+SWIFT = Trainer(
+    name="ms-swift", rules=RULES, defaults=DEFAULTS, adapters=trains_adapters, finish=finish, dropout_with_answers=False
+)

@@ -132,7 +132,7 @@ RULES |= shared.every(
 RULES |= shared.every(
     """
     padding_free pad_to_multiple_of activation_offloading precompute_ref_log_probs precompute_ref_batch_size
-    use_logits_to_keep generate_during_eval disable_dropout use_liger_loss pad_token ignore_bias_buffers
+    use_logits_to_keep generate_during_eval use_liger_loss pad_token ignore_bias_buffers
     is_encoder_decoder model_adapter_name ref_adapter_name bos_token
     """,
     why=shared.SPEED,
@@ -247,4 +247,4 @@ def _finish(conversion: Conversion) -> None:
         raise other_objective(Given(source="the input", key=PROGRAM, value="trl reward"), "a reward model")
 
 
-TRL = Trainer(name="TRL", rules=RULES, defaults=DEFAULTS, adapters=_peft, finish=_finish)
+TRL = Trainer(name="TRL", rules=RULES, defaults=DEFAULTS, adapters=_peft, finish=_finish, dropout_with_answers=False)

@@ -107,11 +107,6 @@ def chat_arguments(conversion: Conversion, given: Given) -> None:
         shared.off_or_lack("data.chat_arguments is a mapping").apply(conversion, given)
 
 
-@sets("lora.dropout")
-def disable_dropout(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "no_dropout", truth(given), "lora.dropout: 0" if truth(given) else "lora.dropout")
-
-
 OWN: dict[str, Rule] = {
     "loss_type": loss_type,
     "beta": option("objective.beta", number),
@@ -143,7 +138,6 @@ OWN: dict[str, Rule] = {
     "steps_per_generation": fact("passes_per_generation", whole, "rollout.steps_per_generation"),
     "generation_batch_size": fact("generation_batch", whole, "rollout.steps_per_generation"),
     "chat_template_kwargs": chat_arguments,
-    "disable_dropout": disable_dropout,
     "min_p": _number_or_none("rollout.min_p"),
     "repetition_penalty": option("rollout.repetition_penalty", number),
     "generation_kwargs": shared.off_or_lack(
@@ -278,8 +272,6 @@ def complete(conversion: Conversion) -> None:
             conversion.withdraw(name, f"{loss} has no limits")
     if facts.get("bias_correction") is False and options.get("objective.beta"):
         conversion.imply("derived", "use_bias_correction_kl", "objective.kl_bias_correction", False)
-    if facts.get("no_dropout") and options.get("lora.dropout"):
-        conversion.take(Given(source="derived", key="disable_dropout", value=True), "lora.dropout", 0.0)
     for name in ("data.validation", "data.validation_split", "train.early_stopping_patience"):
         if name in options:
             conversion.withdraw(name, _NO_EVALUATION)

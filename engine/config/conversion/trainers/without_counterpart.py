@@ -163,10 +163,15 @@ RULES |= {
     key: shared.only_or_refuse("CAUSAL_LM", "another task than the next token")
     for key in ("task_type", "lora_task_type")
 }
+RULES |= {
+    "task_name": shared.off_or_refuse("a classifier"),
+    "mlm_probability": shared.off_or_refuse("a masked language model"),
+    "peft_type": shared.only_or_refuse("LORA", "another kind of adapter"),
+}
 RULES |= shared.every(
     """
-    inference_mode fan_in_fan_out peft_type auto_mapping peft_version
-    base_model_name_or_path megatron_config megatron_core
+    inference_mode fan_in_fan_out auto_mapping peft_version
+    megatron_config megatron_core
     """,
     why="adapters of a language model",
 )

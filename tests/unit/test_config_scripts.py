@@ -1,0 +1,135 @@
+"""Scripts and command lines as people write them: every value that a shell or Python would see counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.conversion.command import convert
+from engine.config.conversion.conversion import Conversion
+from engine.config.conversion.reading import read_file, read_flags
+from engine.errors import UserError
+
+
+def _converted(folder: Path, name: str, content: str) -> Conversion:
+    (folder / name).write_text(content, encoding="utf-8")
+    return convert(read_file(folder / name), values=[], ranks=1)[0]
+
+
+_ADAPTERS = "from peft import LoraConfig\nfrom trl import *\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "kw = dict(learning_rate=3e-4, num_train_epochs=7)\nSFTConfig('out', max_length=77, **kw)\n",
+            {"optim.lr": 3e-4, "train.epochs": 7.0, "data.seq_length": 77, "checkpoint.dir": "out"},
+        ),
+        ("SFTConfig(**{'learning_rate': 3e-4})\n", {"optim.lr": 3e-4}),
+        ("LR: float = 3e-4\nSFTConfig(learning_rate=LR)\n", {"optim.lr": 3e-4}),
+        ("cfg = SFTConfig()\ncfg.learning_rate = 3e-4\n", {"optim.lr": 3e-4}),
+        ("SFTTrainer('m', args=SFTConfig())\n", {"model.path": "m"}),
+        (  # PEFT's own defaults, where TRL's command has 16, 32 and 0.05
+            "SFTTrainer('m', args=SFTConfig(), peft_config=LoraConfig())\n",
+            {"lora.rank": 8, "lora.alpha": 8, "lora.dropout": 0.0},
+        ),
+    ],
+)  # fmt: skip
+def test_python(script: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    options = _converted(tmp_path, "train.py", _ADAPTERS + script).options
+    assert {name: options.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("change", ["lr *= 8", "lr, n = 1e-3, 2", "for lr in (1e-5, 1e-3): pass"])
+def test_a_variable_that_changes_is_no_value(change: str, tmp_path: Path) -> None:
+    found = _converted(tmp_path, "train.py", f"{_ADAPTERS}lr = 1e-4\n{change}\nSFTConfig(learning_rate=lr)\n")
+    assert any(line.startswith("optim.lr") for line in found.to_fill)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("SFTConfig(**settings())\n", "only known when it runs"),
+        ("SFTTrainer('m', args=SFTConfig(), peft_config=LoraConfig(**options))\n", "only known when it runs"),
+        ("SFTTrainer('m', SFTConfig('a'))\nDPOTrainer('a', DPOConfig('b'))\n", "may train more than once"),
+    ],
+)
+def test_python_that_is_refused(script: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        _converted(tmp_path, "train.py", _ADAPTERS + script)
+
+
+def test_shell(tmp_path: Path) -> None:
+    """A default in a default, a list in quotes, and what the user may add."""
+    options = _converted(
+        tmp_path,
+        "train.sh",
+        "LR=${LR:-${USUAL:-3e-5}}\ntrl sft --model_name_or_path m --use_peft --learning_rate $LR "
+        """--lora_target_modules '["q_proj", "v_proj"]' "$@"\n""",
+    ).options
+    assert (options["optim.lr"], options["lora.targets"]) == (3e-5, ["q_proj", "v_proj"])
+
+
+def test_values_after_a_file_win(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("finetuning_type: full\nmodel_name_or_path: m\nlearning_rate: 1e-5\n")
+    flags = "llamafactory-cli train sft.yaml learning_rate=7e-6 num_train_epochs=5"
+    options = convert(read_flags(flags, "flags", tmp_path), values=[], ranks=1)[0].options
+    assert (options["optim.lr"], options["train.epochs"]) == (7e-6, 5.0)
+
+
+def test_a_script_of_several_trainings(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="starts 2 trainings"):
+        _converted(
+            tmp_path,
+            "train.sh",
+            "swift sft --model m --dataset a.jsonl --lora_rank 8\n"
+            "swift rlhf --rlhf_type dpo --model m --dataset b.jsonl\n",
+        )
+
+
+def test_an_adapters_own_file(tmp_path: Path) -> None:
+    adapter = {"peft_type": "LORA", "r": 64, "lora_alpha": 128, "bias": "none", "base_model_name_or_path": "m",
+               "target_modules": ["q_proj"], "init_lora_weights": True, "lora_bias": False}  # fmt: skip
+    found = _converted(tmp_path, "adapter_config.json", json.dumps(adapter))
+    assert (found.options["lora.rank"], found.options["model.path"]) == (64, "m")
+    assert not [row for row in found.rows if row.kind == "unknown" or "no counterpart" in row.became]
+    with pytest.raises(UserError, match="another kind of adapter"):
+        _converted(tmp_path, "adapter_config.json", json.dumps(adapter | {"peft_type": "IA3"}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "dropout"),
+    [
+        ("trl dpo --model_name_or_path m --use_peft --lora_dropout 0.2", 0.0),
+        ("trl dpo --model_name_or_path m --use_peft --lora_dropout 0.2 --disable_dropout false", 0.2),
+        ("trl kto --model_name_or_path m --use_peft", 0.0),
+        ("trl sft --model_name_or_path m --use_peft --lora_dropout 0.2", 0.2),
+        ("llamafactory-cli train --stage dpo --model_name_or_path m --finetuning_type lora --lora_dropout 0.2", 0.0),
+        ("llamafactory-cli train --stage sft --model_name_or_path m --finetuning_type lora --lora_dropout 0.2", 0.2),
+        ("swift rlhf --rlhf_type kto --model m --dataset a.jsonl --lora_dropout 0.2", 0.0),
+        ("megatron rlhf --rlhf_type dpo --model m --dataset a.jsonl --tuner_type lora --lora_dropout 0.2", 0.2),
+    ],
+)
+def test_dropout_where_answers_are_compared(flags: str, dropout: float, tmp_path: Path) -> None:
+    """DPOTrainer and those made from it switch all dropout off, the adapter's too (disable_dropout_in_model)."""
+    options = convert(read_flags(flags, "flags", tmp_path), values=[], ranks=1)[0].options
+    assert options["lora.dropout"] == dropout
+
+
+def test_dropout_of_megatrons_base(tmp_path: Path) -> None:
+    flags = "pretrain_gpt.py --lr 1e-4 --train-iters 10 --micro-batch-size 1 --seq-length 64 --attention-dropout 0"
+    found = convert(read_flags(flags, "flags", tmp_path), values=[], ranks=1)[0]
+    assert any(note.startswith("hidden_dropout was not given") for note in found.notes)
+
+
+def test_long_texts_of_axolotl_are_cut(tmp_path: Path) -> None:
+    found = _converted(
+        tmp_path,
+        "a.yaml",
+        "base_model: m\nlearning_rate: 1e-4\npretraining_dataset: [{path: a.jsonl, type: pretrain}]\n",
+    )
+    assert found.options["data.overlong"] == "cut"

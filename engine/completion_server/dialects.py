@@ -7,7 +7,7 @@ both servers take what is left out from the model's generation_config.json or fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +58,23 @@ class Answer(NamedTuple):
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
+
+
+class WrongValue(UserError):
+    """Raised where an answer has a value that cannot be.
+
+    Args:
+        sentence: with {} in place of the value, and no other word of the server's.
+        value: what the server gave.
+    """
+
+    def __init__(self, sentence: str, value: object) -> None:
+        super().__init__(sentence.format(described(value)))
+        self._sentence, self._value = sentence, value
+
+    def told(self, describe: Callable[[object], str]) -> str:
+        """Returns the sentence with another description of the value."""
+        return self._sentence.format(describe(self._value))
 
 
 class Call(NamedTuple):
@@ -309,14 +326,15 @@ def _completion(tokens: tuple[str, list[Any]], logps: tuple[str, list[Any]]) -> 
     (name, ids), (name_of_logps, values) = tokens, logps
     for one in ids:
         if not is_integer(one):
-            raise UserError(f"{name} has {described(one)}, where tokens are expected as integers")
+            raise WrongValue(f"{name} has {{}}, where tokens are expected as integers", one)
     if len(ids) != len(values):
         raise UserError(f"a completion has {len(ids)} tokens and {len(values)} log-probabilities")
     for one in values:
         if not is_number(one) or not LEAST_LOGP <= one <= ROUNDING:
-            raise UserError(
-                f"{name_of_logps} has {described(one)} for a log-probability, and {LEAST_LOGP:g} to 0 are expected of "
-                "tokens that were sampled"
+            raise WrongValue(
+                f"{name_of_logps} has {{}} for a log-probability, and {LEAST_LOGP:g} to 0 are expected of tokens that "
+                "were sampled",
+                one,
             )
     return Answer(tuple(ids), tuple(map(float, values)))
 

@@ -23,6 +23,7 @@ from engine.config.rollout import KEY_VARIABLE
 from engine.errors import UserError
 from engine.files.strict_json import ANSWER_LIMITS, JsonFlaw, parse_json
 from engine.foreign.deadline import Deadline
+from engine.foreign.fields import described, is_number
 from engine.foreign.streams import LimitedStream
 
 SMALL_ANSWER = 1 << 16
@@ -109,6 +110,11 @@ class HttpServer:
         if self._key is not None:
             return " (its words are left out, since they may contain the key)"
         return f" ({words})" if words else ""
+
+    def described(self, value: object) -> str:
+        """Returns what a value of the server's is, for a sentence; of a number the kind alone where there is a key,
+        which it may contain."""
+        return "a number" if self._key is not None and is_number(value) else described(value)
 
     def close(self) -> None:
         """Ends all calls that are under way; further ones end at once."""

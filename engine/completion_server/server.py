@@ -13,12 +13,13 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from engine.completion_server.dialects import Answer, Call, Question, SamplingSettings, dialect_of
+from engine.completion_server.dialects import Answer, Call, Question, SamplingSettings, WrongValue, dialect_of
 from engine.completion_server.http import SMALL_ANSWER, CallRefused, HttpServer
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
 from engine.foreign.deadline import Deadline
-from engine.foreign.fields import described, is_integer
+from engine.foreign.fields import is_integer
+from engine.sentences import listed
 
 _HOT = 2.0
 """The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
@@ -135,8 +136,8 @@ class CompletionServer:
 
     def _cards(self) -> dict[str, dict[str, Any]]:
         """Returns what the server says of its models and adapters, by name."""
-        listed = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
-        cards = listed.get("data") if isinstance(listed, dict) else None
+        answer = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
+        cards = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
             raise UserError(
                 f"{self._http.url}/v1/models lists no models: give the address of a {self._dialect.name} server."
@@ -144,9 +145,10 @@ class CompletionServer:
         for card in cards:
             for name, kind, expected in _CARD_FIELDS:
                 if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
+                    given = self._http.described(card[name])
                     raise UserError(
-                        f"{self._http.url}/v1/models gives {described(card[name])} as {name} of a model, and "
-                        f"{expected} is expected: give the address of a {self._dialect.name} server."
+                        f"{self._http.url}/v1/models gives {given} as {name} of a model, and {expected} is expected: "
+                        f"give the address of a {self._dialect.name} server."
                     )
         return {card["id"]: card for card in cards}
 
@@ -164,14 +166,13 @@ class CompletionServer:
             (name,) = bases
         if name not in bases:
             asked = "rollout.server_model is not set" if name is None else f"rollout.server_model is {name}"
-            served = (
-                f"{len(bases) or 'no'} model{'s' if len(bases) != 1 else ''}{self._http.repeated(', '.join(bases))}"
-            )
+            served = f"{len(bases) or 'no'} model{'s' if len(bases) != 1 else ''}{self._http.repeated(listed(bases))}"
             raise UserError(f"{asked}, and {url} serves {served}: name the one that is trained.")
         limit = bases[name].get("max_model_len")
         if limit is not None and limit < length:
+            facts = self._http.repeated(f"{listed([name])}: {limit} tokens")
             raise UserError(
-                f"{url} serves {name} with a context of {limit} tokens, and data.seq_length is {length}: raise the "
+                f"{url} serves a context that is shorter than data.seq_length, which is {length}{facts}: raise the "
                 "server's, or lower data.seq_length."
             )
         self._model = name
@@ -187,8 +188,8 @@ class CompletionServer:
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if tokens != list(own):
             raise UserError(
-                f"{self._http.url} has another tokenizer, which makes {_few(tokens)} of prompts that are {_few(own)}: "
-                "serve the model of model.path, with its tokenizer."
+                f"{self._http.url} has another tokenizer, which makes other tokens of prompts that are {_few(own)}"
+                f"{self._http.repeated(_few(tokens))}: serve the model of model.path, with its tokenizer."
             )
         return []
 
@@ -208,7 +209,8 @@ class CompletionServer:
             for temperature in (1.0, _HOT)
         ]
         if (largest := max(map(max, looked))) > 0:
-            raise UserError(f"{url} gives {largest:.3g} for a log-probability: {dialect.how_to_scale}.")
+            told = self._http.described(largest)
+            raise UserError(f"{url} gives {told} for a log-probability: {dialect.how_to_scale}.")
         cold, hot = (max(one) - min(one) for one in looked)
         scaled = hot < _HALVED * cold
         if options.temperature != 1 and not scaled:
@@ -322,7 +324,8 @@ class CompletionServer:
             found = self._dialect.completion(answer)
             self._check(found, settings)
         except UserError as error:
-            raise UserError(f"{self._http.url} cannot be sampled from: {str(error).rstrip('.')}.") from None
+            told = error.told(self._http.described) if isinstance(error, WrongValue) else str(error)
+            raise UserError(f"{self._http.url} cannot be sampled from: {told.rstrip('.')}.") from None
         return found
 
     def _check(self, found: Answer, settings: SamplingSettings) -> None:
@@ -336,9 +339,10 @@ class CompletionServer:
             raise UserError(f"a completion has {len(tokens)} tokens, and 1 to {longest} were asked for")
         strange = [one for one in tokens if not 0 <= one < self._vocabulary]
         if strange:
-            raise UserError(
-                f"a completion has the token {strange[0]}, and the model's vocabulary {self._vocabulary} entries: "
-                "serve the model of model.path"
+            raise WrongValue(
+                f"a completion has {{}} for a token, and the model's vocabulary {self._vocabulary} entries: serve the "
+                "model of model.path",
+                strange[0],
             )
         if any(token in ends for token in tokens[:-1]):
             raise UserError(
@@ -346,9 +350,10 @@ class CompletionServer:
                 "generation_config.json"
             )
         if len(tokens) < longest and tokens[-1] not in ends:
-            raise UserError(
-                f"a completion ended after {len(tokens)} of {longest} tokens with token {tokens[-1]}, which ends none "
-                "here: serve the model of model.path, with its generation_config.json and tokenizer"
+            raise WrongValue(
+                f"a completion ended after {len(tokens)} of {longest} tokens with {{}} for a token, which ends none "
+                "here: serve the model of model.path, with its generation_config.json and tokenizer",
+                tokens[-1],
             )
 
     def _answer(self, call: Call) -> Any:

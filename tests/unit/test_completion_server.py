@@ -7,6 +7,7 @@ import base64
 import codecs
 import importlib.util
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -129,10 +130,10 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"tokens": [1, 2]},
         {},
-        r"has another tokenizer, which makes \[1, 2\] of prompts that are \[1, 11, 1, 12\]: serve",
+        r"has another tokenizer, which makes other tokens of prompts that are \[1, 11, 1, 12\] \(\[1, 2\]\): serve",
     ),
     ({"takes_adapters": False}, {}, "takes no adapters while it runs .*: start it with --enable-lora"),
-    ({"listed": {"max_model_len": 16}}, {}, "serves base with a context of 16 tokens, and data.seq_length is 32"),
+    ({"listed": {"max_model_len": 16}}, {}, r"shorter than data.seq_length, which is 32 \(base: 16 tokens\)"),
     ({"listed": {"owned_by": "llamacpp", "id": "gpt"}}, {"server_model": "base"}, "rollout.server_model is base, and"),
 ]
 
@@ -283,9 +284,9 @@ def _no_logps(answer: dict[str, Any]) -> None:
 
 ANSWERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_shorter, "tokens and [0-9] log-probabilities"),
-    (_ended, "ended after 1 of 6 tokens with token 3, which ends none here"),
+    (_ended, "ended after 1 of 6 tokens with 3 for a token, which ends none here"),
     (_behind_end, "continues after a token that ends one here"),
-    (_foreign, "has the token 77, and the model's vocabulary 16 entries"),
+    (_foreign, "has 77 for a token, and the model's vocabulary 16 entries"),
     (_impossible, "has 0.5 for a log-probability, and -1000 to 0 are expected"),
     (_unknown, "has null for a log-probability"),
     (lambda answer: _set(answer, [5, 0], [-0.5, -1e30]), r"has -1e\+30 for a log-probability"),
@@ -295,7 +296,7 @@ ANSWERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (lambda answer: _set(answer, [5, False], [-0.5, -0.5]), "has false, where tokens are expected as integers"),
     (lambda answer: _set(answer, [5.0, 0], [-0.5, -0.5]), "has 5, where tokens are expected as integers"),
     (lambda answer: _set(answer, [{"id": 5}, 0], [-0.5, -0.5]), "has an object, where tokens are expected as"),
-    (lambda answer: _set(answer, [-1, 0], [-0.5, -0.5]), "has the token -1, and the model's vocabulary 16"),
+    (lambda answer: _set(answer, [-1, 0], [-0.5, -0.5]), "has -1 for a token, and the model's vocabulary 16"),
     (_longer, "a completion has 7 tokens, and 1 to 6 were asked for"),
     (_no_tokens, "the answer has no (token_ids|output_ids)"),
     (_no_logps, "the answer has no (token_logprobs|output_token_logprobs)"),
@@ -347,6 +348,36 @@ def test_no_message_repeats_a_server_that_was_given_the_key(key: str, stand_in: 
             with pytest.raises(CallRefused) as refused:
                 server.call("/tokenize", {})
             assert told not in str(refused.value) and "words are left out" in str(refused.value)
+    server.close()
+
+
+def test_no_message_repeats_numbers(stand_in: StandIn, place: Path) -> None:
+    """Each has the first eight bytes of the key."""
+    number = int.from_bytes(b"sk-01234")
+    shown, options = Shown(32, TEXT, PROMPT, PROMPT), RolloutOptions(server=stand_in.url, server_kind=stand_in.kind)  # type: ignore[arg-type]
+    server = CompletionServer(stand_in.url, options, vocabulary=16, key="sk-0123456789abcdef")
+    server.load("a", str(place / "adapter"))
+    sentences = []
+
+    def refused(call: Callable[[], object]) -> None:
+        with pytest.raises(UserError) as refusal:
+            call()
+        sentences.append(str(refusal.value))
+
+    for listed in ({"max_model_len": -number}, {"parent": number}, {"id": str(number), "max_model_len": 1}):
+        stand_in.listed = listed
+        refused(lambda: server.check(shown, SETTINGS))
+    stand_in.listed, stand_in.tokens = {}, [number, number]
+    refused(lambda: server.check(shown, SETTINGS))
+    for tokens, logps in (
+        ([number, 0], [-0.5] * 2),
+        ([number * 1.0, 0], [-0.5] * 2),
+        ([1, 0], [number, -0.5]),
+        ([9], [-0.5]),
+    ):
+        stand_in.mangle = lambda answer, tokens=tokens, logps=logps: _set(answer, tokens, logps)
+        refused(lambda: server.ask("a", [Question(PROMPT, 1)], SETTINGS).result())
+    assert len(sentences) == 8 and not any(re.search(r"83167|8\.31|with 9", one) for one in sentences), sentences
     server.close()
 
 

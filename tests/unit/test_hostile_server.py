@@ -192,6 +192,11 @@ LISTS: list[tuple[Any, str]] = [
     ({"data": [1]}, "lists no models"),
     ({"data": [{}]}, "lists no models"),
     ({"data": []}, "serves no models: name the one"),
+    (
+        {"data": [{"id": f"{'x' * 9000}{one}"} for one in range(90)]},
+        r"serves 90 models \(x{200}\.\.\., [^:]{1400,1500} more\):",
+    ),
+    ({"data": [{"id": "x" * 9000, "max_model_len": 1}]}, r"32 \(x{200}\.\.\.: 1 tokens\)"),
     ({"data": [{"id": ["a"]}]}, "gives a list of 1 as id of a model, and a text is expected"),
     ({"data": [{"id": None}]}, "gives null as id"),
     ({"data": [{"id": "a", "owned_by": ["vllm"]}]}, "gives a list of 1 as owned_by of a model, and a text is expected"),
@@ -201,7 +206,7 @@ LISTS: list[tuple[Any, str]] = [
     ({"data": [{"id": "a", "max_model_len": "4096"}]}, "gives a text as max_model_len of a model, and an integer"),
     ({"data": [{"id": "a", "max_model_len": True}]}, "gives true as max_model_len"),
     ({"data": [{"id": "a", "max_model_len": 1.5}]}, "gives 1.5 as max_model_len"),
-    ({"data": [{"id": "a", "max_model_len": -1}]}, "with a context of -1 tokens"),
+    ({"data": [{"id": "a", "max_model_len": -1}]}, r"shorter than data.seq_length, which is 32 \(a: -1 tokens\)"),
 ]
 
 

@@ -133,3 +133,40 @@ def test_long_texts_of_axolotl_are_cut(tmp_path: Path) -> None:
         "base_model: m\nlearning_rate: 1e-4\npretraining_dataset: [{path: a.jsonl, type: pretrain}]\n",
     )
     assert found.options["data.overlong"] == "cut"
+
+
+def test_deepspeeds_scheduler_comes_first(tmp_path: Path) -> None:
+    """transformers' deepspeed_optim_sched takes that of the file, whatever lr_scheduler_type is."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"scheduler": scheduler, "zero_optimization": {"stage": 2}}))
+    flags = "trl sft --model_name_or_path m --lr_scheduler_type {} --warmup_steps 7 --deepspeed ds.json"
+    for kind in ("cosine", "constant"):
+        given = read_flags(flags.format(kind), "flags", tmp_path)
+        options = convert(given, values=[], ranks=1)[0].options
+        assert (options["optim.schedule"], options["optim.warmup_steps"]) == ("constant", 7)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "case $MODE in\n  lora) MORE='--use_peft';;\n  full) MORE='';;\nesac\n",
+        "MORE='--use_peft'\n[ -n \"$FULL\" ] && MORE=''\n",
+        "MORE=\nif [ -z $FULL ]; then\n  MORE='--use_peft'\nfi\n",
+        "MORE=(--seed 1)\nif [ -z $FULL ]; then\n  MORE+=(--use_peft)\nfi\n",
+    ],
+)
+def test_a_choice_of_the_script_is_reported(script: str, tmp_path: Path) -> None:
+    end = "trl sft --model_name_or_path m ${MORE[@]}\n"
+    found = _converted(tmp_path, "train.sh", script + end)
+    assert any("chooses between values" in note and "MORE=" in note for note in found.notes)
+
+
+def test_a_variable_that_may_hold_options_is_reported(tmp_path: Path) -> None:
+    found = _converted(tmp_path, "train.sh", "cd x &&\ntrl sft --model_name_or_path m --seed 1 $MORE &&\necho done\n")
+    assert found.options["train.seed"] == 1
+    assert any(line.startswith("$MORE") for line in found.to_fill)
+
+
+def test_arguments_that_sft_saved(tmp_path: Path) -> None:
+    saved = {"learning_rate": 1e-5, "packing": True, "loss_type": "nll", "max_length": 64, "seed": 1}
+    assert "objective.name" not in _converted(tmp_path, "args.json", json.dumps(saved)).options

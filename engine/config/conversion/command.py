@@ -16,7 +16,7 @@ from engine.config.conversion.conversion import Conversion, Rule, dropped, names
 from engine.config.conversion.finish import finish
 from engine.config.conversion.given import PROGRAM, PROGRAM_FILE, Given
 from engine.config.conversion.reading import read_file, read_flags
-from engine.config.conversion.shell import BRANCHES
+from engine.config.conversion.shell import BRANCHES, UNSET
 from engine.config.conversion.trainer import Trainer
 from engine.config.conversion.trainers import SOURCES, check_known, recognise
 from engine.config.conversion.trainers.shared import OFF
@@ -130,6 +130,12 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
     if one.key == PROGRAM_FILE or (one.key == "config" and str(one.value).endswith((".yaml", ".yml", ".json"))):
         _require_read(one)
         conversion.drop(one, "read, and converted key by key")
+        return
+    if one.key == UNSET:
+        conversion.drop(one, "not set in the script")
+        conversion.to_fill.append(
+            f"{one.value}: {one.source} does not set it; add the options that it holds with --flags"
+        )
         return
     if one.key == BRANCHES:
         conversion.drop(one, "the last of the values between which the script chooses: check them")

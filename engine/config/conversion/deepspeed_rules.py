@@ -94,12 +94,15 @@ def _optimizer_type(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "AdamW is the optimizer")
 
 
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""DeepSpeed's schedulers -> the schedule here."""
+
+
 @sets("optim.schedule")
 def _schedule_type(conversion: Conversion, given: Given) -> None:
     conversion.facts["deepspeed_schedule"] = str(given.value)
-    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if str(given.value) in kinds:
-        conversion.take(given, "optim.schedule", kinds[str(given.value)])
+    if str(given.value) in SCHEDULES:
+        conversion.take(given, "optim.schedule", SCHEDULES[str(given.value)])
     else:
         conversion.lack(given, "optim.schedule is constant, linear or cosine")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.config.conversion import accelerate_rules, deepspeed_rules
 from engine.config.conversion.conversion import Conversion, Rule
+from engine.config.conversion.given import Given
 from engine.config.conversion.trainer import find_rule
 
 RULES: dict[str, Rule] = accelerate_rules.RULES | deepspeed_rules.RULES
@@ -27,6 +28,17 @@ def names(key: str) -> bool:
     return any(part in RULES for part in parts)
 
 
+def _deepspeed_schedule(conversion: Conversion, name: str) -> None:
+    """Sets the schedule of DeepSpeed's file, which comes before the trainer's own (deepspeed_optim_sched)."""
+    schedule = deepspeed_rules.SCHEDULES.get(name)
+    if schedule is None:
+        return
+    conversion.facts["no_warmup"] = False
+    if conversion.options.get("optim.schedule") != schedule:
+        given = Given(source="derived", key="scheduler.type, which comes before lr_scheduler_type", value=name)
+        conversion.take(given, "optim.schedule", schedule)
+
+
 def follow(conversion: Conversion) -> None:
     """Applies what accelerate and DeepSpeed do by default."""
     facts, options = conversion.facts, conversion.options
@@ -38,6 +50,7 @@ def follow(conversion: Conversion) -> None:
     ):
         conversion.imply("accelerate's default", "zero_stage", "parallel.shard", "gradients", "ZeRO stage 2")
     if "deepspeed_schedule" in facts:
+        _deepspeed_schedule(conversion, str(facts["deepspeed_schedule"]))
         if facts.get("warmup_type", "log") != "linear":
             conversion.notes.append(
                 f"DeepSpeed's {facts['deepspeed_schedule']} rises with the step's logarithm unless its warmup_type "

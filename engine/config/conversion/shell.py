@@ -20,6 +20,8 @@ from engine.errors import UserError
 
 UNKNOWN = "$(...)"
 """Stands for the output of a command."""
+UNSET = "(variable)"
+"""Key of a variable among a command's words that the script does not set: it may hold options."""
 BRANCHES = "(branches)"
 """Key of the variables that branches of a script set to different values."""
 
@@ -41,6 +43,9 @@ _PROGRAMS = (
 )  # fmt: skip
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./][\w@]+)+)=(.*)", re.DOTALL)
 """Hydra's way to give a key."""
+_OPENED, _CLOSED = re.compile(r"(?:^|[;\n])[ \t]*(?:if|case)\b"), re.compile(r"(?:^|[;\n])[ \t]*(?:fi|esac)\b")
+_CASE = re.compile(r"[^()$]*\)")
+"""The pattern before a branch of case."""
 _FLAG = re.compile(r"--?[A-Za-z]")
 _REDIRECTION = re.compile(r"(?:\d|&)?>>?(&\d?)?(.*)|<", re.DOTALL)
 
@@ -56,11 +61,12 @@ class _Script:
     depth: int = 0
 
     def assign(self, name: str, value: str, *, append: bool = False) -> None:
-        earlier = self.variables.get(name, "")
+        before = self.variables.get(name)
+        earlier = before or ""
         value = f"{earlier} {value}".strip() if append else value
         value = re.sub(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", lambda _: earlier, value) if earlier else value
-        if self.depth and not append and not value.startswith("${" + name):
-            self.branches.setdefault(name, []).append(value)
+        if self.depth and not value.startswith("${" + name):
+            self.branches.setdefault(name, [] if before is None else [before]).append(value)
         self.variables[name] = value
 
 
@@ -75,8 +81,10 @@ def read_shell(text: str, source: str) -> list[Given]:
     best: list[str] = []
     trainings: list[list[str]] = []
     programs: list[str] = []
-    for command in commands:
+    for conditional, command in commands:
+        script.depth += conditional
         words = _after_assignments(command, script)
+        script.depth -= conditional
         if not words or words[0] in _NO_COMMANDS:
             continue
         joined = " ".join(map(_quoted, words))
@@ -166,6 +174,8 @@ def read_words(words: list[str], source: str) -> list[Given]:
             given.append(Given(source=source, key=PROGRAM_FILE, value=word))
         elif override := _OVERRIDE.fullmatch(word) or (given and _configured(given) and _ASSIGNMENT.fullmatch(word)):
             given.append(Given(source=source, key=override[1], value=plain(override[override.re.groups])))
+        elif _VARIABLE.fullmatch(word):
+            given.append(Given(source=source, key=UNSET, value=word))
         if word == "-m" and position < len(words) and not words[position].startswith("-"):
             given.append(Given(source=source, key=PROGRAM, value=words[position]))
             position += 1
@@ -178,7 +188,9 @@ def read_words(words: list[str], source: str) -> list[Given]:
         while not equals and position < len(words) and not _FLAG.match(words[position]):
             if words[position].endswith(".py") and (values or not name.startswith("train_script")):
                 break
-            if not (values and _VARIABLE.fullmatch(words[position])):  # a variable may hold flags
+            if values and _VARIABLE.fullmatch(words[position]):
+                given.append(Given(source=source, key=UNSET, value=words[position]))
+            else:
                 values.append(words[position])
             position += 1
         found: Value = True if not values else plain(values[0]) if len(values) == 1 else [*map(plain, values)]
@@ -262,24 +274,29 @@ def _without_arrays(text: str, script: _Script) -> str:
             end += 1
         # quotes around several words, which are used without quotes, or around another array
         inside = re.sub(r'"(--[^"]*|\$\{\w+\[[@*]\]\})"', r"\1", text[match.end() : end - 1])
+        script.depth = len(_OPENED.findall(text[: match.start()])) - len(_CLOSED.findall(text[: match.start()]))
         script.assign(match[1], " ".join(inside.split()), append=bool(match[2]))
+        script.depth = 0
         text = text[: match.start()] + text[end:]
     return text
 
 
-def _commands(text: str, source: str) -> list[list[str]]:
-    commands: list[list[str]] = [[]]
+def _commands(text: str, source: str) -> list[tuple[bool, list[str]]]:
+    """Returns the commands, each with whether another one, before && or ||, decides whether it runs."""
+    commands: list[tuple[bool, list[str]]] = [(False, [])]
     for word in _words(text, source, keep_newlines=True):
-        if word in ("\n", ";", "&&", "|", "||", "&", ";;"):
-            commands.append([])
+        if word and set(word) <= set(";&|\n"):  # several of them in a row are one word, as && at a line's end
+            commands.append((word.strip("\n") in ("&&", "||"), []))
         else:
-            commands[-1].append(word)
+            commands[-1][1].append(word)
     return commands
 
 
 def _after_assignments(command: list[str], script: _Script) -> list[str]:
     """Returns the words after `export A=1 B=2`, whose assignments are kept."""
     words, exported = list(command), False
+    if script.depth and words and _CASE.fullmatch(words[0]):
+        words.pop(0)
     while words and (words[0] in _BEFORE or words[0] in _BRANCH or words[0] in _END):
         word = words.pop(0)
         exported |= word == "export"

@@ -22,6 +22,8 @@ from engine.config.conversion.trainers import hugging_face as hf
 from engine.config.conversion.trainers import shared
 
 _LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "simpo": "simpo", "kto": "kto", "orpo": "orpo"}
+_OF_SFT = ("assistant_only_loss", "completion_only_loss", "packing", "packing_strategy", "dataset_text_field")
+"""Arguments that SFTConfig alone has; it has a loss_type, too."""
 _TASKS = ("orpo", "simpo", "kto", "cpo", "dpo", "reward", "sft")
 
 
@@ -32,6 +34,8 @@ def task(conversion: Conversion) -> str:
     found = next((one for one in _TASKS if one in name), None)
     if found is None and conversion.given("simpo_gamma", "gamma_beta_ratio"):
         return "simpo"
+    if found is None and conversion.given(*_OF_SFT):
+        return "sft"
     if found is None and conversion.given("beta", "loss_type", "max_prompt_length"):
         return "dpo"
     return found or "sft"

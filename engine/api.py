@@ -35,7 +35,7 @@ from engine.inference.generate import Generator, Request, check_requests
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.runtime.launch import Launch, start, stop, world_size_from_environment
-from engine.telemetry.format import shown
+from engine.telemetry.format import short_path
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.training import trainer
@@ -119,7 +119,7 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
     finally:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
     if summary.interrupted:
-        raise KeyboardInterrupt(f"stopped after step {summary.steps} of the run in {shown(summary.run_dir)}")
+        raise KeyboardInterrupt(f"stopped after step {summary.steps} of the run in {short_path(summary.run_dir)}")
     return summary
 
 

@@ -51,7 +51,7 @@ from engine.errors import UserError
 from engine.kernels.checksum import slow_checksums
 from engine.printable import printable
 from engine.sentences import listed
-from engine.telemetry.format import counted, format_bytes, shown
+from engine.telemetry.format import counted, format_bytes, short_path
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
@@ -260,7 +260,7 @@ def _export_weights(
     log: Log,
     tokenizer: TrainedTokenizer = BASES_OWN,
 ) -> None:
-    with options.work(log, f"exporting {shown(read)}", weights) as work:
+    with options.work(log, f"exporting {short_path(read)}", weights) as work:
         report = export_hf(
             weights,
             out,

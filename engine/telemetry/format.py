@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 
 _ENDS = 20
 """Steps over which a figure at a run's beginning and end is averaged, where it has twice as many."""
@@ -70,7 +69,7 @@ def first_to_last(values: Sequence[tuple[float, float]], show: Callable[[float],
     window = min(_ENDS, len(values) // 2)
     if window < 2:
         return " → ".join(show(value) for _, value in (*values[:1], *values[1:][-1:]))
-    first, last = (fmean(value for _, value in part) for part in (values[:window], values[-window:]))
+    first, last = (sum(value for _, value in part) / window for part in (values[:window], values[-window:]))
     return f"{show(first)} → {show(last)} (means of {window} steps)"
 
 
@@ -93,8 +92,8 @@ def format_columns(rows: Sequence[Sequence[str]], *, names: int = 1) -> list[str
     ]
 
 
-def shown(path: str | Path) -> str:
-    """Returns a path as it is shown: from the current folder, where that is shorter."""
+def short_path(path: str | Path) -> str:
+    """Returns a path for a message: from the current folder, where that is shorter."""
     try:
         return min(os.path.relpath(path), str(path), key=len)
     except OSError:  # the current folder is gone

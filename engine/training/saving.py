@@ -21,7 +21,7 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.runtime.launch import Launch, ranks_of_this_node
-from engine.telemetry.format import format_bytes, shown
+from engine.telemetry.format import format_bytes, short_path
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.best import BestLoss
 from engine.training.build import Training
@@ -184,7 +184,7 @@ class StateSaver:
             return
         waited = f", {report.waited:.2f} s of them for the one before" if report.waited >= 0.01 else ""
         self._say(
-            f"step {report.step}: saved {shown(report.path)} "
+            f"step {report.step}: saved {short_path(report.path)} "
             f"({format_bytes(report.num_bytes)} in {report.seconds:.2f} s; "
             f"training paused for {report.pause:.3f} s{waited})"
         )

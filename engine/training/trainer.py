@@ -16,7 +16,7 @@ from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError
 from engine.runtime.launch import start, stop, world_size_from_environment
 from engine.runtime.supervision import Preempted
-from engine.telemetry.format import counted, first_to_last, shown
+from engine.telemetry.format import counted, first_to_last, short_path
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
@@ -115,7 +115,7 @@ class Trainer:
         if (line := run.forecast.line()) is not None:
             run.log.info(line)
         run.log.info(f"data order: {source.sentence()}")
-        run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {shown(run.folder.path)}")
+        run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {short_path(run.folder.path)}")
 
     def _summary(self, seconds: float, stopped: str | None) -> RunSummary:
         run = self._run
@@ -140,9 +140,8 @@ class Trainer:
         best = self._run.evaluations.best
         if not self._config.checkpoint.keep_best or best.step < 0:
             return None
-        kept = (
-            f"kept in {shown(checkpoint_folder(self._run.folder.path, best.step))}" if best.step else "before training"
-        )
+        folder = checkpoint_folder(self._run.folder.path, best.step)
+        kept = f"kept in {short_path(folder)}" if best.step else "before training"
         return f"{best.loss:.4f} (step {best.step}), {kept}"
 
     def _sample(self) -> None:
@@ -250,7 +249,7 @@ def train(
 
 def _how_to_resume(summary: RunSummary, config: RunConfig, command: Callable[..., str] | None) -> str:
     """Says what goes on from where a signal stopped the run."""
-    options = [] if config.checkpoint.dir is not None else ["--checkpoint.dir", shown(summary.run_dir)]
+    options = [] if config.checkpoint.dir is not None else ["--checkpoint.dir", short_path(summary.run_dir)]
     if config.checkpoint.resume != "auto":  # which would start the run where it has begun
         options += ["--checkpoint.resume", "auto"]
     does = "start again with" if summary.steps == 0 else "resume with"

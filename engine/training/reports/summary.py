@@ -22,7 +22,7 @@ from engine.telemetry.format import (
     format_duration,
     format_parameters,
     how_far,
-    shown,
+    short_path,
 )
 from engine.telemetry.log import Log
 from engine.training.build import Training
@@ -75,7 +75,7 @@ class RunSummary:
             rows.append(("waiting for data", f"{self.data_stall:.2f} s"))
         if self.graphs is not None:
             rows.append(("CUDA graphs", self.graphs))
-        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", shown(self.run_dir))]
+        rows += [("peak memory of rank 0", format_bytes(self.memory)), ("run folder", short_path(self.run_dir))]
         width = max(len(name) for name, _ in rows)
         return [f"  {name:<{width}}  {value}" for name, value in rows]
 
@@ -87,7 +87,7 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     trained = training.plan.num_trained()
     sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
     log.info(
-        f"model: {shown(config.model.path)}, {format_parameters(whole)} parameters, "
+        f"model: {short_path(config.model.path)}, {format_parameters(whole)} parameters, "
         f"{format_parameters(trained)} trained, {config.model.dtype} on {launch.device.type}"
     )
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]

@@ -1,8 +1,8 @@
 """The rule for what a folder holds: every tensor is used, or refused by name.
 
-A tensor that is left over without a word is a model other than the folder's. So whoever opens one compares the names it
-holds with those that are read, before any weight is. What nothing is computed with is listed here, or in a family's
-`NameMap.unused`.
+A tensor that is left over without a word is a model other than the folder's. So each reader of one compares the names
+that it holds with those that are read, before any weight is. What nothing is computed with is listed here, or in a
+family's `NameMap.unused`.
 """
 
 from __future__ import annotations

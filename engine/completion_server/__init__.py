@@ -1,1 +1,1 @@
-"""Completions from a server that somebody else runs, vLLM's or SGLang's, over HTTP. Knows no tensors."""
+"""Completions from a server of the user's, vLLM's or SGLang's, over HTTP. Knows no tensors."""

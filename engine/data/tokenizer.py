@@ -1,6 +1,6 @@
 """One interface for the two libraries that turn text into token ids, which work in a process of their own.
 
-A tokenizer's files and its chat template are programs of whoever made the model: normalizers that multiply a text,
+A tokenizer's files and its chat template are programs of the model's authors: normalizers that multiply a text,
 patterns that backtrack without end, loops. So they are opened by a process (`engine.data.tokenizer_worker`) whose time
 and memory are limited, which is killed beyond that, and started again for a later call.
 

@@ -1,1 +1,1 @@
-"""Other people's programs and files: what they answer is read, and what they run is run, within limits."""
+"""Other programs and their files: what they answer is read, and what they run is run, within limits."""

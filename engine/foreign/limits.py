@@ -1,4 +1,4 @@
-"""Limits that a process sets itself before it works on a file of somebody else's. The kernel enforces them.
+"""Limits that a process sets itself before it works on a file that others wrote. The kernel enforces them.
 
 A timer of processor time ends the process, whatever call of a library it is in. A ceiling on the address space, a
 little above what it has already, makes its next allocation fail. Both cost some microseconds.
@@ -7,15 +7,11 @@ little above what it has already, makes its next allocation fail. Both cost some
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-try:
-    import resource
-except ImportError:  # no POSIX
-    resource = None  # type: ignore[assignment]
 
 _STATM = Path("/proc/self/statm")
 _BYTES_OF_A_THREAD = 128 << 20
@@ -29,8 +25,7 @@ def start_limits() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if resource is not None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 @contextmanager
@@ -56,9 +51,6 @@ def limited(seconds: float, extra_bytes: int, *, threads: bool = False) -> Itera
 
 @contextmanager
 def _limited_memory(extra_bytes: int) -> Iterator[None]:
-    if resource is None:
-        yield
-        return
     try:
         pages = int(_STATM.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A process between this program and one of other people's, which ends with everything that it has started.
+"""A process between this program and another, which ends with everything that it has started.
 
 What another program starts may leave its session, its process group and its parent: then no signal finds it. On Linux
 such orphans become children of their nearest ancestor that asked for them. The supervisor does, so that it can kill

@@ -308,7 +308,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _package(option: str) -> str:
-    """Imports the package that an option needs, which is an extra of the same name."""
+    """Returns the package that an option needs, which is an extra of the same name."""
     return option.partition("_")[0]
 
 

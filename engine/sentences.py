@@ -1,11 +1,14 @@
-"""Words for messages to the user that hold what the user gave: values as they are written, and names, but not all."""
+"""Words for messages to the user that hold what came from input: values as they are written, names, but not all, and
+other programs' words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 _MOST_NAMES = 8
-_NAME_CHARACTERS, _VALUE_CHARACTERS = 200, 80
+_NAME_CHARACTERS, _VALUE_CHARACTERS, _WORDS_CHARACTERS = 200, 80, 300
+_LARGEST = 10**20
+"""The first integer whose digits are not shown."""
 
 
 def listed(names: Iterable[object], *, most: int = _MOST_NAMES) -> str:
@@ -23,6 +26,12 @@ def as_written(value: object) -> str:
     return _short(_written(value), _VALUE_CHARACTERS)
 
 
+def on_one_line(words: str, *, most: int = _WORDS_CHARACTERS) -> str:
+    """Returns the words of a library or another program on one line, which is short."""
+    line = " ".join(words.split())
+    return line if len(line) <= most else f"{line[:most]}..."
+
+
 def _written(value: object) -> str:
     if value is None:
         return "null"
@@ -32,6 +41,8 @@ def _written(value: object) -> str:
         return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        return "a number of many digits"
     return repr(value)
 
 

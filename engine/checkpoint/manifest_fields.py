@@ -32,8 +32,8 @@ from engine.checkpoint.piece_columns import PieceColumns, StoredColumns
 from engine.checkpoint.reshard import Box, find_flaw, find_gap
 from engine.checkpoint.safetensors_file import dtype_from_name
 from engine.errors import UserError
-from engine.files.strict_json import shown
 from engine.kernels.checksum import ALGORITHM
+from engine.sentences import as_written
 
 _MAX_ELEMENTS = 1 << 48
 _MAX_DIMS = 16
@@ -59,12 +59,12 @@ def require_readable(data: object, path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a manifest of this engine: expected format {FORMAT!r}, use another folder.")
     if data.get("version") not in (VERSION, COLUMNS_VERSION) or isinstance(data["version"], bool):
         raise UserError(
-            f"{path} has version {shown(data.get('version'))}, but this engine reads {VERSION} and {COLUMNS_VERSION}: "
-            "use the engine that wrote it, or convert the model again."
+            f"{path} has version {as_written(data.get('version'))}, but this engine reads {VERSION} and "
+            f"{COLUMNS_VERSION}: use the engine that wrote it, or convert the model again."
         )
     if data.get("checksum_algorithm") != ALGORITHM:
         raise UserError(
-            f"{path} uses checksums {shown(data.get('checksum_algorithm'))}, but this engine reads {ALGORITHM}: "
+            f"{path} uses checksums {as_written(data.get('checksum_algorithm'))}, but this engine reads {ALGORITHM}: "
             "use the engine that wrote it."
         )
     return data
@@ -93,7 +93,7 @@ def manifest_from_json(content: object, path: Path) -> Manifest:
     data = require_readable(content, path)
     if data.get("kind") not in ("base", "training"):
         raise UserError(
-            f"{path} has kind {shown(data.get('kind'))}: expected base or training, use another checkpoint."
+            f"{path} has kind {as_written(data.get('kind'))}: expected base or training, use another checkpoint."
         )
     reader = _Fields(path)
     files = reader.mapping(data, "files")
@@ -103,7 +103,7 @@ def manifest_from_json(content: object, path: Path) -> Manifest:
         reader.file_name(name)
         reader.whole_number(size, f"the size of {name}")
     for name, size in layout.items():
-        reader.whole_number(size, f"layout {shown(name)}")
+        reader.whole_number(size, f"layout {as_written(name)}")
     columns = reader.columns(data) if data["version"] == COLUMNS_VERSION else None
     stored = None if columns is None else reader.stored_columns(columns, list(files))
     manifest = Manifest(
@@ -141,23 +141,23 @@ class _Fields:
     def text(self, data: Mapping[str, Any], key: str) -> str:
         value = data.get(key)
         if not isinstance(value, str):
-            raise self.fail(f"{key} is {shown(value)} where a text was expected")
+            raise self.fail(f"{key} is {as_written(value)} where a text was expected")
         return value
 
     def name(self, value: str) -> str:
         if not 0 < len(value) <= _MAX_NAME or not value.isprintable():
-            raise self.fail(f"it has the impossible name {shown(value)}")
+            raise self.fail(f"it has the impossible name {as_written(value)}")
         return value
 
     def whole_number(self, value: object, what: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_ELEMENTS:
-            raise self.fail(f"{what} is {shown(value)} where a number from 0 to 2^48 was expected")
+            raise self.fail(f"{what} is {as_written(value)} where a number from 0 to 2^48 was expected")
         return value
 
     def file_name(self, name: str) -> str:
         # A name, not a path: the file must be in the checkpoint's own folder.
         if not _FILE_NAME.fullmatch(name):
-            raise self.fail(f"it names the file {shown(name)}, which is not a plain file name inside the folder")
+            raise self.fail(f"it names the file {as_written(name)}, which is not a plain file name inside the folder")
         return name
 
     def columns(self, data: Mapping[str, Any]) -> ColumnsRecord:
@@ -195,9 +195,9 @@ class _Fields:
             raise self.fail(f"{name} has the impossible shape {list(shape)}")
         dtype = self.text(data, "dtype")
         if dtype_from_name(dtype) is None:
-            raise self.fail(f"{name} has the unknown dtype {shown(dtype)}")
+            raise self.fail(f"{name} has the unknown dtype {as_written(dtype)}")
         if (encoding := self.text(data, "encoding")) != "plain":
-            raise self.fail(f"{name} has encoding {shown(encoding)}, and this engine reads plain")
+            raise self.fail(f"{name} has encoding {as_written(encoding)}, and this engine reads plain")
         if not isinstance(data.get("pieces"), list) or not data["pieces"]:
             raise self.fail(f"{name} has no pieces")
         if stored is not None:
@@ -213,17 +213,17 @@ class _Fields:
 
     def rows(self, name: str, numbers: list[object], stored: StoredColumns) -> PieceRows:
         if len(numbers) != 3:
-            raise self.fail(f"the pieces of {name} are {shown(numbers)} where three numbers were expected")
+            raise self.fail(f"the pieces of {name} are {as_written(numbers)} where three numbers were expected")
         rows = PieceRows(*(self.whole_number(number, f"the pieces of {name}") for number in numbers))
         if not 0 < rows.length <= _MAX_COLUMN_PIECES:
             raise self.fail(f"{name} has {rows.length} pieces where 1 to {_MAX_COLUMN_PIECES} were expected")
         if rows.row + rows.length > stored.num_rows or rows.piece + rows.length > stored.num_pieces:
-            raise self.fail(f"the pieces of {name} are {shown(numbers)}, outside the columns")
+            raise self.fail(f"the pieces of {name} are {as_written(numbers)}, outside the columns")
         return rows
 
     def column_pieces(self, name: str, shape: tuple[int, ...], rows: PieceRows, stored: StoredColumns) -> PieceColumns:
         if "@" in name or len(shape) > stored.num_dims:
-            raise self.fail(f"{shown(name)} of {len(shape)} dimensions cannot be in columns")
+            raise self.fail(f"{as_written(name)} of {len(shape)} dimensions cannot be in columns")
         pieces = stored.pieces(name, shape, rows)
         if (known := (rows._replace(piece=0), shape)) in self._sound:
             return pieces
@@ -240,7 +240,7 @@ class _Fields:
     def checksum(self, data: Mapping[str, Any], of: str) -> str:
         text = self.text(data, "checksum")
         if not _CHECKSUM.fullmatch(text):
-            raise self.fail(f"{of} has checksum {shown(text)} where eight digits were expected")
+            raise self.fail(f"{of} has checksum {as_written(text)} where eight digits were expected")
         return text
 
     def piece(self, name: str, shape: tuple[int, ...], data: object, files: Mapping[str, Any]) -> PieceRecord:
@@ -255,7 +255,7 @@ class _Fields:
             others = data.get("others", [])
             if not isinstance(others, list) or not all(isinstance(run, list) and len(run) == 3 for run in others):
                 raise self.fail(
-                    f"others of a piece of {name} is {shown(others)} where lists of three numbers were expected"
+                    f"others of a piece of {name} is {as_written(others)} where lists of three numbers were expected"
                 )
             box = Box(*first, tuple(self.run(name, shape, tuple(run)) for run in others))
             if len({first[0], *(run[0] for run in box.others)}) <= len(others):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import UserError
-from engine.files.strict_json import JsonFlaw, parse_json, shown
+from engine.files.strict_json import JsonFlaw, parse_json
+from engine.sentences import as_written
 
 MAX_HEADER_BYTES = 100_000_000
 """The stock library's limit too."""
@@ -92,14 +93,14 @@ def _parse(text: bytes, data_bytes: int) -> Header:
     content = parse_json(text)
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise JsonFlaw(f"{_METADATA} is {shown(metadata)} where texts were expected")
+        raise JsonFlaw(f"{_METADATA} is {as_written(metadata)} where texts were expected")
     first = 8 + len(text)
     tensors = {name: _entry(name, entry, first) for name, entry in content.items()}
     position = first
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != position:
             where = "overlaps with" if tensor.begin < position else "leaves a hole after"
-            raise JsonFlaw(f"{shown(name)} {where} what precedes it")
+            raise JsonFlaw(f"{as_written(name)} {where} what precedes it")
         position = tensor.end
     if position != first + data_bytes:
         raise JsonFlaw(f"its tensors take {position - first} bytes, and {data_bytes} are there")
@@ -108,20 +109,20 @@ def _parse(text: bytes, data_bytes: int) -> Header:
 
 def _entry(name: str, entry: Any, first: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise JsonFlaw(f"{shown(name)} is not described by dtype, shape and data_offsets")
+        raise JsonFlaw(f"{as_written(name)} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise JsonFlaw(f"{shown(name)} has the unknown dtype {shown(dtype)}")
+        raise JsonFlaw(f"{as_written(name)} has the unknown dtype {as_written(dtype)}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_size(size) for size in shape):
-        raise JsonFlaw(f"{shown(name)} has the impossible shape {shown(shape)}")
+        raise JsonFlaw(f"{as_written(name)} has the impossible shape {as_written(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise JsonFlaw(f"{shown(name)} has data_offsets {shown(offsets)}")
+        raise JsonFlaw(f"{as_written(name)} has data_offsets {as_written(offsets)}")
     begin, end = offsets
     bits = DTYPE_BITS[dtype]
     for size in shape:
         bits *= size
     if begin > end or bits != 8 * (end - begin):
-        raise JsonFlaw(f"{shown(name)} is {dtype} {shown(shape)} but is at bytes [{begin}, {end})")
+        raise JsonFlaw(f"{as_written(name)} is {dtype} {as_written(shape)} but is at bytes [{begin}, {end})")
     return StoredTensor(dtype, tuple(shape), first + begin, first + end)
 
 

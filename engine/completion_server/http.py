@@ -25,6 +25,7 @@ from engine.files.strict_json import ANSWER_LIMITS, JsonFlaw, parse_json
 from engine.foreign.deadline import Deadline
 from engine.foreign.fields import described, is_number
 from engine.foreign.streams import LimitedStream
+from engine.sentences import on_one_line
 
 SMALL_ANSWER = 1 << 16
 """Bytes of an answer that says little more than that a call succeeded, or why not."""
@@ -37,7 +38,6 @@ _PASSING = frozenset((429, 500, 502, 503, 504))
 """Statuses after which the same call may succeed."""
 _KEY_WANTED = frozenset((401, 403))
 _REDIRECTED = range(300, 400)
-_LONGEST_WORDS = 300
 _LOOK_SECONDS = 0.1
 """Seconds after which a call that waits for a name's addresses looks whether it was ended."""
 
@@ -302,5 +302,4 @@ def _words(answer: bytes) -> str:
         if isinstance(found, dict) and found.get(key):
             found = found[key]
     text = found if isinstance(found, str) else json.dumps(found)
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_WORDS else f"{line[:_LONGEST_WORDS]}..."
+    return on_one_line(text)

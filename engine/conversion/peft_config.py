@@ -18,7 +18,7 @@ from engine.config.lora import adapter_scale
 from engine.config.patterns import NamePattern, PatternFlaw, name_pattern
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.files.strict_json import shown
+from engine.sentences import as_written
 
 # Keys about who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
 # fmt: off
@@ -34,8 +34,6 @@ _READ_KEYS = frozenset((
 ))
 # fmt: on
 _TOO_LARGE = 1e9
-_SHOWN = 80
-"""Maximum number of characters of a value in an error sentence."""
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _Number = TypeVar("_Number", int, float)
@@ -107,11 +105,11 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: give the folder of a PEFT LoRA adapter.")
     config = read_json(path)
     if (kind := config.get("peft_type")) != "LORA":
-        raise UserError(f"{path} has peft_type {shown(kind)}: expected LORA, use a LoRA adapter.")
+        raise UserError(f"{path} has peft_type {as_written(kind)}: expected LORA, use a LoRA adapter.")
     _refuse_unsupported(path, config, with_saved_modules)
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < _TOO_LARGE:
-        raise UserError(f"{path} has r {_shown(rank)}: expected a whole number of at least 1, correct it.")
+        raise UserError(f"{path} has r {as_written(rank)}: expected a whole number of at least 1, correct it.")
     return PeftSettings(
         rank=rank,
         alpha=_number(path, config, "lora_alpha", math.nan),
@@ -130,19 +128,21 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str, kinds: tuple[type,
     pattern = config.get(key) or {}
     if not isinstance(pattern, dict):
         raise UserError(
-            f"{path} has {key} {_shown(pattern)}: expected an object of module names and numbers, correct it."
+            f"{path} has {key} {as_written(pattern)}: expected an object of module names and numbers, correct it."
         )
     for name, value in pattern.items():
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < _TOO_LARGE:
             raise UserError(
-                f"{path} has {_shown(value)} for {_shown(name)} in {key}: expected a positive number, correct it."
+                f"{path} has {as_written(value)} for {as_written(name)} in {key}: expected a positive number, "
+                "correct it."
             )
         try:
             name_pattern(name)
             _ending(name)
         except PatternFlaw as flaw:
             raise UserError(
-                f"{path} has {_shown(name)} in {key}, which is no expression that can be matched ({flaw}): correct it."
+                f"{path} has {as_written(name)} in {key}, which is no expression that can be matched ({flaw}): "
+                "correct it."
             ) from None
     return pattern
 
@@ -150,35 +150,31 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str, kinds: tuple[type,
 def _number(path: Path, config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _TOO_LARGE:
-        raise UserError(f"{path} has {key} {_shown(value)}: expected a number, correct it.")
+        raise UserError(f"{path} has {key} {as_written(value)}: expected a number, correct it.")
     return float(value)
 
 
 def _flag(path: Path, config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise UserError(f"{path} has {key} {_shown(value)}: expected true or false, correct it.")
+        raise UserError(f"{path} has {key} {as_written(value)}: expected true or false, correct it.")
     return bool(value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < _TOO_LARGE else "a number of many digits"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any], with_saved_modules: bool) -> None:
     if (bias := config.get("bias", "none")) != "none":
-        raise UserError(f"{path} has bias {_shown(bias)}, which is not supported: use an adapter with bias none.")
+        raise UserError(f"{path} has bias {as_written(bias)}, which is not supported: use an adapter with bias none.")
     known = _HARMLESS_KEYS | _READ_KEYS | ({"modules_to_save"} if with_saved_modules else set())
     for key, value in sorted(config.items()):
         if key not in known and value:
             raise UserError(
-                f"{path} has {_shown(key)[1:-1]} {_shown(value)}, which is not supported: use an adapter without it."
+                f"{path} has {as_written(key)[1:-1]} {as_written(value)}, which is not supported: use an adapter "
+                "without it."
             )
     if (init := config.get("init_lora_weights", True)) not in _HARMLESS_INITS:
         # These replace the base's weights by their remainder, so the factors mean nothing beside the plain base.
         raise UserError(
-            f"{path} has init_lora_weights {_shown(init)}, which alters the base: "
+            f"{path} has init_lora_weights {as_written(init)}, which alters the base: "
             "convert it to a plain adapter first (PEFT: path_initial_model_for_weight_conversion)."
         )
 

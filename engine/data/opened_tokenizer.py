@@ -29,7 +29,7 @@ from engine.data.tokenizer import ChatOptions, Conversation, EncodedChat, encode
 from engine.data.tokenizer_calls import MOST_TEMPLATE
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.files.strict_json import shown
+from engine.sentences import as_written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -286,7 +286,7 @@ def _check_settings(folder: Path) -> None:
     if (file := folder / "tokenizer_config.json").is_file():
         template = read_json(file, "repair or remove it").get("chat_template")
         if template is not None and not isinstance(template, str | list):
-            raise UserError(f"{file} has chat_template {shown(template)}, expected text; repair the file.")
+            raise UserError(f"{file} has chat_template {as_written(template)}, expected text; repair the file.")
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:

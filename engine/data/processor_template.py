@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.files.strict_json import shown
+from engine.sentences import as_written
 
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 """That may hold it under the key `chat_template`, the first that does first."""
@@ -33,6 +33,6 @@ def processor_template(folder: Path) -> str | None:
             return template
         if template is not None:
             raise UserError(
-                f"{file} has chat_template {shown(template)}, but text is expected: copy the model's own file."
+                f"{file} has chat_template {as_written(template)}, but text is expected: copy the model's own file."
             )
     return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.files.strict_json import shown
+from engine.sentences import as_written
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "token-store", 2
@@ -107,7 +107,9 @@ def read_store_manifest(folder: Path) -> StoreManifest:
             raise UserError(f"{path} is damaged: it has other values than were written; tokenise the data again.")
     if odds := data.keys() - {_TEMPLATE} ^ _KEYS:
         odd = sorted(odds)[0]
-        raise UserError(f"{path} {'lacks' if odd in _KEYS else 'has the unknown key'} {shown(odd)}: tokenise again.")
+        raise UserError(
+            f"{path} {'lacks' if odd in _KEYS else 'has the unknown key'} {as_written(odd)}: tokenise again."
+        )
     return _Fields(path, data).manifest(has_blocks=version > _OLDEST)
 
 
@@ -154,10 +156,12 @@ class _Fields:
         if missing := sorted(needed - found.keys()):
             raise UserError(f"{self._path} has no checksum of {missing[0]}: copy it again, or tokenise the data again.")
         if strange := sorted(found.keys() - needed):
-            raise UserError(f"{self._path} has a checksum of {shown(strange[0])}, no file of a store: tokenise again.")
+            raise UserError(
+                f"{self._path} has a checksum of {as_written(strange[0])}, no file of a store: tokenise again."
+            )
         if set(found.values()) == {"0" * 8}:  # written without compiled code, once
             raise UserError(f"{self._path} has no checksums, so nothing can be checked: tokenise the data again.")
         return found
 
     def _fail(self, key: str, expected: str) -> UserError:
-        return UserError(f"{self._path} has {key} {shown(self._data[key])}, expected {expected}: tokenise again.")
+        return UserError(f"{self._path} has {key} {as_written(self._data[key])}, expected {expected}: tokenise again.")

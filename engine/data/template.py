@@ -23,6 +23,7 @@ from engine.data.named_templates import TEMPLATES
 from engine.data.tokenizer_calls import LIMITS
 from engine.data.training_form import BEGIN, END, training_form
 from engine.errors import UserError
+from engine.sentences import on_one_line
 
 FORMATS_WITHOUT_TEMPLATE = "text, completion or alpaca"
 
@@ -34,9 +35,6 @@ _RESERVED = (BEGIN, END, MARK)
 _ANSWER = "An answer"
 _ALWAYS = 2**20
 """Maximum characters that a template may write for any conversation."""
-
-_MOST_WORDS = 300
-"""Maximum characters of a template's own message that are shown."""
 
 
 class Runaway(UserError):
@@ -173,8 +171,8 @@ class ChatTemplate:
             AttributeError,
         ) as error:
             raise UserError(
-                f"the chat template of {self.where} refuses these messages ({_words(error)}); change the order of "
-                f"their roles or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."
+                f"the chat template of {self.where} refuses these messages ({on_one_line(str(error))}); change the "
+                f"order of their roles or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."
             ) from error
         if len(text) > _ALWAYS and len(text) > (most := _ALWAYS + 16 * sum(map(_characters, chat))):
             raise self._endless(f"writes {len(text):,} characters, more than {most:,},")
@@ -250,8 +248,3 @@ def _characters(value: object) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_characters, value))
     return len(str(value))
-
-
-def _words(error: Exception) -> str:
-    words = str(error)
-    return words if len(words) <= _MOST_WORDS else words[:_MOST_WORDS] + "..."

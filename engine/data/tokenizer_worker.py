@@ -20,8 +20,7 @@ from engine.data.tokenizer import ChatOptions, encoded_chat
 from engine.errors import UserError
 from engine.foreign.limited_process import Messages
 from engine.foreign.limits import limited, start_limits
-
-_MOST_WORDS = 300
+from engine.sentences import on_one_line
 
 
 def main() -> None:
@@ -66,7 +65,7 @@ class _Worker:
         except BaseException as error:  # a panic of the Rust library is no Exception
             foreign = type(error) is Exception or type(error).__name__ == "PanicException"
             if foreign or isinstance(error, UnicodeError):  # pieces that are no text
-                self._refuse(self._runaway(f"fails ({' '.join(str(error).split())[:_MOST_WORDS]})"))
+                self._refuse(self._runaway(f"fails ({on_one_line(str(error))})"))
             else:
                 self._messages.send(calls.DEFECT, traceback.format_exc().encode(errors="replace"))
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-_SHOWN = 80
+from engine.sentences import as_written, on_one_line
+
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
@@ -58,7 +59,7 @@ def parse_json(data: bytes, limits: JsonLimits = FILE_LIMITS) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
-        raise JsonFlaw(" ".join(str(error).split())) from None
+        raise JsonFlaw(on_one_line(str(error))) from None
 
 
 def _depth(data: bytes) -> int:
@@ -88,7 +89,7 @@ def _number_parsers(limits: JsonLimits) -> dict[str, Any]:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise JsonFlaw(f"it has {shown(text)} where a finite number was expected")
+        raise JsonFlaw(f"it has {as_written(text)} where a finite number was expected")
     return number
 
 
@@ -98,12 +99,6 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise JsonFlaw(f"{shown(name)} is given twice")
+                raise JsonFlaw(f"{as_written(name)} is given twice")
             seen.add(name)
     return found
-
-
-def shown(value: object) -> str:
-    """Returns a value from such a file for an error sentence: on one line, printable, and short."""
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

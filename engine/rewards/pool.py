@@ -34,6 +34,7 @@ from engine.foreign.frames import receive_frame, send_frame
 from engine.foreign.signals import signal_name
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import ENDING_SECONDS
+from engine.sentences import on_one_line
 from engine.telemetry.torchrun import without_rank
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -102,9 +103,9 @@ class _CallFailed(Exception):
         self.hung = hung
 
 
-def _on_one_line(sentence: str) -> str:
+def _sentence(words: str) -> str:
     """Returns a sentence of a process, which may be meant to look like lines of the log."""
-    return " ".join(sentence.split())[:_LONGEST_SENTENCE]
+    return on_one_line(words, most=_LONGEST_SENTENCE)
 
 
 class _Worker:
@@ -178,14 +179,14 @@ class _Worker:
         if not isinstance(reply, dict) or reply.get("call") != self._calls:
             raise self._malformed(f"{described(reply)} to another call")
         if isinstance(problem := reply.get("problem"), str):
-            raise _CallFailed(_on_one_line(problem))
+            raise _CallFailed(_sentence(problem))
         rewards = reply.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != count:
             raise self._malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
         for one in rewards:
             if not (one is None or isinstance(one, str) or (is_number(one) and abs(one) <= LARGEST_REWARD)):
                 raise self._malformed(f"{described(one)} for a reward")
-        return [_on_one_line(one) if isinstance(one, str) else one for one in rewards]
+        return [_sentence(one) if isinstance(one, str) else one for one in rewards]
 
     def _exchange(self, message: object, deadline: Deadline, *, sentences: int) -> Any:
         """Sends a message and returns its answer.

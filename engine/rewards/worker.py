@@ -1,6 +1,6 @@
 """A process that calls reward functions: what it is asked and answers are frames of JSON over one socket.
 
-A reward function is somebody's program. Whatever it does to its process (prints, leaks, hangs, crashes) stays there:
+A reward function is the user's program. Whatever it does to its process (prints, leaks, hangs, crashes) stays there:
 the one who asked ends the process and starts another. The functions are called as TRL calls them, with the keywords
 `prompts`, `completions`, `completion_ids` and one for each further column of the records, all lists of one length; a
 function without ** gets those that it names. What they return is checked here, where its type is still known.
@@ -29,10 +29,9 @@ from engine.foreign.frames import receive_text, send_frame
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import STOPPING, supervise
 from engine.rewards.built_in import Reward, built_in
-from engine.sentences import listed
+from engine.sentences import listed, on_one_line
 from engine.telemetry.ending import end_with_parent
 
-_LONGEST_WORDS = 300
 _REQUEST_BYTES = 1 << 40
 """Of a request, which is as long as the run's prompts and completions: this process trusts the one that asks."""
 
@@ -108,7 +107,7 @@ def _load_all(wanted: Sequence[tuple[str | None, str, str, list[str]]]) -> tuple
             continue
         try:
             functions.append(_load(Path(file), name, columns))
-        except BaseException as error:  # of a module of somebody else's, which may call sys.exit
+        except BaseException as error:  # the user's module may raise anything, and call sys.exit
             problems.append(f"{file}:{name} cannot be loaded ({_described(error)})")
     return functions, problems
 
@@ -177,9 +176,9 @@ def _scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
             return {"problem": f"it returned {_kind(found)}, not a list of rewards"}
         if len(found) != count:
             return {"problem": f"it returned {len(found)} rewards for {count} completion{'s' if count != 1 else ''}"}
-        # somebody else's too: what a number of theirs is may raise
+        # inside too: a number of the function's own class may raise
         return {"rewards": [_checked(one) for one in found]}
-    except BaseException as error:  # of a function of somebody else's, which may call sys.exit
+    except BaseException as error:  # the user's function may raise anything, and call sys.exit
         return {"problem": f"it raised {_described(error)}"}
 
 
@@ -207,13 +206,13 @@ def _checked(reward: Any) -> float | str | None:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__[:_LONGEST_WORDS]}"
+    return "None" if value is None else f"a {on_one_line(type(value).__name__)}"
 
 
 def _described(error: BaseException) -> str:
     try:
-        name, words = type(error).__name__[:_LONGEST_WORDS], " ".join(str(error).split())[:_LONGEST_WORDS]
-        found = f"{name}: {words}" if words else name
+        kind, words = on_one_line(type(error).__name__), on_one_line(str(error))
+        found = f"{kind}: {words}" if words else kind
         return found.encode(errors="backslashreplace").decode()  # halves of characters are no JSON for the one who asks
-    except BaseException:  # what an exception of somebody else's says of itself is a call of theirs too
+    except BaseException:  # an exception's own class words it, and may raise anything too
         return "an exception that cannot be told"

@@ -22,7 +22,7 @@ from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
-from engine.files.strict_json import shown
+from engine.sentences import as_written
 from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.start_model import ModelPlan, ModelSource
@@ -187,7 +187,7 @@ def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
             value = records[section].get(key)
             if not isinstance(value, kind) or (isinstance(value, int | float) and not 0 <= value < 2**62):
                 raise UserError(
-                    f"{checkpoint.folder / MANIFEST} is damaged: training.{section}.{key} is {shown(value)}; use "
+                    f"{checkpoint.folder / MANIFEST} is damaged: training.{section}.{key} is {as_written(value)}; use "
                     "another checkpoint."
                 )
 
@@ -210,21 +210,17 @@ def _check_best(checkpoint: TrainingCheckpoint) -> None:
     for key, value in best.items() if isinstance(best, dict) else ((None, best),):
         if key not in kinds or not isinstance(value, kinds[key]) or not abs(value) < 2**62:
             raise UserError(
-                f"{checkpoint.folder / MANIFEST} is damaged: training.state.best has {key} {shown(value)}; use another "
-                "checkpoint."
+                f"{checkpoint.folder / MANIFEST} is damaged: training.state.best has {key} {as_written(value)}; use "
+                "another checkpoint."
             )
 
 
 def _check_same(section: str, saved: dict[str, Any], now: dict[str, Any], path: Path, keys: tuple[str, ...]) -> None:
     for key in keys:
         if saved[key] != now[key]:
+            before, given = (one if isinstance(one, str) else as_written(one) for one in (saved[key], now[key]))
             raise UserError(
-                f"{path} was trained with {section}.{key} {_shown(saved[key])}, but this run has {_shown(now[key])}: "
-                f"set {section}.{key} to {_shown(saved[key])}, or start afresh with checkpoint.resume none and another "
+                f"{path} was trained with {section}.{key} {before}, but this run has {given}: "
+                f"set {section}.{key} to {before}, or start afresh with checkpoint.resume none and another "
                 "directory."
             )
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as a user writes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -143,7 +143,7 @@ def test_manifest_round_trip() -> None:
         ([], "not a manifest"),
         (changed("format", to="other"), "not a manifest"),
         (changed("version", to=1), "version 1"),
-        (changed("version", to=True), "version True"),
+        (changed("version", to=True), "version true"),
         (changed("kind", to="thing"), "kind 'thing'"),
         (changed("checksum_algorithm", to="md5"), "md5"),
         (changed("tensors", "x", "pieces", 1, "offset", to=5), "outside"),

@@ -154,7 +154,7 @@ def test_a_finished_adapter_that_altered_its_base_is_read_once_it_is_converted(i
         ({"rank_pattern": [3]}, r"rank_pattern \[3\]: expected an object"),
         ({"rank_pattern": {"q_proj": 0}}, "0 for 'q_proj' in rank_pattern: expected a positive number"),
         ({"rank_pattern": {"q_proj": 2.5}}, "2.5 for 'q_proj' in rank_pattern"),
-        ({"alpha_pattern": {"q_proj": True}}, "True for 'q_proj' in alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": True}}, "true for 'q_proj' in alpha_pattern"),
         ({"alpha_pattern": {"(q": 2}}, r"'\(q' in alpha_pattern, which is no expression"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank 4 at layers.0.attention.q_proj, but .* says r 2"),
         ({"layer_replication": [[0, 1]]}, "layer_replication .* not supported: use an adapter without it"),

@@ -14,7 +14,7 @@ from engine.config.option_names import option_types
 from engine.data.formats import detect_format
 from engine.data.record_files import Place
 from engine.errors import UserError
-from engine.sentences import as_written, listed
+from engine.sentences import as_written, listed, on_one_line
 
 
 def test_many_names_are_counted() -> None:
@@ -30,6 +30,8 @@ def test_values_are_what_yaml_reads(value: object) -> None:
 
 def test_a_value_is_short() -> None:
     assert len(as_written(["x" * 10**6] * 3)) < 100
+    assert as_written({"r": 10**5000}) == "{r: a number of many digits}"
+    assert on_one_line(" a\n\tb " + "c" * 999) == "a b " + "c" * 296 + "..."
 
 
 @pytest.mark.parametrize(

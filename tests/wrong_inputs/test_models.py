@@ -19,7 +19,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 0}, "hidden_size 0, but a whole number above 0"),
     ({"hidden_size": 16.5}, "hidden_size 16.5, but a whole number"),
     ({"hidden_size": [16]}, "hidden_size [16], but a whole number"),
-    ({"hidden_size": True}, "hidden_size True, but a whole number"),
+    ({"hidden_size": True}, "hidden_size true, but a whole number"),
     ({"intermediate_size": -24}, "intermediate_size -24"),
     ({"num_hidden_layers": 0}, "num_hidden_layers 0, but a whole number from 1 to 1000"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000, but at most 1,000 is expected"),

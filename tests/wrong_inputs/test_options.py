@@ -186,16 +186,16 @@ ADAPTER_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {"q_proj": 10**400}}, "a number of many digits for 'q_proj' in rank_pattern"),
     ({"r": 10**400}, "has r a number of many digits: expected a whole number"),
     ({"lora_alpha": 10**400}, "has lora_alpha a number of many digits: expected a number"),
-    ({"lora_alpha": True}, "has lora_alpha True: expected a number"),
+    ({"lora_alpha": True}, "has lora_alpha true: expected a number"),
     ({"lora_dropout": "x"}, "has lora_dropout 'x': expected a number"),
     ({"lora_dropout": []}, "has lora_dropout []: expected a number"),
     ({"lora_dropout": 10**400}, "has lora_dropout a number of many digits: expected a number"),
     ({"use_rslora": "false"}, "has use_rslora 'false': expected true or false"),
     ({"bias": "all"}, "bias 'all', which is not supported"),
-    ({"fan_in_fan_out": True}, "fan_in_fan_out True, which is not supported"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out true, which is not supported"),
     ({"layer_replication": [[0, 1]]}, "layer_replication [[0, 1]], which is not supported"),
-    ({"use_qalora": True}, "use_qalora True, which is not supported"),
-    ({"use_something_new": True}, "use_something_new True, which is not supported"),
+    ({"use_qalora": True}, "use_qalora true, which is not supported"),
+    ({"use_something_new": True}, "use_something_new true, which is not supported"),
 ]
 
 

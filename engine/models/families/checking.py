@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import UserError
+from engine.sentences import as_written
 from engine.size_limits import MOST_EXPERT_STACKS, MOST_LAYERS
 
 _MOST = 2**31 - 1
@@ -95,7 +96,6 @@ _NEVER_NULL = (
     "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",
     "sliding_window_pattern", "max_position_embeddings",
 )  # fmt: skip
-_SHOWN = 40
 
 
 def part_of(hf: Mapping[str, Any], key: str) -> dict[str, Any] | None:
@@ -181,6 +181,6 @@ def rope_value(rope: Mapping[str, Any], kind: str, key: str) -> Any:
 
 
 def _wrong(key: str, value: object, expected: str) -> UserError:
-    text = "null" if value is None else ascii(value)
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return UserError(f"config.json has {key} {shown}, but {expected} is expected: correct it or copy it again.")
+    return UserError(
+        f"config.json has {key} {as_written(value)}, but {expected} is expected: correct it or copy it again."
+    )

@@ -65,7 +65,7 @@ def serve(descriptor: int, parent: int) -> None:
         stream, own = LimitedStream(connection, None, most_bytes=_REQUEST_BYTES), os.getpid()
 
         def answer(message: object) -> None:
-            if os.getpid() != own:  # a copy that a file or a function has forked, and that came back: it answers nobody
+            if os.getpid() != own:  # a copy that a file or a function has forked, and that came back
                 os._exit(0)
             send_frame(stream, message)
 

@@ -42,8 +42,9 @@ CATCHES_ALL = {
         "run_command",
     ): "ends the process whatever happened, and waits for no rank",
     ("engine/data/vision/files.py", "_readable"): "a broken file makes any of Python's errors in Pillow's decoders",
-    ("engine/rewards/worker.py", "_load_all"): "a file of reward functions is somebody's program",
+    ("engine/rewards/worker.py", "_load_all"): "a file of reward functions is the user's program",
     ("engine/rewards/worker.py", "_scored"): "so is a reward function",
+    ("engine/rewards/worker.py", "_described"): "and so is the class of an exception that it raises",
     ("rankfold/benchmarking/workers.py", "_serve"): "a worker process sends any error to the process that asked",
 }
 """Where an error of any kind is caught and not raised again as it was."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from engine.config.conversion.given import OWN_LOOP, PROGRAM, Given
@@ -205,15 +205,20 @@ def _pairs(call: ast.Call, kind: str, names: dict[str, ast.expr]) -> list[tuple[
         node = names.get(node.id, node) if isinstance(node, ast.Name) else node
         if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
             keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
-            pairs += zip(keys, node.values, strict=True)
+            pairs += _plain_ones(zip(keys, node.values, strict=True), kind)
         elif isinstance(node, ast.Call) and _name(node.func)[0] == "dict" and not node.args:
-            pairs += _pairs(node, kind, names)
+            pairs += _plain_ones(_pairs(node, kind, names), kind)
         elif kind in _ARGUMENTS or kind == "LoraConfig":
             raise UserError(
                 f"the script gives {kind} the options **{ast.unparse(keyword.value)[:60]}, which are only known when "
                 "it runs: give them as a command line, with --flags."
             )
     return pairs
+
+
+def _plain_ones(pairs: Iterable[tuple[str, ast.expr]], kind: str) -> list[tuple[str, ast.expr]]:
+    """Returns the options from a mapping; those of a model that is read count where they are plain values."""
+    return [(key, node) for key, node in pairs if kind != "from_pretrained" or isinstance(node, ast.Constant)]
 
 
 def _name(function: ast.expr) -> tuple[str, str]:

@@ -10,6 +10,8 @@ from collections.abc import Container
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _OBJECTS = ("args", "training_args")
 """Usual names of what a script has parsed, where it changes it."""
+_SAME = ("eval", "getattr", "int", "float", "str", "bool")
+"""Functions that change the type of an argument, not its value."""
 _PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config", "parse")
 
 
@@ -40,6 +42,8 @@ def assigned(tree: ast.Module, classes: Container[str]) -> dict[str, ast.expr]:
     for node in single:
         target = node.targets[0]
         owner = target.value if isinstance(target, ast.Attribute) else None
+        if isinstance(node.value, ast.Call) and _leaf(node.value) in _SAME:
+            continue
         if isinstance(target, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in {*made, *_OBJECTS}:
             found[target.attr] = node.value
     return found

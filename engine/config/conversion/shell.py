@@ -20,6 +20,7 @@ from engine.errors import UserError
 
 UNKNOWN = "$(...)"
 """Stands for the output of a command."""
+_SHOWN = 100
 UNSET = "(variable)"
 """Key of a variable among a command's words that the script does not set: it may hold options."""
 BRANCHES = "(branches)"
@@ -66,7 +67,8 @@ class _Script:
         value = f"{earlier} {value}".strip() if append else value
         value = re.sub(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", lambda _: earlier, value) if earlier else value
         if self.depth and not value.startswith("${" + name):
-            self.branches.setdefault(name, [] if before is None else [before]).append(value)
+            added = f"+={value.removeprefix(earlier).strip()}" if append else value
+            self.branches.setdefault(name, [] if before is None else [before]).append(added)
         self.variables[name] = value
 
 
@@ -114,7 +116,7 @@ def read_shell(text: str, source: str) -> list[Given]:
             found = plain(_expand(value, script.variables, set()))
             given.append(Given(source=source, key=name, value=found, idle=name not in script.exported))
     chosen = [
-        f"{name}={' '.join(script.variables[name].split()) or '(nothing)'}"
+        f"{name}{_last(values[-1], script.variables[name])}"
         for name, values in script.branches.items()
         if name in script.used and len({*values, script.variables[name]}) > 1
     ]
@@ -125,6 +127,13 @@ def read_shell(text: str, source: str) -> list[Given]:
 
 _TRAININGS = ("sft", "pt", "rlhf", "train", "pretrain", "dpo", "kto", "orpo", "cpo", "grpo")
 """Subcommands of the trainers' programs that train."""
+
+
+def _last(branch: str, value: str) -> str:
+    """Returns the value that a variable has in the end, or what a branch adds to it, cut to a line."""
+    text = branch if branch.startswith("+=") else f"={value or '(nothing)'}"
+    words = " ".join(text.split())
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
 
 
 def _training(words: list[str]) -> str | None:

@@ -164,7 +164,6 @@ RULES |= {
     for key in ("task_type", "lora_task_type")
 }
 RULES |= {
-    "task_name": shared.off_or_refuse("a classifier"),
     "mlm_probability": shared.off_or_refuse("a masked language model"),
     "peft_type": shared.only_or_refuse("LORA", "another kind of adapter"),
 }

@@ -29,6 +29,10 @@ class Deadline:
             raise TimeoutError(f"it took more than {self.seconds:g} s")
         return min(left, _LONGEST_WAIT)
 
+    def extend(self, seconds: float) -> None:
+        """Puts the moment off."""
+        self._ends += seconds
+
     def has(self, seconds: float) -> bool:
         """Returns whether more than so many seconds are left."""
         return self._ends - time.monotonic() > seconds

@@ -1,4 +1,4 @@
-"""Messages as JSON between two processes: frames of a length and a text over one socket."""
+"""Messages between two processes: frames of a length and bytes, which may be JSON, over one socket."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def send_frame(stream: LimitedStream, message: object) -> None:
     Raises:
         OSError: the other end is gone, or does not read in time (TimeoutError).
     """
-    data = json.dumps(message).encode()
-    stream.send(len(data).to_bytes(HEADER_BYTES, "big") + data)
+    send_bytes(stream, json.dumps(message).encode())
 
 
 def receive_frame(stream: LimitedStream, limits: JsonLimits = ANSWER_LIMITS) -> Any:
@@ -30,9 +29,14 @@ def receive_frame(stream: LimitedStream, limits: JsonLimits = ANSWER_LIMITS) -> 
         EOFError: the other end is closed.
         OSError: the connection failed, or the time is over (TimeoutError).
     """
-    return parse_json(receive_text(stream), limits)
+    return parse_json(receive_bytes(stream), limits)
 
 
-def receive_text(stream: LimitedStream) -> bytes:
-    """Receives the text of a message; see `receive_frame`."""
+def send_bytes(stream: LimitedStream, *parts: bytes) -> None:
+    """Sends a message of some parts, one behind the other; see `send_frame`."""
+    stream.send(b"".join([sum(map(len, parts)).to_bytes(HEADER_BYTES, "big"), *parts]))
+
+
+def receive_bytes(stream: LimitedStream) -> bytes:
+    """Receives the bytes of a message; see `receive_frame`."""
     return stream.receive(int.from_bytes(stream.receive(HEADER_BYTES), "big"))

@@ -4,7 +4,7 @@ The process serves requests one after the other. Both ends speak in messages of 
 process itself limits its processor time and its memory (`engine.foreign.limits`), by means of the kernel, which reach
 into any call of a library; the one who asks limits the time that it waits, and kills it after that.
 
-The time waited is counted in short waits, so that neither a suspended machine nor a stopped process group counts.
+Neither a suspended machine nor a stopped process group uses up that time (`engine.foreign.streams`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from engine.files.strict_json import JsonFlaw
+from engine.foreign.deadline import Deadline
+from engine.foreign.frames import HEADER_BYTES, receive_bytes, send_bytes
 from engine.foreign.signals import signal_name
+from engine.foreign.streams import LimitedStream
 
 _ROOT = Path(__file__).resolve().parents[2]
 # the folder in place of the current one, which is first on the path of `python -c` and may hold anything
 _PROGRAM = "import sys; sys.path[0] = sys.argv[1]; import importlib; importlib.import_module(sys.argv[2]).main()"
-_HEADER_BYTES = 9
-"""Of a message: its kind, and the length of what follows."""
 _WAIT_SECONDS = 1.0
-_PIECE = 1 << 18
 _MOST_BYTES = 1 << 30
 """Size limit of one message that is received."""
 _SHOWN_ERRORS = 4000
@@ -92,7 +93,7 @@ class LimitedProcess:
         except TimeoutError:
             self.close()
             raise OutOfTime from None
-        except (OSError, EOFError):
+        except (OSError, EOFError, JsonFlaw):
             raise self._ended() from None
 
     def _ended(self) -> Exception:
@@ -128,7 +129,7 @@ class Messages:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._received = connection, bytearray()
+        self._connection = connection
 
     @classmethod
     def of_standard_input(cls) -> Messages:
@@ -145,42 +146,19 @@ class Messages:
         Raises:
             OSError: the other end is gone, or does not read in time (TimeoutError).
         """
-        rest = memoryview(kind + len(data).to_bytes(_HEADER_BYTES - 1, "big") + data)
-        self._connection.settimeout(seconds)
-        while rest:
-            rest = rest[self._connection.send(rest) :]
+        send_bytes(self._stream(seconds), kind, data)
 
     def receive(self, seconds: float | None = None) -> tuple[bytes, bytes]:
         """Receives a message: its kind and its bytes.
 
         Raises:
             EOFError: the other end is closed.
-            OSError: there is none in time (TimeoutError), it is too long, or the connection failed.
+            JsonFlaw: it is too long.
+            OSError: there is none in time (TimeoutError), or the connection failed.
         """
-        waits = None if seconds is None else max(1, round(seconds / _WAIT_SECONDS))
-        self._connection.settimeout(None if waits is None else _WAIT_SECONDS)
-        size = _HEADER_BYTES
-        waits = self._fill(size, waits)
-        kind, length = bytes(self._received[:1]), int.from_bytes(self._received[1:size], "big")
-        if length > _MOST_BYTES:
-            raise OSError(f"a message of {length} bytes")
-        self._fill(size + length, waits)
-        data = bytes(memoryview(self._received)[size : size + length])
-        del self._received[: size + length]
-        return kind, data
+        message = receive_bytes(self._stream(seconds))
+        return message[:1], message[1:]
 
-    def _fill(self, count: int, waits: int | None) -> int | None:
-        """Receives until so many bytes are there; returns how many waits are left."""
-        while len(self._received) < count:
-            try:
-                piece = self._connection.recv(_PIECE)
-            except TimeoutError:
-                assert waits is not None
-                waits -= 1
-                if waits <= 0:
-                    raise
-                continue
-            if not piece:
-                raise EOFError
-            self._received += piece
-        return waits
+    def _stream(self, seconds: float | None) -> LimitedStream:
+        deadline = None if seconds is None else Deadline(seconds)
+        return LimitedStream(self._connection, deadline, most_bytes=HEADER_BYTES + _MOST_BYTES)

@@ -1,16 +1,21 @@
 """A socket whose other end is another program: it may send without end, byte by byte, or not at all.
 
 A socket's own timeout is that of one system call. Here all of them share a deadline, and what is received is counted.
+Waits are short, and each counts for no more than it was to take: neither a machine that is suspended nor a process that
+is stopped for a while uses up the time.
 """
 
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Callable
 from socket import socket
 
 from engine.files.strict_json import JsonFlaw
 from engine.foreign.deadline import Deadline
 
+_WAIT_SECONDS = 1.0
 _PIECE = 1 << 20
 """Bytes of memory that are taken at a time: an announced length is nothing that was received."""
 
@@ -39,8 +44,7 @@ class LimitedStream(io.RawIOBase):
             JsonFlaw: there is more than was to come.
             OSError: the connection failed, or the time is over (TimeoutError).
         """
-        self._limit_time()
-        count = self._connection.recv_into(buffer)
+        count = self._waited(lambda: self._connection.recv_into(buffer))
         self._left -= count
         if self._left < 0:
             raise JsonFlaw(f"it has more than {self._most} bytes")
@@ -55,10 +59,9 @@ class LimitedStream(io.RawIOBase):
         """
         if count > self._left:
             raise JsonFlaw(f"it has more than {self._most} bytes")
-        received = bytearray()
-        while len(received) < count:
-            piece = bytearray(min(count - len(received), _PIECE))
-            if not (size := self.readinto(memoryview(piece))):
+        received, piece = bytearray(), memoryview(bytearray(min(count, _PIECE)))
+        while (missing := count - len(received)) > 0:
+            if not (size := self.readinto(piece[:missing])):
                 raise EOFError
             received += piece[:size]
         return bytes(received)
@@ -71,8 +74,21 @@ class LimitedStream(io.RawIOBase):
         """
         rest = memoryview(data)
         while rest:
-            self._limit_time()
-            rest = rest[self._connection.send(rest) :]
+            rest = rest[self._waited(lambda: self._connection.send(rest)) :]  # noqa: B023 - called at once
 
-    def _limit_time(self) -> None:
-        self._connection.settimeout(None if self._deadline is None else self._deadline.left())
+    def _waited(self, call: Callable[[], int]) -> int:
+        """Returns what a call of the connection returns; repeats it until the deadline."""
+        if self._deadline is None:
+            self._connection.settimeout(None)
+            return call()
+        while True:
+            wait = min(self._deadline.left(), _WAIT_SECONDS)
+            if self._connection.gettimeout() != wait:  # each change is a system call
+                self._connection.settimeout(wait)
+            begin = time.monotonic()
+            try:
+                return call()
+            except TimeoutError as error:
+                if error.errno is not None:  # the connection's own, after which nothing comes
+                    raise
+                self._deadline.extend(max(time.monotonic() - begin - wait, 0.0))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config.rollout import LARGEST_REWARD
-from engine.foreign.frames import receive_text, send_frame
+from engine.foreign.frames import receive_bytes, send_frame
 from engine.foreign.streams import LimitedStream
 from engine.foreign.supervisor import STOPPING, supervise
 from engine.rewards.built_in import Reward, built_in
@@ -82,7 +82,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 def _receive(stream: LimitedStream) -> Any:
     """Receives what the run sends: its records may have anything that a data file may."""
-    return json.loads(receive_text(stream))
+    return json.loads(receive_bytes(stream))
 
 
 def _ignore_signals() -> None:

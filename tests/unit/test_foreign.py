@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -119,6 +122,30 @@ def test_a_frame_takes_no_longer_than_its_deadline(sender: Callable[[socket.sock
                 receive_frame(LimitedStream(here, Deadline(0.3), most_bytes=4096))
             assert time.monotonic() - begin < 0.6
         thread.join()
+
+
+STOPPED = """
+import socket, sys
+from engine.foreign.deadline import Deadline
+from engine.foreign import streams
+
+streams._WAIT_SECONDS = 0.1
+print("waits", flush=True)
+print(streams.LimitedStream(socket.socket(fileno=0), Deadline(1), most_bytes=1).receive(1))
+"""
+
+
+def test_time_that_a_process_is_stopped_for_does_not_count() -> None:
+    """As that does not which a machine is suspended for."""
+    here, there = socket.socketpair()
+    with here, there, subprocess.Popen([sys.executable, "-c", STOPPED], stdin=there, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"waits\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+        here.send(b"x")
+        assert process.stdout.read() == b"b'x'\n" and process.wait() == 0
 
 
 @pytest.mark.parametrize("seconds", [1e9, 1e12, 1e300])

@@ -32,6 +32,8 @@ _ADAPTERS = "from peft import LoraConfig\nfrom trl import *\n"
         ("SFTConfig(**{'learning_rate': 3e-4})\n", {"optim.lr": 3e-4}),
         ("LR: float = 3e-4\nSFTConfig(learning_rate=LR)\n", {"optim.lr": 3e-4}),
         ("cfg = SFTConfig()\ncfg.learning_rate = 3e-4\n", {"optim.lr": 3e-4}),
+        ("def run(given):\n    given.learning_rate = 3e-4\nrun(SFTConfig())\n", {"optim.lr": 3e-4}),
+        ("SFTConfig(learning_rate=1e-3, lr_scheduler_kwargs={'min_lr_rate': 0.1})\n", {"optim.min_lr": 1e-4}),
         ("SFTTrainer('m', args=SFTConfig())\n", {"model.path": "m"}),
         (  # PEFT's own defaults, where TRL's command has 16, 32 and 0.05
             "SFTTrainer('m', args=SFTConfig(), peft_config=LoraConfig())\n",
@@ -170,3 +172,8 @@ def test_a_variable_that_may_hold_options_is_reported(tmp_path: Path) -> None:
 def test_arguments_that_sft_saved(tmp_path: Path) -> None:
     saved = {"learning_rate": 1e-5, "packing": True, "loss_type": "nll", "max_length": 64, "seed": 1}
     assert "objective.name" not in _converted(tmp_path, "args.json", json.dumps(saved)).options
+
+
+def test_an_rlhf_type_that_is_left_empty(tmp_path: Path) -> None:
+    found = _converted(tmp_path, "args.yaml", "swift_version: 4.6.0\nmodel: m\nlearning_rate: 1e-4\nrlhf_type:\n")
+    assert found.options["objective.name"] == "language_modeling"

@@ -92,7 +92,9 @@ def read_python(text: str, source: str) -> list[Given]:
             given += [Given(source="LoraConfig's default", key=key, value=one, idle=True) for key, one in _LORA.items()]
         for key, node in _keys(call, kind, owner, names):
             value = _function_names(node, names) if key == "reward_funcs" else _value(node, names, own, parsed)
-            if value != "" and not (_computed(value) and any(one.key == key for one in given)):
+            if isinstance(value, dict) and key == "lr_scheduler_kwargs":
+                given += [Given(source=source, key=f"{key}.{name}", value=one) for name, one in value.items()]
+            elif value != "" and not (_computed(value) and any(one.key == key for one in given)):
                 given.append(Given(source=source, key=key, value=value))
     known = {one.key for one in given}
     for key, node in assigned(tree, _ARGUMENTS).items():

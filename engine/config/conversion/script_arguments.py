@@ -10,6 +10,13 @@ from collections.abc import Container
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _OBJECTS = ("args", "training_args")
 """Usual names of what a script has parsed, where it changes it."""
+_OPTIONS = frozenset({
+    "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "max_length", "lora_r",
+    "lora_alpha", "lora_dropout", "use_peft", "packing", "assistant_only_loss", "completion_only_loss", "beta",
+    "loss_type", "bf16", "fp16", "load_in_4bit", "load_in_8bit", "gradient_checkpointing", "seed",
+})  # fmt: skip
+"""Options that are a trainer's whatever the variable is called to which a script assigns them."""
 _SAME = ("eval", "getattr", "int", "float", "str", "bool")
 """Functions that change the type of an argument, not its value."""
 _PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config", "parse")
@@ -44,7 +51,11 @@ def assigned(tree: ast.Module, classes: Container[str]) -> dict[str, ast.expr]:
         owner = target.value if isinstance(target, ast.Attribute) else None
         if isinstance(node.value, ast.Call) and _leaf(node.value) in _SAME:
             continue
-        if isinstance(target, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in {*made, *_OBJECTS}:
+        if (
+            isinstance(target, ast.Attribute)
+            and isinstance(owner, ast.Name)
+            and (owner.id in {*made, *_OBJECTS} or target.attr in _OPTIONS)
+        ):
             found[target.attr] = node.value
     return found
 

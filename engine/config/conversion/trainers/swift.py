@@ -56,7 +56,7 @@ def command(conversion: Conversion) -> str:
     said = next((name for name in programs if name), None)
     if said is not None and said not in _COMMANDS:
         raise UserError(f"{said} of ms-swift does not train: give the command line of swift sft, pt or rlhf.")
-    return said or ("rlhf" if conversion.given("rlhf_type") else "sft")
+    return said or ("rlhf" if "rlhf" in conversion.facts else "sft")
 
 
 @sets("lora.rank", "trainable")

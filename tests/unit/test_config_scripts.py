@@ -177,3 +177,12 @@ def test_arguments_that_sft_saved(tmp_path: Path) -> None:
 def test_an_rlhf_type_that_is_left_empty(tmp_path: Path) -> None:
     found = _converted(tmp_path, "args.yaml", "swift_version: 4.6.0\nmodel: m\nlearning_rate: 1e-4\nrlhf_type:\n")
     assert found.options["objective.name"] == "language_modeling"
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("", "bfloat16"), ("--bf16 false", "float32"), ("--fp16", "float16"), ("--bf16", "bfloat16")]
+)
+def test_dtype_of_trl(flags: str, dtype: str, tmp_path: Path) -> None:
+    """SFTConfig.bf16 is true unless fp16 is given, but false where it is said."""
+    given = read_flags(f"trl sft --model_name_or_path m {flags}", "flags", tmp_path)
+    assert convert(given, values=[], ranks=1)[0].options.get("model.dtype", "float32") == dtype

@@ -272,7 +272,10 @@ def dtype_switch(dtype: str) -> Rule:
     """Returns the rule of a key that switches a dtype on."""
 
     def rule(conversion: Conversion, given: Given) -> None:
-        if truth(given):
+        on = given.value is not None and truth(given)
+        if given.value is not None:
+            conversion.facts["bf16" if dtype == "bfloat16" else "fp16"] = on
+        if on:
             set_dtype(conversion, given, dtype)
         else:
             conversion.drop(given, "switched off")

@@ -190,7 +190,10 @@ def _margin(conversion: Conversion) -> float:
 
 
 DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
-    "model.dtype": Default("bfloat16", "SFTConfig.bf16 = None, which is true without fp16"),
+    "model.dtype": Default(
+        lambda conversion: "bfloat16" if conversion.facts.get("bf16", True) else "float32",
+        "SFTConfig.bf16 = None, which is true without fp16",
+    ),
     "data.seq_length": Default(
         lambda conversion: 2048 if conversion.facts.get("unlimited") else 1024,
         "SFTConfig.max_length and DPOConfig.max_length",

@@ -1,7 +1,7 @@
 """The process in which a tokenizer and its chat template work: `engine.data.tokenizer` starts it and asks it.
 
 What a library does with a hostile file stays here. An exception of it becomes a sentence; what is no exception (a call
-without end, memory that is not there) ends the process, and the one who asked says so.
+without end, memory that is not there) ends the process, and the caller says so.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Deadline:
         """Returns the seconds that are left, more than 0, and no more than a system call can wait for.
 
         Raises:
-            TimeoutError: none are.
+            TimeoutError: no time is left.
         """
         left = self._ends - time.monotonic()
         if left <= 0:

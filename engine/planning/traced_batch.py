@@ -41,7 +41,7 @@ def batch(workload: Workload, ranks: int) -> Batch:
 
 
 def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | None:
-    """Says that as many tokens are the vision expert's as the pictures have features, spread over context ranks."""
+    """Gives the vision expert as many tokens as the pictures have features, spread over context ranks."""
     vision = workload.decoder.vision
     if not workload.decoder.token_experts or vision is None:
         return None

@@ -1,7 +1,7 @@
 """A process that calls reward functions: what it is asked and answers are frames of JSON over one socket.
 
 A reward function is the user's program. Whatever it does to its process (prints, leaks, hangs, crashes) stays there:
-the one who asked ends the process and starts another. The functions are called as TRL calls them, with the keywords
+the caller ends the process and starts another. The functions are called as TRL calls them, with the keywords
 `prompts`, `completions`, `completion_ids` and one for each further column of the records, all lists of one length; a
 function without ** gets those that it names. What they return is checked here, where its type is still known.
 
@@ -33,7 +33,7 @@ from engine.sentences import listed, on_one_line
 from engine.telemetry.ending import end_with_parent
 
 _REQUEST_BYTES = 1 << 40
-"""Of a request, which is as long as the run's prompts and completions: this process trusts the one that asks."""
+"""Of a request, which is as long as the run's prompts and completions: this process trusts its caller."""
 
 
 def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
@@ -43,7 +43,7 @@ def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
     Args:
         descriptor: of the socket.
         lifeline: of a pipe's end for reading; everything ends when the other end is closed.
-        parent: process id of the one that asks; everything ends with it.
+        parent: process id of the caller; everything ends with it.
     """
     own = os.getpid()
     supervise(lambda: serve(descriptor, own), descriptors=[descriptor], lifeline=lifeline, parent=parent)
@@ -86,9 +86,9 @@ def _receive(stream: LimitedStream) -> Any:
 
 
 def _ignore_signals() -> None:
-    """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the one that asks finishes
+    """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the caller finishes
     the step it is in first, and ends this process. What functions start keeps the system's own way with them, and none
-    is blocked, whatever the one that asks has blocked in its threads."""
+    is blocked, whatever the caller has blocked in its threads."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def handle(as_what: Any) -> None:
@@ -213,6 +213,6 @@ def _described(error: BaseException) -> str:
     try:
         kind, words = on_one_line(type(error).__name__), on_one_line(str(error))
         found = f"{kind}: {words}" if words else kind
-        return found.encode(errors="backslashreplace").decode()  # halves of characters are no JSON for the one who asks
+        return found.encode(errors="backslashreplace").decode()  # halves of characters are no JSON for the caller
     except BaseException:  # an exception's own class words it, and may raise anything too
         return "an exception that cannot be told"

@@ -248,16 +248,14 @@ def train(
 
 
 def _how_to_resume(summary: RunSummary, config: RunConfig, command: Callable[..., str] | None) -> str:
-    """Says what goes on from where a signal stopped the run."""
-    options = [] if config.checkpoint.dir is not None else ["--checkpoint.dir", short_path(summary.run_dir)]
+    """Returns how a run that a signal stopped goes on, for its last line."""
+    options = {} if config.checkpoint.dir is not None else {"checkpoint.dir": short_path(summary.run_dir)}
     if config.checkpoint.resume != "auto":  # which would start the run where it has begun
-        options += ["--checkpoint.resume", "auto"]
+        options["checkpoint.resume"] = "auto"
     does = "start again with" if summary.steps == 0 else "resume with"
     if command is not None:
-        return f"{does} {command(*options)}"
-    given = " and ".join(
-        f"{name.removeprefix('--')} {value}" for name, value in zip(options[::2], options[1::2], strict=True)
-    )
+        return f"{does} {command(*(word for name, value in options.items() for word in (f'--{name}', value)))}"
+    given = " and ".join(f"{name} {value}" for name, value in options.items())
     return f"the same configuration resumes from there{f', with {given}' if given else ''}"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.config.conversion.given import PROGRAM, PROGRAM_CODE, PROGRAM_FILE, Given, Value
 from engine.errors import UserError
+from engine.sentences import on_one_line
 
 UNKNOWN = "$(...)"
 """Stands for the output of a command."""
@@ -132,8 +133,7 @@ _TRAININGS = ("sft", "pt", "rlhf", "train", "pretrain", "dpo", "kto", "orpo", "c
 def _last(branch: str, value: str) -> str:
     """Returns the value that a variable has in the end, or what a branch adds to it, cut to a line."""
     text = branch if branch.startswith("+=") else f"={value or '(nothing)'}"
-    words = " ".join(text.split())
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
+    return on_one_line(text, most=_SHOWN)
 
 
 def _training(words: list[str]) -> str | None:

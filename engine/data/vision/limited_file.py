@@ -30,7 +30,7 @@ _SCAN = b"\xff\xda"
 
 
 class ExcessError(UserError):
-    """Says how a file exceeds what a picture consists of."""
+    """Raised where a file exceeds what a picture consists of; its words say how."""
 
 
 class LimitedFile:

@@ -1,8 +1,8 @@
-"""A process of one's own for work on files that others wrote: it may hang, fill the memory or crash, and is killed.
+"""A process for work on files that others wrote: it may hang, fill the memory or crash, and is killed.
 
 The process serves requests one after the other. Both ends speak in messages of a kind (one byte) and bytes. The
 process itself limits its processor time and its memory (`engine.foreign.limits`), by means of the kernel, which reach
-into any call of a library; the one who asks limits the time that it waits, and kills it after that.
+into any call of a library; the caller limits the time that it waits, and kills the process after that.
 
 Neither a suspended machine nor a stopped process group uses up that time (`engine.foreign.streams`).
 """
@@ -34,6 +34,7 @@ _WAIT_SECONDS = 1.0
 _MOST_BYTES = 1 << 30
 """Size limit of one message that is received."""
 _SHOWN_ERRORS = 4000
+"""Bytes of the end of its standard error, which may be long."""
 
 
 class OutOfTime(Exception):
@@ -100,8 +101,9 @@ class LimitedProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_WAIT_SECONDS)
         status = self._process.poll()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace")[-_SHOWN_ERRORS:]
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _SHOWN_ERRORS))
+        said = self._errors.read().decode(errors="replace")
         self.close()
         if status == -signal.SIGPROF:
             return OutOfTime()

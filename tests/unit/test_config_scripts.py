@@ -186,3 +186,10 @@ def test_dtype_of_trl(flags: str, dtype: str, tmp_path: Path) -> None:
     """SFTConfig.bf16 is true unless fp16 is given, but false where it is said."""
     given = read_flags(f"trl sft --model_name_or_path m {flags}", "flags", tmp_path)
     assert convert(given, values=[], ranks=1)[0].options.get("model.dtype", "float32") == dtype
+
+
+@pytest.mark.parametrize("named", ["[q_proj]", "[lm_head, q_proj]"])
+def test_all_linears_of_axolotl_beside_named_modules(named: str, tmp_path: Path) -> None:
+    lines = f"base_model: m\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_modules: {named}\n"
+    found = _converted(tmp_path, "a.yaml", f"{lines}learning_rate: 1e-4\nlora_target_linear: true\n")
+    assert found.options["lora.targets"] == ["all-linear", *(["lm_head"] if "lm_head" in named else [])]

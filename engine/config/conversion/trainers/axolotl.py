@@ -105,7 +105,7 @@ def excess(conversion: Conversion, given: Given) -> None:
 @sets("lora.targets")
 def target_linear(conversion: Conversion, given: Given) -> None:
     if given.value and truth(given):
-        conversion.take(given, "lora.targets", ["all-linear"])
+        conversion.know(given, "all linears", True, "lora.targets: all-linear, beside those of lora_target_modules")
     else:
         conversion.drop(given, "switched off")
 
@@ -462,6 +462,10 @@ def _finish(conversion: Conversion) -> None:
     """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
     experts.set_coefficient(conversion)
+    if facts.get("all linears"):  # load_lora adds lora_target_modules, of which the embedding and head are no such
+        named = [name for name in conversion.options.get("lora.targets", []) if name in _EMBEDDINGS]
+        given = Given(source="derived", key="lora_target_linear", value=True)
+        conversion.take(given, "lora.targets", ["all-linear", *named])
     if conversion.options.get("objective.name") == "dpo":
         conversion.options["objective.name"] = facts.get("dpo_loss", "dpo")
     if conversion.options.get("objective.name") == "simpo" and facts.get("cpo_alpha", 1.0):

@@ -191,10 +191,10 @@ class _ParallelLinear(ShardedModule):
                 self._bias_leaves.append(entry.parameter)
         return tuple(biases)
 
-    def _finish(self, y_TO: Tensor, context: TokenContext, *, split_inputs: bool) -> Tensor:
+    def _finish(self, y_TO: Tensor, context: TokenContext, *, split_inputs: bool, divisor: float = 1.0) -> Tensor:
         """Returns the output, for what the product gave: a linear with magnitudes adds its bias after them."""
         if self._adapter_biases:
-            return biased_output(y_TO, self._adapter_biases, context, tuple(self._bias_leaves))
+            return biased_output(y_TO, self._adapter_biases, context, tuple(self._bias_leaves), divisor)
         if not self.magnitudes:
             return y_TO
         leaves = tuple(self._magnitude_leaves)
@@ -340,9 +340,14 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         return spec_a, _with_columns(spec, rank)
 
-    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext, *, output_divisor: float = 1.0) -> Tensor:
+        """Returns [T, O / tp].
+
+        Args:
+            output_divisor: the output is divided by it. `source` has divided what it can: all but adapters' biases.
+        """
         y = column_linear(u, source, self.operands, context, self.leaves(source))
-        return self._finish(y, context, split_inputs=False)
+        return self._finish(y, context, split_inputs=False, divisor=output_divisor)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -38,7 +38,7 @@ from engine.layers.vision import VisionEncoder
 from engine.models import stage_message
 from engine.models.attention_of_layers import build_attention
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
-from engine.models.head_figures import TokenFigures, head_figures, is_frozen
+from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
 from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.cross import document_spans, pair_spans
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
@@ -522,7 +522,7 @@ class Decoder(nn.Module):
 
     def _uncapped_logits(self, x: Tensor, context: TokenContext) -> Tensor:
         assert self.norm is not None and self.head is not None
-        return self.head(x, self.norm.as_input(self.config.logits_divisor), context)
+        return scaled_logits(self.config, self.norm, self.head, x, context)
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """Returns fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""

@@ -110,6 +110,7 @@ class DecoderConfig:
         embedding_multiplier: on looked-up embeddings, rounded to the compute dtype.
         residual_multiplier: on what attention and MLP add to the residual stream.
         logits_divisor: logits are divided by it.
+        head_input_divisor: what the head takes is divided by it. An adapter's bias on the head tells the two apart.
         attention_scale: on scores; None for head_dim ** -0.5.
         attention_softcap, logits_softcap: x becomes cap * tanh(x / cap), for scores and for logits; None for none.
         rotary_dim: the first features of a head that are rotated; None for all.
@@ -153,6 +154,7 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    head_input_divisor: float = 1.0
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logits_softcap: float | None = None

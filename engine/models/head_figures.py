@@ -16,6 +16,7 @@ from engine.ops.attention.token_context import TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.head_loss import frozen_head_losses
+from engine.ops.inputs import NormInput
 
 
 class TokenFigures(NamedTuple):
@@ -34,6 +35,22 @@ class TokenFigures(NamedTuple):
 def is_frozen(head: ColumnParallelLinear) -> bool:
     """Returns whether neither the head nor an adapter on it trains."""
     return head.operands.low_rank is None and not head.operands.trains_weight
+
+
+def head_input(config: DecoderConfig, norm: RMSNorm, divisor: float) -> NormInput:
+    """Returns what the head computes logits of, already divided by `divisor`, with.
+
+    The division of [T, hidden] in place of [T, V] leaves out an adapter's bias, which the head is told to divide.
+    """
+    return norm.as_input(config.head_input_divisor * divisor)
+
+
+def scaled_logits(
+    config: DecoderConfig, norm: RMSNorm, head: ColumnParallelLinear, x: Tensor, context: TokenContext
+) -> Tensor:
+    """Returns [T, V / tp] logits before the soft cap, of what the last layer gave."""
+    divisor = config.logits_divisor
+    return head(x, head_input(config, norm, divisor), context, output_divisor=divisor)
 
 
 def head_figures(
@@ -64,7 +81,7 @@ def head_figures(
         operands = replace(operands, kernels=replace(operands.kernels, loss=loss))
     else:
         divisor *= temperature
-    source = norm.as_input(divisor)
+    source = head_input(config, norm, divisor)
     pieces = vocab_spec.pieces
     first_id = pieces[0].global_offset if pieces else config.vocab_size
     num_ids = pieces[0].length if pieces else 0
@@ -82,7 +99,7 @@ def head_figures(
         )
     else:
         losses_T = cross_entropy(
-            head(x, source, context),
+            head(x, source, context, output_divisor=divisor),
             labels_T,
             first_id=first_id,
             num_ids=num_ids,

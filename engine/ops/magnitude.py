@@ -147,27 +147,33 @@ class _Biased(torch.autograd.Function):
     """Bias; the leaves (trainable biases) are passed only so that autograd knows the output depends on them."""
 
     @staticmethod
-    def forward(ctx: Any, y_TO: Tensor, biases: tuple[AdapterBias, ...], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, y_TO: Tensor, biases: tuple[AdapterBias, ...], divisor: float, *leaves: Tensor) -> Tensor:
         out_TO = y_TO.clone()
         for one in biases:
-            one.adapter.columns(out_TO).add_(one.b_O, alpha=one.adapter.scale)
-        ctx.biases, ctx.num_leaves = biases, len(leaves)
+            one.adapter.columns(out_TO).add_(one.b_O, alpha=one.adapter.scale / divisor)
+        ctx.biases, ctx.divisor, ctx.num_leaves = biases, divisor, len(leaves)
         return out_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
         for one in ctx.biases:
             if one.sink is not None:
-                one.sink.add(one.adapter.columns(dy_TO).sum(0, dtype=torch.float32).mul_(one.adapter.scale))
-        return (dy_TO, None, *([None] * ctx.num_leaves))
+                scale = one.adapter.scale / ctx.divisor
+                one.sink.add(one.adapter.columns(dy_TO).sum(0, dtype=torch.float32).mul_(scale))
+        return (dy_TO, None, None, *([None] * ctx.num_leaves))
 
 
 def biased_output(
-    y_TO: Tensor, biases: tuple[AdapterBias, ...], context: TokenContext, leaves: tuple[Tensor, ...]
+    y_TO: Tensor,
+    biases: tuple[AdapterBias, ...],
+    context: TokenContext,
+    leaves: tuple[Tensor, ...],
+    divisor: float = 1.0,
 ) -> Tensor:
     """Returns a linear's output [T, O] with its adapters' biases; y itself where `context` leaves the adapters out.
 
     Args:
         leaves: the biases that require a gradient.
+        divisor: biases are divided by it, as the output is already.
     """
-    return _Biased.apply(y_TO, biases, *leaves) if context.adapters else y_TO
+    return _Biased.apply(y_TO, biases, divisor, *leaves) if context.adapters else y_TO

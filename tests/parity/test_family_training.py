@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from engine.optim.flat_layout import decays
-from tests.family_models import FAMILIES, ROUTED, make_model
-from tests.peft_following import ALONE, LR, build, decayed_names, our_losses, peft_start, their_losses
+from tests.family_models import FAMILIES, ROUTED, make_model, stock_losses
+from tests.peft_following import (
+    ALONE,
+    LR,
+    batches,
+    build,
+    decayed_names,
+    our_losses,
+    peft_start,
+    take_steps,
+    their_losses,
+)
 from tests.sweeps import sampled
 
 LIMIT = 2e-6
@@ -45,6 +57,33 @@ def test_adapters_of_every_linear_follow_peft(name: str, kind: str, tmp_path: Pa
     given = {"lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", **ours}
     losses, _ = our_losses(tmp_path, given)
     assert max(differences(losses, their_losses(model))) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["granite", "minicpm"])
+def test_an_adapters_bias_on_the_head_is_divided_with_the_logits(name: str, tmp_path: Path) -> None:
+    """Granite divides logits, MiniCPM what the head takes; a temperature divides the logits of either."""
+    targets = ["q_proj", "lm_head"]
+    model = peft_start(name, tmp_path, target_modules=targets, lora_bias=True)
+    if name == "minicpm":  # here a Granite, which is the same until the head has a bias
+        granite = model.get_base_model()
+        divisor, granite.config.logits_scaling = granite.config.logits_scaling, 1.0
+        granite.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / divisor,))
+    given = {
+        "lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", "lora.bias": "true",
+        "lora.targets": ",".join(targets),
+    }  # fmt: skip
+    training, _ = build(tmp_path, given, ALONE)
+    (decoder,), (batch,) = training.stages.models(), batches(0)
+    context = decoder.context(batch, training.stages.step, training=False)
+    with torch.no_grad():
+        x = decoder.run_layers(decoder.embed(batch), context)
+        logits, _ = stock_losses(model, batch)
+        scale = logits.abs().max()
+        assert (decoder.logits(x, context)[:, : logits.shape[1]] - logits).abs().max() < 1e-5 * scale
+        losses = decoder.token_figures(x, batch, context, temperature=0.5).losses_T
+        expected = cross_entropy(logits / 0.5, batch.labels_BS.flatten(), reduction="none")
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert max(differences(take_steps(training, given), their_losses(model))) < LIMIT
 
 
 def test_rates_by_pattern_follow_parameter_groups(tmp_path: Path) -> None:

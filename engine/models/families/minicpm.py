@@ -34,5 +34,5 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         "minicpm",
         embedding_multiplier=float(hf["scale_emb"]),
         residual_multiplier=float(hf["scale_depth"]) / math.sqrt(hf["num_hidden_layers"]),
-        logits_divisor=float(hf["hidden_size"]) / float(hf["dim_model_base"]),
+        head_input_divisor=float(hf["hidden_size"]) / float(hf["dim_model_base"]),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import yaml
 
 from engine.config.checks import require
+from engine.config.conversion.documents import yaml_place
 from engine.config.option_names import option_types, sections
 from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
@@ -52,7 +53,7 @@ def check_text(text: str, source: str) -> None:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"{source} is not valid YAML{_place(error)}: correct that line.") from None
+        raise UserError(f"{source} is not valid YAML{yaml_place(error)}: correct that line.") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply: write sections of options, one level each.") from None
     if node is None:
@@ -98,13 +99,6 @@ def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
         )
         items[name] = value
     return list(items.items())
-
-
-def _place(error: yaml.YAMLError) -> str:
-    """Where and why the text cannot be parsed, as far as the parser knows."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return ""
-    return f" in line {error.problem_mark.line + 1} ({error.problem})"
 
 
 def _kind(node: yaml.Node) -> str:

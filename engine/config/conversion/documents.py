@@ -52,14 +52,16 @@ def parse_document(text: str, path: Path, advice: str) -> Any:
     except UserError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # a date such as 2026-13-01 is a ValueError
-        raise UserError(f"{path} is not valid YAML or JSON{_place(error)}: correct that, or {advice}.") from None
+        raise UserError(f"{path} is not valid YAML or JSON{yaml_place(error)}: correct that, or {advice}.") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deeply for a configuration: {advice}.") from None
 
 
-def _place(error: Exception) -> str:
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    return f" in line {mark.line + 1} ({error.problem})" if mark and isinstance(error, yaml.MarkedYAMLError) else ""
+def yaml_place(error: Exception) -> str:
+    """Returns where and why a text cannot be parsed, as far as the parser knows: " in line 3 (...)", or nothing."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    return f" in line {error.problem_mark.line + 1} ({error.problem})"
 
 
 def _check(node: yaml.Node, path: Path, counted: dict[int, int], around: tuple[int, ...]) -> int:
@@ -73,7 +75,8 @@ def _check(node: yaml.Node, path: Path, counted: dict[int, int], around: tuple[i
     if id(node) in around:
         raise UserError(f"{path} has a value in line {node.start_mark.line + 1} that holds itself: remove its alias.")
     if len(around) > _DEPTH:
-        raise UserError(f"{path} is nested too deeply for a configuration, in line {node.start_mark.line + 1}.")
+        line = node.start_mark.line + 1
+        raise UserError(f"{path} is nested too deeply for a configuration, in line {line}: correct that line.")
     inside = (*around, id(node))
     parts: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
@@ -89,5 +92,7 @@ def _check(node: yaml.Node, path: Path, counted: dict[int, int], around: tuple[i
         parts = node.value
     counted[id(node)] = total = 1 + sum(_check(part, path, counted, inside) for part in parts)
     if total > _MOST_VALUES:
-        raise UserError(f"{path} stands for more than {_MOST_VALUES:,} values once its aliases are followed.")
+        raise UserError(
+            f"{path} stands for more than {_MOST_VALUES:,} values once its aliases are followed: remove the aliases."
+        )
     return total

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import yaml
 
 from engine.config.checks import require
-from engine.config.conversion.documents import yaml_place
+from engine.config.conversion.documents import check_node, yaml_place
 from engine.config.option_names import option_types, sections
 from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
@@ -58,6 +58,7 @@ def check_text(text: str, source: str) -> None:
         raise UserError(f"{source} is nested too deeply: write sections of options, one level each.") from None
     if node is None:
         raise UserError(f"{source} is empty, but a mapping of sections is expected: write at least `model:`.")
+    check_node(node, source)
     require(
         isinstance(node, yaml.MappingNode),
         f"{source} holds {_kind(node)}, but sections such as `model:` and `parallel:` are expected: "
@@ -84,21 +85,16 @@ def _check_section(section: str, node: yaml.Node, source: str) -> None:
 
 
 def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
-    """Keys and values of a mapping; a key given twice is refused because the first would be lost in silence."""
+    """Returns keys and values of a mapping."""
     assert isinstance(node, yaml.MappingNode)
-    items: dict[str, yaml.Node] = {}
+    items: list[tuple[str, yaml.Node]] = []
     for key, value in node.value:
         require(
             isinstance(key, yaml.ScalarNode),
             f"{source} has a key that is no name in line {key.start_mark.line + 1}: write one option a line.",
         )
-        name = str(key.value)
-        require(
-            name not in items,
-            f"{source} has the key {name} a second time in line {key.start_mark.line + 1}: keep one of the two.",
-        )
-        items[name] = value
-    return list(items.items())
+        items.append((str(key.value), value))
+    return items
 
 
 def _kind(node: yaml.Node) -> str:

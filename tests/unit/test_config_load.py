@@ -31,6 +31,10 @@ from engine.config.option_names import option_types, sections
 from engine.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+ALIASES = "".join(
+    f"\n    {name}: &{name} [{', '.join([value] * 20)}]"
+    for name, value in zip("abcd", ("x", "*a", "*b", "*c"), strict=True)
+)
 HELP = [sys.executable, "-c", "from engine.config.load import load_config; load_config()"]
 
 
@@ -311,6 +315,8 @@ def test_what_is_required() -> None:
         ("model: {path: x\nlora: 3", "is not valid YAML in line 2"),
         ("train: {seed: 1, seed: 2}", "has the key seed a second time in line 1"),
         ("train: {seed: 1}\ntrain: {steps: 2}", "has the key train a second time in line 2"),
+        ("lora:\n  rank_pattern: {q_proj: 1,\n    q_proj: 2}", "has the key q_proj a second time in line 3"),
+        (f"data:\n  chat_arguments:{ALIASES}", "stands for more than 100,000 values"),
         ("parallel: {tensor: null}", "parallel.tensor is null, but a whole number is expected"),
         ("parallel: {tensor: true}", "parallel.tensor is true, but a whole number is expected"),
         ("lora: {targets: q_proj}", "lora.targets is 'q_proj', but a list of names is expected"),

@@ -47,7 +47,7 @@ def parse_document(text: str, path: Path, advice: str) -> Any:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
-            _check(node, path, {}, ())
+            check_node(node, str(path))
         return yaml.safe_load(text)
     except UserError:
         raise
@@ -64,19 +64,28 @@ def yaml_place(error: Exception) -> str:
     return f" in line {error.problem_mark.line + 1} ({error.problem})"
 
 
-def _check(node: yaml.Node, path: Path, counted: dict[int, int], around: tuple[int, ...]) -> int:
-    """Returns how many keys and values a node stands for.
+def check_node(node: yaml.Node, source: str) -> None:
+    """Checks a YAML document before it becomes values.
+
+    Args:
+        node: its root.
+        source: how the message calls it.
 
     Raises:
-        UserError: it holds itself, has a key twice, or stands for too many.
+        UserError: a part holds itself, has a key twice, is nested too deeply, or stands for too many values.
     """
+    _count(node, source, {}, ())
+
+
+def _count(node: yaml.Node, source: str, counted: dict[int, int], around: tuple[int, ...]) -> int:
+    """Returns how many keys and values a node stands for; see `check_node`."""
     if id(node) in counted:
         return counted[id(node)]
     if id(node) in around:
-        raise UserError(f"{path} has a value in line {node.start_mark.line + 1} that holds itself: remove its alias.")
+        raise UserError(f"{source} has a value in line {node.start_mark.line + 1} that holds itself: remove its alias.")
     if len(around) > _DEPTH:
         line = node.start_mark.line + 1
-        raise UserError(f"{path} is nested too deeply for a configuration, in line {line}: correct that line.")
+        raise UserError(f"{source} is nested too deeply for a configuration, in line {line}: correct that line.")
     inside = (*around, id(node))
     parts: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
@@ -85,14 +94,14 @@ def _check(node: yaml.Node, path: Path, counted: dict[int, int], around: tuple[i
             name = key.value if isinstance(key, yaml.ScalarNode) else None
             if name in seen and name != "<<":
                 line = key.start_mark.line + 1
-                raise UserError(f"{path} has the key {name} a second time in line {line}: keep one of the two.")
+                raise UserError(f"{source} has the key {name} a second time in line {line}: keep one of the two.")
             seen |= {name} if name is not None else set()
             parts += [key, value]
     elif isinstance(node, yaml.SequenceNode):
         parts = node.value
-    counted[id(node)] = total = 1 + sum(_check(part, path, counted, inside) for part in parts)
+    counted[id(node)] = total = 1 + sum(_count(part, source, counted, inside) for part in parts)
     if total > _MOST_VALUES:
         raise UserError(
-            f"{path} stands for more than {_MOST_VALUES:,} values once its aliases are followed: remove the aliases."
+            f"{source} stands for more than {_MOST_VALUES:,} values once its aliases are followed: remove the aliases."
         )
     return total

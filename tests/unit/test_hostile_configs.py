@@ -17,6 +17,7 @@ import pytest
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
+from engine.models.families.checking import check_kinds
 from engine.size_limits import check_sizes
 from tests import family_models, gemma_pictures, qwen_vl, stock_vision
 from tests.shared_data import shared
@@ -150,11 +151,44 @@ def test_numbers_of_many_digits_are_not_written_out() -> None:
         check_sizes({"head_dim": 10**5000})
 
 
+LARGEST_RELEASED: list[dict[str, Any]] = [
+    {  # Llama 3.1 405B
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    },
+    {  # DeepSeek V3
+        "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "vocab_size": 129280, "max_position_embeddings": 163840,
+    },
+    {  # Kimi K2
+        "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 64,
+        "n_routed_experts": 384, "q_lora_rank": 1536, "kv_lora_rank": 512, "vocab_size": 163840,
+    },
+    {  # Qwen3 235B A22B
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "num_experts": 128, "vocab_size": 151936, "rope_theta": 1e7,
+    },
+    {"hidden_size": 2880, "num_hidden_layers": 36, "num_local_experts": 128, "vocab_size": 201088},  # gpt-oss 120B
+    {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208},  # Gemma 3 27B
+    {  # Llama 4 Scout's context
+        "hidden_size": 5120, "num_hidden_layers": 48, "num_local_experts": 16, "vocab_size": 202048,
+        "max_position_embeddings": 10485760, "rope_theta": 500000.0,
+    },
+    {  # Qwen2.5 14B 1M
+        "hidden_size": 5120, "num_hidden_layers": 48, "vocab_size": 152064, "max_position_embeddings": 1010000,
+        "rope_theta": 1e7, "sliding_window": 1010000,
+    },
+]  # fmt: skip
+
+
 def test_released_models_are_below_the_limits() -> None:
     for file in sorted(shared("configs").glob("*.json")):
         check_sizes(json.loads(file.read_text()))
-    kimi_k2 = {"hidden_size": 7168, "num_hidden_layers": 61, "n_routed_experts": 384, "vocab_size": 163840}
-    check_sizes(kimi_k2)
+    for sizes in LARGEST_RELEASED:
+        check_sizes(sizes)
+        check_sizes({"text_config": sizes})
+        check_kinds(sizes)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,9 @@ def _preprocess(arguments: argparse.Namespace) -> None:
 
     if arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: give a number of at least 1.")
-    if (arguments.out is None) == (arguments.show < 1):
+    if arguments.show < 0:
+        raise UserError(f"--show is {arguments.show}: give the number of records to print.")
+    if (arguments.out is None) == (arguments.show == 0):
         raise UserError("give --out, the folder of a store, or --show 3, which prints records and writes nothing.")
     files = expand_paths(arguments.files)
     chat = ChatOptions(

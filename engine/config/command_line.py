@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.config.paths import path
+from engine.config.paths import path, path_text
 from engine.config.suggestions import closest, meant_options, meant_value
 from engine.errors import UserError
 
 _KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}
+_LARGEST = 2**63 - 1
+"""The largest whole number of an option: what numpy, torch and the system's calls take."""
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -36,6 +39,8 @@ class CommandLine(argparse.ArgumentParser):
         arguments.setdefault("prog", Path(sys.argv[0]).name)
         super().__init__(**arguments)
         self.register("type", Path, path)
+        self.register("type", float, _finite)
+        self.register("type", int, _whole)
         self.stands_for = dict(stands_for or {})
         self.set_defaults(stands_for=self.stands_for)  # the subcommand's, where there is one
 
@@ -48,6 +53,13 @@ class CommandLine(argparse.ArgumentParser):
         if extra:
             self.error(f"unrecognized arguments: {' '.join(extra)}")
         return found, []
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """As argparse's, but only a path, whose name the system chose, may hold bytes that are not UTF-8. What a
+        subcommand is given, its own parser checks."""
+        if action.nargs != argparse.PARSER and action.type not in (Path, path, path_text) and not _is_utf8(arg_string):
+            raise argparse.ArgumentError(action, "has bytes that are not UTF-8: write it in UTF-8.")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """Raises the sentence for one of argparse's messages.
@@ -83,7 +95,7 @@ class CommandLine(argparse.ArgumentParser):
             names = missing[1].split(", ")
             verb = "is" if len(names) == 1 else "are"
             return f"{' and '.join(names)} {verb} not given: {self.prog} --help says what to write."
-        if stray := re.fullmatch(r"unrecognized arguments: (.*)", message):
+        if stray := re.fullmatch(r"unrecognized arguments: ?(.*)", message):
             return (
                 f"{stray[1]!r} belongs to no option of {self.prog}: leave it out, or put a text with spaces in quotes."
             )
@@ -96,7 +108,7 @@ class CommandLine(argparse.ArgumentParser):
             return self._wrong_choice(name, choice[1].strip("'"), [one.strip(" '") for one in choice[2].split(",")])
         if kind := re.fullmatch(r"invalid (\w+) value: '(.*)'", problem):
             return f"{name} is {kind[2]!r}, but {_KINDS.get(kind[1], kind[1])} is expected: change it."
-        return f"{name} {problem}" if problem.endswith(".") else f"{name}: {problem}."
+        return f"{name} {problem}" if problem.endswith((".", "?")) else f"{name}: {problem}."
 
     def _wrong_choice(self, name: str, given: str, choices: list[str]) -> str:
         close = meant_value(given, choices)
@@ -104,6 +116,36 @@ class CommandLine(argparse.ArgumentParser):
         if name.startswith("-"):
             return f"{name} is {given!r}, but it must be one of {', '.join(choices)}: {end}"
         return f"{self.prog} has no {name.lower()} {given!r}, but {', '.join(choices)}: {end}"
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _finite(text: str) -> float:
+    """The type of an option that is a number: no time, size, rate or limit is infinite.
+
+    Raises:
+        ValueError: it is no number.
+        argparse.ArgumentTypeError: it is not finite.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"is {value}, but a finite number is expected: change it.")
+    return value
+
+
+def _whole(text: str) -> int:
+    """The type of an option that is a whole number.
+
+    Raises:
+        ValueError: it is no whole number.
+        argparse.ArgumentTypeError: it is too large.
+    """
+    value = int(text)
+    if abs(value) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"is a number of {len(text)} digits, too large for any option: change it.")
+    return value
 
 
 def json_mapping(text: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import yaml
 
 from engine.config.checks import require
-from engine.config.conversion.documents import check_node, yaml_place
 from engine.config.option_names import option_types, sections
 from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
 from engine.files.documents import read_text
+from engine.files.strict_yaml import YamlFlaw, compose_yaml
 
 
 def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
@@ -51,14 +51,11 @@ def check_text(text: str, source: str) -> None:
         UserError: names the place and what is wrong with it.
     """
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{source} is not valid YAML{yaml_place(error)}: correct that line.") from None
-    except RecursionError:
-        raise UserError(f"{source} is nested too deeply: write sections of options, one level each.") from None
+        node = compose_yaml(text)
+    except YamlFlaw as flaw:
+        raise UserError(f"{source} {flaw}.") from None
     if node is None:
         raise UserError(f"{source} is empty, but a mapping of sections is expected: write at least `model:`.")
-    check_node(node, source)
     require(
         isinstance(node, yaml.MappingNode),
         f"{source} holds {_kind(node)}, but sections such as `model:` and `parallel:` are expected: "
@@ -85,7 +82,7 @@ def _check_section(section: str, node: yaml.Node, source: str) -> None:
 
 
 def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
-    """Returns keys and values of a mapping."""
+    """Keys and values of a mapping."""
     assert isinstance(node, yaml.MappingNode)
     items: list[tuple[str, yaml.Node]] = []
     for key, value in node.value:

@@ -29,6 +29,8 @@ _CROSS_LINEARS = tuple(f"cross_attention.{name}" for name in ("query", "key", "v
 ALL_LINEARS = "all-linear"
 """PEFT's word for all linears but the head."""
 _EVERY_LINEAR = BLOCK_LINEARS + _LATENT_LINEARS + _CROSS_LINEARS
+_LONGEST_PATTERN = 1000
+"""Characters of a pattern with wildcards: making its expression takes time that grows with the square."""
 Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]
 
 
@@ -64,7 +66,16 @@ def matches_trainable(module: str, patterns: Sequence[str], aliases: Sequence[st
         module: full name of the module (or parameter) in the engine.
         patterns: names with wildcards.
         aliases: further full names of the same module.
+
+    Raises:
+        UserError: a pattern is longer than any name.
     """
+    for pattern in patterns:
+        if len(pattern) > _LONGEST_PATTERN:
+            raise UserError(
+                f"trainable contains a pattern of {len(pattern):,} characters, which no name has: write names such as "
+                "lm_head."
+            )
     return any(
         fnmatch.fnmatchcase(run, pattern)
         for name in (module, *aliases)

@@ -45,8 +45,10 @@ def path_text(text: str) -> str:
     """Parses a tool's option that is a path and stays text.
 
     Raises:
-        argparse.ArgumentTypeError: it names the home of an unknown user.
+        argparse.ArgumentTypeError: it is empty, or names the home of an unknown user.
     """
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, but a path is expected: was a variable of the shell not set?")
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise argparse.ArgumentTypeError(_flaw(text))

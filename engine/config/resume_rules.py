@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
+from engine.errors import UserError
+from engine.files.strict_yaml import YamlFlaw, parse_yaml
 
 SAID: dict[str, tuple[str, ...]] = {
     "": ("trainable",),
@@ -128,9 +129,17 @@ def changes(saved: str, now: str) -> list[Change]:
 
 
 def flat_options(text: str) -> dict[str, Any]:
-    """Returns a configuration in YAML as options by their names, such as {"optim.lr": 2e-4}."""
+    """Returns a configuration in YAML as options by their names, such as {"optim.lr": 2e-4}.
+
+    Raises:
+        UserError: it is not YAML.
+    """
     flat: dict[str, Any] = {}
-    for name, value in yaml.safe_load(text).items():
+    try:
+        options = parse_yaml(text)
+    except YamlFlaw as flaw:
+        raise UserError(f"a saved configuration {flaw}, or copy the run again.") from None
+    for name, value in options.items():
         if name in _SECTIONS and isinstance(value, Mapping):
             flat |= {f"{name}.{key}": one for key, one in value.items()}
         else:

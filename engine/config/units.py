@@ -81,9 +81,12 @@ def _whole(text: str, factors: Mapping[str, float], units: str, expected: str) -
 
 
 def _split(text: str, units: str, expected: str) -> tuple[float, str]:
-    """Splits a text into number and unit, in capitals; the caller checks the range."""
+    """Splits a text into number and unit, in capitals; the caller checks the range of a finite number."""
     match = re.fullmatch(rf"{_NUMBER}\s*{units}", text.strip(), re.IGNORECASE)
     try:
-        return (float(match[1]), match[2].upper()) if match else (float(text), "")
+        number, unit = (float(match[1]), match[2].upper()) if match else (float(text), "")
     except ValueError:
         raise ArgumentTypeError(f"is {text!r}, but {expected} is expected: write one of these forms.") from None
+    if not isfinite(number):
+        raise ArgumentTypeError(f"is {number}, but {expected} is expected: write one of these forms.")
+    return number, unit

@@ -87,13 +87,14 @@ def write_durably(path: Path, data: bytes | str) -> None:
     """Creates or replaces a small file atomically; its bytes are durable, its name once the folder is synced.
 
     Args:
-        path: of the file. `path`.tmp beside it is used on the way.
+        path: of the file. `path`.tmp beside it is used on the way. A user may have named a folder, even / or `.`,
+            which the system refuses.
         data: its bytes, or text to be encoded as UTF-8.
 
     Raises:
         FileError: the disk does not take it.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = Path(f"{path}.tmp")  # not with_name: . and / have none
     with writing(path):
         _refuse_device(path)
         try:

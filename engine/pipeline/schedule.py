@@ -8,6 +8,7 @@ message an action needs from a neighbouring stage, and which one it makes. It kn
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,3 +127,10 @@ class Schedule:
     def text(self) -> str:
         """Prints one line a rank."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
+
+
+def up_and_down(num_ranks: int) -> Iterator[int]:
+    """Yields the ranks in their order and then in reverse: activations go up and gradients down, so a pass over them in
+    this order moves each as far as it can."""
+    yield from range(num_ranks)
+    yield from reversed(range(num_ranks))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.pipeline.costs import Costs
-from engine.pipeline.schedule import Action, Message, Schedule
+from engine.pipeline.schedule import Action, Message, Schedule, up_and_down
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ def _timeline(schedule: Schedule, costs: Costs) -> tuple[tuple[TimedAction, ...]
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(schedule.actions):
-            runs = timeline[rank]
+        for rank in up_and_down(schedule.num_ranks):
+            actions, runs = schedule.actions[rank], timeline[rank]
             for action in actions[len(runs) :]:
                 start = runs[-1].end if runs else 0
                 needed = schedule.needs(action)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from engine.errors import UserError
 from engine.pipeline.communication import Step, Transfer, communication_steps, incoming
-from engine.pipeline.schedule import Action, Message, Schedule
+from engine.pipeline.schedule import Action, Message, Schedule, up_and_down
 
 Sends = Literal["buffered", "rendezvous"]
 
@@ -89,7 +89,8 @@ def _check_progress(schedule: Schedule) -> None:
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(schedule.actions):
+        for rank in up_and_down(schedule.num_ranks):
+            actions = schedule.actions[rank]
             while places[rank] < len(actions):
                 action = actions[places[rank]]
                 needed = schedule.needs(action)
@@ -187,7 +188,8 @@ def _execute(steps: Sequence[Sequence[Step]], sends: Sends) -> None:
     progress = True
     while progress:
         progress = False
-        for rank, own in enumerate(steps):
+        for rank in up_and_down(len(steps)):
+            own = steps[rank]
             while places[rank] < len(own):
                 place = places[rank]
                 if not has_posted[rank]:

@@ -22,7 +22,7 @@ from engine.printable import printable
 from engine.telemetry.ending import end, end_at_once, has_joined
 from engine.telemetry.format import format_bytes
 from engine.telemetry.interrupts import EXIT_INTERRUPTED, end_at_the_next, leave_in_order, was_interrupted
-from engine.telemetry.output import give_up, has_reader, outliving_the_reader, say
+from engine.telemetry.output import give_up, has_reader, outliving_the_reader, print_any_name, say
 from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
 
 EXIT_DEFECT = 1
@@ -106,9 +106,14 @@ def _memory_sentence(error: BaseException) -> str | None:
     )
 
 
+_LONGEST = 2000
+"""Characters of a sentence, at most: what a user gave, and so what it quotes, may be of any length."""
+
+
 def one_line(text: str) -> str:
-    """Returns a sentence on one line and printable, whatever it quotes."""
-    return printable(" ".join(text.split()), keep="")
+    """Returns a sentence on one line, printable, and short enough to be read, whatever it quotes."""
+    text = printable(" ".join(text.split()), keep="")
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
@@ -129,6 +134,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     leave_in_order(lambda: _tell(_INTERRUPTED))
     with outliving_the_reader():
         try:
+            print_any_name(sys.stdout)
             main()
             sys.stdout.flush()
             end_at_the_next()

@@ -87,6 +87,13 @@ def outliving_the_reader() -> Iterator[None]:
         sys.stderr = before
 
 
+def print_any_name(stream: TextIO) -> None:
+    """Has the stream escape what its encoding does not have, as stderr does, in place of an error: the name of a file
+    may be any bytes, and a terminal may know ASCII alone."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+
+
 def give_up(stream: TextIO) -> None:
     """Discards what `stream` has buffered and whatever is written to it from now on."""
     with suppress(OSError, ValueError):  # not a file, or closed

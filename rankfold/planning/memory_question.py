@@ -95,8 +95,11 @@ def ask(arguments: argparse.Namespace) -> Answer:
     for name in ("gpus", "seq_length", "micro_batch", "top"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: give at least 1.")
-    if arguments.tiles < 0:
-        raise UserError(f"--tiles is {arguments.tiles}: give 0 or more.")
+    for name in ("tiles", "beside"):
+        if getattr(arguments, name) < 0:
+            raise UserError(f"--{name} is {getattr(arguments, name)}: give 0 or more.")
+    if arguments.host_memory is not None and arguments.host_memory <= 0:
+        raise UserError(f"--host-memory is {arguments.host_memory:g}: give a memory above 0 GiB, or leave it out.")
     if not 0 < arguments.gpu_memory < float("inf") or not 0 <= arguments.reserve < 100:
         raise UserError(
             f"--gpu-memory is {arguments.gpu_memory:g} and --reserve is {arguments.reserve:g}: give a memory above 0 "

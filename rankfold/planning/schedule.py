@@ -25,6 +25,9 @@ STANDS_FOR = {
     "parallel.layers_per_stage": "--split",
 }  # fmt: skip
 """Option of a run -> the flag; see `engine.config.command_line`."""
+_MOST_RANKS, _MOST_LAYERS = 256, 1000
+"""Several times those of any model. Making the schedules, and splitting the layers, takes time that grows with the
+square; at these sizes, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,10 @@ class ScheduleOptions:
     def __post_init__(self) -> None:
         if self.pipeline < 1:
             raise UserError(f"--pipeline is {self.pipeline}: give at least 1 rank.")
+        if self.pipeline > _MOST_RANKS:
+            raise UserError(f"--pipeline is {self.pipeline}: give at most {_MOST_RANKS} ranks.")
+        if self.layers is not None and self.layers > _MOST_LAYERS:
+            raise UserError(f"--layers is {self.layers}: give at most {_MOST_LAYERS}, the layers of a model.")
         if self.forward <= 0:
             raise UserError(f"--forward is {self.forward:g}: give a time above 0.")
         for name in ("input_grad", "weight_grad", "p2p", "embedding_cost", "head_cost"):

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.config.run_files import CONFIG, ENVIRONMENT, TELEMETRY
 from engine.errors import UserError
+from engine.files.strict_yaml import YamlFlaw, parse_yaml
 from engine.telemetry.format import counted, how_far
 
 _LARGEST = 1e100
@@ -153,7 +152,7 @@ def _read(path: Path, name: str) -> Run:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: give the folder of a run, which has metrics.jsonl and config.yaml.")
     notes: list[str] = []
-    config = _tree(path / CONFIG, yaml.safe_load, notes)
+    config = _tree(path / CONFIG, parse_yaml, notes)
     metrics = _metrics_name(config, notes)
     if not any((path / found).exists() for found in (metrics, CONFIG, ENVIRONMENT, TELEMETRY)):
         raise UserError(f"{path} has neither {metrics} nor config.yaml: give the folder of a run.")
@@ -205,7 +204,7 @@ def _tree(file: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         found = parse(text)
-    except (ValueError, yaml.YAMLError, RecursionError):
+    except (ValueError, YamlFlaw, RecursionError):
         found = None
     if isinstance(found, dict):
         return found

@@ -38,6 +38,15 @@ CONVERT: list[tuple[tuple[Any, ...], str]] = [
     (("merge", "--base", ADAPTER, "--adapter", ADAPTER, "--out", OUT), "has no config.json"),
     (("inspect", "nowhere"), "nowhere is not a folder"),
     (("inspect", TRAIN), "train.jsonl is not a folder"),
+    (("import", "--source", MODEL, "--out", ""), "--out is empty, but a path is expected"),
+    (("import", "--source", "", "--out", OUT), "--source is empty, but a path is expected"),
+    (("inspect", MODEL, ""), "'' belongs to no option of"),
+    (("import", "--source", MODEL, "--out", OUT, "--threads", 2**63), "--threads is a number of 19 digits, too large"),
+    (
+        ("export", "--source", MODEL, "--out", OUT, "--format", "peft", "--base-name", "\udcff"),
+        "--base-name has bytes that are not UTF-8",
+    ),
+    (("merge", "--base", "x" * 100_000, "--adapter", ADAPTER, "--out", OUT), "xxx... cannot be used"),
 ]
 PLAN: list[tuple[tuple[Any, ...], str]] = [
     (("memory", "--model", "nowhere", "--gpus", 1, "--gpu-memory", 8, "--seq-length", 64), "--model is nowhere"),
@@ -48,6 +57,19 @@ PLAN: list[tuple[tuple[Any, ...], str]] = [
     (("schedule", "--pipeline", 2, "--microbatches", 0), "0 micro-batches cannot make a schedule"),
     (("schedule", "--pipeline", 2, "--microbatches", 10**7), "passes in a step, more than 1000000"),
     (("certify", "--config", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+    (("schedule", "--pipeline", 2, "--microbatches", 4, "--forward", "nan"), "--forward is nan, but a finite number"),
+    (("schedule", "--pipeline", 2, "--microbatches", 4, "--p2p", "1e400"), "--p2p is inf, but a finite number"),
+    (("schedule", "--pipeline", 2, "--microbatches", 4, "--layers", 2**40), "give at most 1000"),
+    (("schedule", "--pipeline", 1000, "--microbatches", 4), "--pipeline is 1000: give at most 256 ranks"),
+    ((*MEMORY, "--gpus", 1, "--host-memory", "nan"), "--host-memory is nan"),
+    ((*MEMORY, "--gpus", 1, "--host-memory", 0), "--host-memory is 0: give a memory above 0 GiB"),
+    ((*MEMORY, "--gpus", 1, "--beside", -1), "--beside is -1: give 0 or more"),
+    ((*MEMORY, "--gpus", 1, "--trainable", "[" * 100_000), "trainable contains a pattern of 100,000 characters"),
+]
+OTHERS: list[tuple[str, tuple[Any, ...], str]] = [
+    ("preprocess", (TRAIN, "--tokenizer", MODEL, "--out", OUT, "--show", -1), "--show is -1"),
+    ("report", ("{folder}/run", "--out", "/"), "/ cannot be written"),
+    ("report", ("{folder}/run", "--out", "."), ". cannot be written"),
 ]
 
 
@@ -58,13 +80,16 @@ def _filled(arguments: tuple[Any, ...], place: Workplace) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tool", "arguments", "words"),
-    [*(("convert", *case) for case in CONVERT), *(("plan", *case) for case in PLAN)],
+    [*(("convert", *case) for case in CONVERT), *(("plan", *case) for case in PLAN), *OTHERS],
     ids=lambda value: str(value)[:60],
 )
 def test_conversions_and_planning(
     tool: str, arguments: tuple[Any, ...], words: str, place: Workplace, capsys: pytest.CaptureFixture[str]
 ):
-    check_refused(run_here(tool, _filled(arguments, place), capsys), words)
+    if tool == "report":
+        (place.folder / "run").mkdir()
+        (place.folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    check_refused(run_here(tool, _filled(arguments, place), capsys), words, at_once=tool != "report")
     assert not (place.folder / "out").exists()
 
 

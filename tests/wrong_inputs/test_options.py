@@ -124,6 +124,19 @@ YAML: list[tuple[bytes, str]] = [
     (b"lora: {[1, 2]: 3}\n", "has a key that is no name in line 1"),
     (b"lora: !!python/object/apply:os.system [ls]\n", "but lora is a section"),
     (bytes(range(256)), "is not UTF-8 text"),
+    (b"[" * 5000, "is nested too deeply"),
+    (b"lora: &a {targets: *a}\n", "has a value in line 1 that holds itself"),
+    (
+        b"lora: {targets: ["
+        + b", ".join(b"&a%d [%s]" % (at, b", ".join([b"*a%d" % (at - 1)] * 9)) for at in range(1, 9)).replace(
+            b"*a0", b"x"
+        )
+        + b"]}\n",
+        "stands for more than 100,000 values",
+    ),
+    (b"#" * (1 << 20) + b"\n", "has 1,048,577 characters, too many for a configuration"),
+    (b"train: {steps: 2001-99-99}\n", "train.steps is"),
+    (b"train: {steps: " + b"9" * 5000 + b"}\n", "has a number of 5,000 digits in line 1"),
 ]
 
 

@@ -25,6 +25,7 @@ from engine.config.rules import check_config
 from engine.errors import UserError
 from engine.files.durable import write_named
 from engine.files.refusals import writing
+from engine.files.strict_yaml import YamlFlaw, parse_yaml
 from engine.printable import printable
 from engine.sentences import listed
 
@@ -116,7 +117,11 @@ def convert(
         name, equals, value = pair.partition("=")
         if not equals or not conversion.has(name):
             raise UserError(f"--set {pair} is not an option of a run: write for example --set data.train=train.jsonl.")
-        conversion.take(Given(source="--set", key=name, value=value), name, yaml.safe_load(value))
+        try:
+            parsed = parse_yaml(value)
+        except YamlFlaw as flaw:
+            raise UserError(f"--set {name} has a value that {flaw}, or put text in quotes.") from None
+        conversion.take(Given(source="--set", key=name, value=value), name, parsed)
     for name in [name for name in conversion.options if not conversion.has(name)]:
         conversion.withdraw(name, f"there is no {name}")
     processes = finish(conversion, trainer, ranks)

@@ -62,6 +62,8 @@ class TrackedRun:
 
 _TELL_SECONDS = 60.0
 """For which training waits for a tracker, once: then it gets no more."""
+_CLOSE_SECONDS = 600.0
+"""For which the end of a run waits for a tracker, which may have much left to upload."""
 _TENSORBOARD, _WANDB, _MLFLOW = (field.name for field in fields(TrackerChoice))
 
 
@@ -224,17 +226,18 @@ class Trackers:
 
     def close(self, ending: Ending) -> None:
         """Closes all trackers with the run's outcome."""
-        self._tell(lambda tracker: tracker.close(ending))
+        self._tell(lambda tracker: tracker.close(ending), closing=True)
         self._trackers = []
 
-    def _tell(self, say: Callable[[Tracker], None]) -> None:
+    def _tell(self, say: Callable[[Tracker], None], *, closing: bool = False) -> None:
+        seconds = _CLOSE_SECONDS if closing else _TELL_SECONDS
         for tracker, thread in list(self._trackers):
             told = thread.begin(partial(say, tracker))
             try:
-                if wait([told], _TELL_SECONDS).done:
+                if wait([told], seconds).done:
                     told.result()
                     continue
-                problem = f"it did not take the last ones within {_TELL_SECONDS:g} s"
+                problem = f"it did not take the last ones within {seconds:g} s"
             except tracker.errors as error:
                 problem = _first_line(error)
             self._trackers.remove((tracker, thread))

@@ -209,7 +209,7 @@ def test_a_terminal_shows_how_far_the_search_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 2}))
     command = [sys.executable, ROOT / "tools/plan.py", "memory", "--model", tmp_path, "--gpus", 2, "--seq-length", 128]
     with OnTerminal(command, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}, tmp_path) as there:
-        there.wait_for("trying layouts: .*layouts")
+        there.wait_for("trying layouts.*%")
         there.wait_for("Yes. Fastest that fits")
 
 

@@ -310,7 +310,7 @@ class _ConfinedTokenizer:
         return self._runaway(
             kind,
             blamed,
-            f"ended its process ({how}), as one does that asks for more than {limit >> 30} GiB of memory or does not "
+            f"ended its process ({how}), as one does that asks for more than {limit / 2**30:g} GiB of memory or does not "
             "come to an end",
         )
 

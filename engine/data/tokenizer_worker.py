@@ -59,7 +59,7 @@ class _Worker:
             self._refuse(refusal)
         except MemoryError:
             most = self._limits.open_bytes if kind == calls.OPEN else self._limits.text_bytes
-            self._refuse(self._runaway(f"asks for more than {most >> 30} GiB of memory"))
+            self._refuse(self._runaway(f"asks for more than {most / 2**30:g} GiB of memory"))
         except RecursionError:
             self._refuse(self._runaway("nests too deeply"))
         except BaseException as error:  # a panic of the Rust library is no Exception

@@ -310,8 +310,8 @@ class _ConfinedTokenizer:
         return self._runaway(
             kind,
             blamed,
-            f"ended its process ({how}), as one does that asks for more than {limit / 2**30:g} GiB of memory or does not "
-            "come to an end",
+            f"ended its process ({how}), as one does that asks for more than {limit / 2**30:g} GiB of memory or does "
+            "not come to an end",
         )
 
     def _runaway(self, kind: bytes, blamed: bytes, does: str) -> Runaway:

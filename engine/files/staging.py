@@ -200,8 +200,8 @@ def _check_room(out: Path, staging: Path, num_bytes: int) -> None:
         free = shutil.disk_usage(staging).free
     if free + taken < num_bytes:
         raise UserError(
-            f"--out {shown(out)} needs {num_bytes / 1e9:.2f} GB, but its disk has {(free + taken) / 1e9:.2f} GB free: "
-            "make room or give a folder on another disk."
+            f"{shown(out)} needs {num_bytes / 1e6:,.1f} MB, but its disk has {(free + taken) / 1e6:,.1f} MB free: "
+            "make room there, or give a folder on another disk."
         )
 
 

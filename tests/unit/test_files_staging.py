@@ -182,3 +182,12 @@ def test_who_holds_it_is_never_believed_blindly(tmp_path: Path) -> None:
     (folder / ".holder").write_bytes(Holder.of_this_process().to_bytes()[:-9])
     make(tmp_path / "out")
     _only(tmp_path / "out")
+
+
+def test_a_disk_without_room_is_named_by_the_folder(tmp_path: Path) -> None:
+    """A run writes adapters for a server with the same function, and has no --out."""
+    free = staging_module.shutil.disk_usage(tmp_path).free
+    needs = f"^{tmp_path}/out needs {2 * free / 1e6:,.1f} MB, but its disk has [0-9,.]+ MB free: make room there"
+    with pytest.raises(UserError, match=needs), staged_folder(tmp_path / "out", check=allow, num_bytes=2 * free):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -180,6 +180,11 @@ class HuggingFaceTokenizer:
                 source = self._tokenizer.get_chat_template()
             except ValueError as error:  # several, and none is the default
                 raise UserError(f"{self._path} has several chat templates ({error}); name a file of one.") from error
+        if not isinstance(source, str):
+            raise UserError(
+                f"{where} has {as_written(source)} as its chat template, expected text; repair its files, or give "
+                "another template with data.chat_template."
+            )
         if len(source) > MOST_TEMPLATE:
             raise UserError(
                 f"the chat template of {where} has {len(source):,} characters, more than {MOST_TEMPLATE:,}; give "

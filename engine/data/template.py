@@ -139,7 +139,6 @@ class ChatTemplate:
         tracked: bool = False,
         parts: bool | None = None,
     ) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -160,16 +159,9 @@ class ChatTemplate:
                 f"the chat template of {self.where} writes half of a surrogate pair at character {error.start}; "
                 "correct the template, or give another one with data.chat_template."
             ) from None
-        # a template is a program: these are its possible errors
-        except (
-            TemplateError,
-            SyntaxError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-        ) as error:
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # a template is a program, which may raise any
             raise UserError(
                 f"the chat template of {self.where} refuses these messages ({on_one_line(str(error))}); change the "
                 f"order of their roles or use a format that needs no template ({FORMATS_WITHOUT_TEMPLATE})."

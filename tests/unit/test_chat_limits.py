@@ -95,6 +95,9 @@ HOSTILE = {
     "a long complaint": ("{{ raise_exception('x' * 9999) }}", r"refuses these messages \(xxx"),
     "a complaint without end": ("{{ raise_exception('x' * 10 ** 8) }}", LIMIT),
     "no syntax": ("{% for %}", REFUSED),
+    "a cycler of nothing": ("{{ cycler() }}", "at least one item"),
+    "a wrong argument": ("{{ ('x ' * 99) | truncate(1) }}", "expected length >= 3"),
+    "an infinite constant": ("{{ 1e400 | int }}", REFUSED),
     "a way out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", REFUSED),
     "a filter's way out": ("{{ messages | map(attribute='__class__.__init__.__globals__') | list }}", REFUSED),
     "an import": ("{% include '/etc/passwd' %}", REFUSED),
@@ -106,7 +109,7 @@ HOSTILE = {
 QUICK = (
     "endless range", "nested ranges", "a number without end", "a sorted list", "slices", "a long text",
     "a list that doubles", "a wide formatted number", "a macro in itself", "a namespace in itself", "many characters",
-    "half a character", "a long complaint", "no syntax", "a way out", "an import", "a large text of its own",
+    "half a character", "a long complaint", "no syntax", "a cycler of nothing", "a way out", "an import", "a large text of its own",
 )  # fmt: skip
 BAD = [{"role": "user", "content": "bad"}]
 SOMETIMES = (

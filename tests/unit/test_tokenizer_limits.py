@@ -90,6 +90,8 @@ SETTINGS: dict[str, tuple[str, str]] = {
     ),
     "a template as a number": ('{"chat_template": 7}', "expected text"),
     "a template as a mapping": ('{"chat_template": {"a": 1}}', "expected text"),
+    "a default template as a number": ('{"chat_template": [{"name": "default", "template": 7}]}', "expected text"),
+    "a default template that is null": ('{"chat_template": [{"name": "default", "template": null}]}', "expected text"),
     "a length as a text": ('{"model_max_length": "x"}', OPENED),
     "a large length": ('{"model_max_length": 1e400, "truncation_side": "no"}', OPENED),
 }
@@ -140,7 +142,9 @@ def test_hostile_tokenizer_files(name: str, tmp_path: Path) -> None:
     check(tmp_path, words)
 
 
-@pytest.mark.parametrize("name", sampled(SETTINGS, ("nested", "special tokens as lists", "code")))
+@pytest.mark.parametrize(
+    "name", sampled(SETTINGS, ("nested", "special tokens as lists", "a default template as a number", "code"))
+)
 def test_hostile_settings(name: str, tmp_path: Path) -> None:
     text, words = SETTINGS[name]
     shutil.copy(shared("tokenizers/torchtitan_test") / "tokenizer.json", tmp_path)

@@ -18,7 +18,7 @@ from engine.data.placeholders import Placeholders
 from engine.data.template import Runaway
 from engine.data.tokenizer import ChatOptions, encoded_chat
 from engine.errors import UserError
-from engine.foreign.limited_process import Messages
+from engine.foreign.limited_process import MOST_BYTES, Messages
 from engine.foreign.limits import limited, start_limits
 from engine.sentences import on_one_line
 
@@ -72,6 +72,11 @@ class _Worker:
     def _runaway(self, does: str) -> Runaway:
         return Runaway(f"the tokenizer of {self._path} {does}; copy the model's own tokenizer files again.")
 
+    def _answer(self, kind: bytes, data: bytes) -> None:
+        if len(data) > MOST_BYTES:
+            raise self._runaway(f"makes more than {MOST_BYTES >> 30} GiB of one text")
+        self._messages.send(kind, data)
+
     def _refuse(self, refusal: UserError) -> None:
         self._messages.send(calls.REFUSAL, _json([str(refusal), isinstance(refusal, Runaway)]))
 
@@ -80,16 +85,17 @@ class _Worker:
         self._limits = calls.CallLimits(**limits)
         with limited(self._limits.open_seconds, self._limits.open_bytes, threads=True):
             tokenizer = self._tokenizer = open_tokenizer(self._path, ChatOptions(**chat), self._template_limits)
-        facts = {
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-            "eos_id": tokenizer.eos_id,
-            "adds_bos": tokenizer.adds_bos,
-            "has_chat_template": tokenizer.has_chat_template,
-            "chat_template": tokenizer.chat_template,
-            "added_tokens": dict(tokenizer.added_tokens),
-        }
-        self._messages.send(calls.VALUE, _json(facts))
+            facts = {
+                "vocab_size": tokenizer.vocab_size,
+                "bos_id": tokenizer.bos_id,
+                "eos_id": tokenizer.eos_id,
+                "adds_bos": tokenizer.adds_bos,
+                "has_chat_template": tokenizer.has_chat_template,
+                "chat_template": tokenizer.chat_template,
+                "added_tokens": dict(tokenizer.added_tokens),
+            }
+            answer = _json(facts)
+        self._answer(calls.VALUE, answer)
 
     @contextmanager
     def _template_limits(self) -> Iterator[None]:
@@ -105,14 +111,14 @@ class _Worker:
         if keywords.get("pictures") is not None:
             keywords["pictures"] = _placeholders(keywords["pictures"])
         with limited(*self._limits.of_text(len(data)), threads=True):
-            found = getattr(self._tokenizer, method)(*arguments, **keywords)
-        self._messages.send(calls.VALUE, _json(found))
+            answer = _json(getattr(self._tokenizer, method)(*arguments, **keywords))
+        self._answer(calls.VALUE, answer)
 
     def _encode(self, data: bytes) -> None:
         texts = calls.unpack_texts(data)
         with limited(*self._limits.of_text(len(data)), threads=True):
             packed = calls.pack_ids(self._tokenizer.encode_many(texts))
-        self._messages.send(calls.TEXT_IDS, packed)
+        self._answer(calls.TEXT_IDS, packed)
 
     def _chats(self, data: bytes) -> None:
         options, conversations = json.loads(data)
@@ -123,7 +129,7 @@ class _Worker:
             if isinstance(found, UserError):
                 self._refuse(found)
             else:
-                self._messages.send(calls.CHAT_IDS, calls.pack_chat(*found))
+                self._answer(calls.CHAT_IDS, calls.pack_chat(*found))
 
 
 def _placeholders(given: dict[str, Any] | None) -> Placeholders | None:

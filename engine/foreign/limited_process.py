@@ -31,7 +31,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 # the folder in place of the current one, which is first on the path of `python -c` and may hold anything
 _PROGRAM = "import sys; sys.path[0] = sys.argv[1]; import importlib; importlib.import_module(sys.argv[2]).main()"
 _WAIT_SECONDS = 1.0
-_MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 """Size limit of one message that is received."""
 _SHOWN_ERRORS = 4000
 """Bytes of the end of its standard error, which may be long."""
@@ -163,4 +163,4 @@ class Messages:
 
     def _stream(self, seconds: float | None) -> LimitedStream:
         deadline = None if seconds is None else Deadline(seconds)
-        return LimitedStream(self._connection, deadline, most_bytes=HEADER_BYTES + _MOST_BYTES)
+        return LimitedStream(self._connection, deadline, most_bytes=HEADER_BYTES + MOST_BYTES)

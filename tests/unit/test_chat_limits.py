@@ -109,7 +109,8 @@ HOSTILE = {
 QUICK = (
     "endless range", "nested ranges", "a number without end", "a sorted list", "slices", "a long text",
     "a list that doubles", "a wide formatted number", "a macro in itself", "a namespace in itself", "many characters",
-    "half a character", "a long complaint", "no syntax", "a cycler of nothing", "a way out", "an import", "a large text of its own",
+    "half a character", "a long complaint", "no syntax", "a cycler of nothing", "a way out", "an import",
+    "a large text of its own",
 )  # fmt: skip
 BAD = [{"role": "user", "content": "bad"}]
 SOMETIMES = (

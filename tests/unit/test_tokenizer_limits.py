@@ -6,18 +6,21 @@ import json
 import os
 import random
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine.data import tokenizer_calls
+from engine.data import tokenizer_calls, tokenizer_worker
 from engine.data.tokenizer import load_tokenizer
 from engine.data.tokenizer_calls import CallLimits
 from engine.errors import UserError
+from engine.foreign.limited_process import Messages
 from tests.shared_data import shared
 from tests.sweeps import sampled
 from tests.warm_python import warm_python
@@ -159,6 +162,30 @@ def test_hostile_settings(name: str, tmp_path: Path) -> None:
     finally:
         os.chdir(before)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_answer_counts_as_memory(tmp_path: Path) -> None:
+    """Text with control characters is six times as long in JSON."""
+    content = json.loads((shared("tokenizers/torchtitan_test") / "tokenizer.json").read_text(encoding="utf-8"))
+    decoded({"type": "Replace", "pattern": {"Regex": "^"}, "content": "\x01" * 2**20})(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("b")
+    with pytest.raises(UserError, match="asks for more than"):
+        tokenizer.decode(ids * 48)
+    assert len(tokenizer.decode(ids)) == 2**20 + 1
+
+
+def test_an_answer_that_is_too_long_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_worker, "MOST_BYTES", 9)
+    own, other = socket.socketpair()
+    with own, other:
+        worker = tokenizer_worker._Worker(Messages(other))
+        worker._tokenizer = SimpleNamespace(decode=lambda ids: "x" * 99)
+        Messages(own).send(tokenizer_calls.CALL, b'["decode", [[1]], {}]')
+        worker.answer()
+        kind, data = Messages(own).receive(1.0)
+    assert kind == tokenizer_calls.REFUSAL and b"of one text" in data
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\xff\xff\xff\xff\x0f", b"\x12" * 4096, bytes(range(256)) * 64], ids=range(4))

@@ -123,6 +123,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty chunks": (lambda: png(chunk(b"prVt", b"") * (1 << 18)), "has more than 524,288 pieces"),
     "empty pixel chunks": (lambda: png(chunk(b"IDAT", b"") * (1 << 18)), "has more than 524,288 pieces"),
     "a profile that inflates": (lambda: png(chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 26)))), "too large"),
+    "thousands of profiles that inflate": (
+        lambda: png(chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1000000))) * 2000),
+        "has more than 100 color profiles",
+    ),
     "a comment of single bytes": (gif_comment, "has more than 524,288 pieces"),
     "a frame beyond the screen": (lambda: encoded("GIF").replace(b"\x2c" + bytes(4), b"\x2c\xff\xff\xff\xff"), "more "),
     "strips of nothing": (strips, "has a table of 262,144 values, more than 65,536"),

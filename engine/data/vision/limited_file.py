@@ -18,15 +18,16 @@ _MOST_READS = 1 << 19
 """Pillow reads a chunk, a comment or a strip in a few reads, and pixels in blocks of 64 KiB."""
 _MOST_HEADER_BYTES = 8 << 20
 """Limit of what precedes the pixels: profiles, thumbnails and notes, which Pillow turns into objects."""
-_MOST_SCANS = 100
-"""Limit of a JPEG file's scans, each of which goes over all pixels; progressive files have about ten."""
+_MOST_REPEATS = 100
+_REPEATED = {"JPEG": (b"\xff\xda", "scans"), "PNG": (b"iCCP", "color profiles")}
+"""Parts that take long however few bytes they have, with the bytes that mark them: a scan of a JPEG file goes over all
+pixels (progressive files have about ten), a profile of a PNG file inflates to a megabyte (files have one)."""
 _MOST_VALUES = 1 << 16
 """Length limit of a TIFF file's tables: one value for each row of a picture of that height."""
 _WITHOUT_HEADER = ("TIFF", "WEBP")
 """Formats whose files Pillow reads as a whole, or in any order, to know the size of the picture."""
 _TIFF_BYTES = (1, 2, 7)
 """Types of a TIFF file's tables that stay bytes when they are read."""
-_SCAN = b"\xff\xda"
 
 
 class ExcessError(UserError):
@@ -46,7 +47,7 @@ class LimitedFile:
 
     def __init__(self, file: BinaryIO, kind: str) -> None:
         self._file, self._kind = file, kind
-        self._reads = self._bytes = self._scans = 0
+        self._reads = self._bytes = self._repeats = 0
         self._in_header = kind not in _WITHOUT_HEADER
 
     def end_header(self) -> None:
@@ -62,10 +63,11 @@ class LimitedFile:
             raise ExcessError(f"has more than {_MOST_READS:,} pieces")
         if self._in_header and self._bytes > _MOST_HEADER_BYTES:
             raise ExcessError(f"has more than {_MOST_HEADER_BYTES >> 20} MiB in front of its pixels")
-        if self._kind == "JPEG" and not self._in_header:
-            self._scans += data.count(_SCAN)
-            if self._scans > _MOST_SCANS:
-                raise ExcessError(f"has more than {_MOST_SCANS} scans")
+        if self._kind in _REPEATED:
+            mark, name = _REPEATED[self._kind]
+            self._repeats += data.count(mark)
+            if self._repeats > _MOST_REPEATS:
+                raise ExcessError(f"has more than {_MOST_REPEATS} {name}")
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:

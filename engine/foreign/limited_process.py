@@ -31,6 +31,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 # the folder in place of the current one, which is first on the path of `python -c` and may hold anything
 _PROGRAM = "import sys; sys.path[0] = sys.argv[1]; import importlib; importlib.import_module(sys.argv[2]).main()"
 _WAIT_SECONDS = 1.0
+_STATUS_OF_EXCEPTION = 1
 MOST_BYTES = 1 << 30
 """Size limit of one message that is received."""
 _SHOWN_ERRORS = 4000
@@ -42,7 +43,7 @@ class OutOfTime(Exception):
 
 
 class Crashed(Exception):
-    """Raised where the process ended by a signal; its words name the signal."""
+    """Raised where the process ended, or its connection, by no exception; its words name the signal or the status."""
 
 
 class LimitedProcess:
@@ -109,6 +110,8 @@ class LimitedProcess:
             return OutOfTime()
         if status is not None and status < 0:
             return Crashed(signal_name(-status))
+        if status != _STATUS_OF_EXCEPTION:  # a library may end its process, or close the connection
+            return Crashed("its connection was closed" if status is None else f"status {status}")
         return RuntimeError(f"a process of this program ended with status {status}:\n{said}")
 
     def close(self) -> None:

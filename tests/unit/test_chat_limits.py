@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -169,6 +170,16 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path, SOMETIMES)
     before = tokenizer.encode("a text")
     kill_process_of(tokenizer)
+    with pytest.raises(Runaway, match="ended its process"):
+        tokenizer.encode("a text")
+    assert tokenizer.encode("a text") == before
+
+
+def test_a_connection_that_is_closed(tmp_path: Path) -> None:
+    """A library may close it, or end its process with a status."""
+    tokenizer = opened(tmp_path, SOMETIMES)
+    before = tokenizer.encode("a text")
+    vars(tokenizer)["_process"]._messages._connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(Runaway, match="ended its process"):
         tokenizer.encode("a text")
     assert tokenizer.encode("a text") == before

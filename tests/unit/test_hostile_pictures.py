@@ -141,6 +141,15 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 """How the bytes of a file are made, and words of the sentence."""
 
 
+def fractions(count: int) -> bytes:
+    """A TIFF file whose EXIF is a directory of its own with a table of so many fractions."""
+    first = tiff(
+        *SIZE[:3], (259, 4, 1, 1), *SIZE[4:], (273, 4, 1, 400), (278, 4, 1, 30), (279, 4, 1, 1200), (34665, 4, 1, 1600)
+    )
+    table = struct.pack("<HHHLLL", 1, 0x9000, 5, count, 1618, 0)
+    return first.ljust(1600, b"\0") + table + struct.pack("<LL", 1, 1) * count
+
+
 def used_megabytes(begin: bool = False) -> float:
     """Peak of this process's memory, since the last call with `begin`."""
     if begin:
@@ -161,6 +170,23 @@ def test_a_hostile_file_is_refused_in_one_sentence_and_little_memory(name: str, 
     assert str(refused.value).startswith(f"here names {file}, ") and words in str(refused.value)
     assert str(refused.value).endswith(".") and "\n" not in str(refused.value)
     assert time.process_time() - begin < SECONDS and used_megabytes() - before < MEGABYTES
+
+
+def test_a_tiff_files_notes_are_not_made_into_objects(tmp_path: Path) -> None:
+    file = tmp_path / "x.tif"
+    file.write_bytes(fractions(1 << 20))
+    before, begin = used_megabytes(begin=True), time.process_time()
+    assert (
+        read_picture(file, picture_size(file, "here", upright=True), "here", upright=True).getpixel((20, 15))
+        == (0,) * 3
+    )
+    assert time.process_time() - begin < 0.5 and used_megabytes() - before < 50
+
+
+def test_a_broken_header_is_named_without_objects_of_python(tmp_path: Path) -> None:
+    (tmp_path / "x.tif").write_bytes(tiff(*SIZE[1:]))
+    with pytest.raises(UserError, match="whose header is broken; replace the file"):
+        picture_size(tmp_path / "x.tif", "here")
 
 
 def test_no_picture_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

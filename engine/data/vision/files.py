@@ -70,6 +70,8 @@ def read_picture(path: Path, expected: Size, where: str, *, upright: bool = Fals
             )
         if upright and _orientation(image) != 1:
             exif_transpose(image, in_place=True)
+        if image.format == "TIFF":
+            _forget_directories(image)
         return image.convert("RGB")
 
 
@@ -94,6 +96,8 @@ def _readable(path: Path, where: str) -> Iterator[Image]:
         raise
     except FileNotFoundError:
         raise UserError(f"{names}, which does not exist; correct the path or data.image_folder.") from None
+    except Image.UnidentifiedImageError:  # its words name an object of Python
+        raise UserError(f"{names}, whose header is broken; replace the file.") from None
     except Image.DecompressionBombError:
         raise UserError(f"{names}, {_TOO_LARGE}.") from None
     except UnidentifiedImageError:  # its own words show the object that it was given
@@ -152,6 +156,17 @@ def _orientation(image: Image) -> int:
     # PNG's own method would decode the picture to look for a note behind its pixels
     found = images.Image.getexif(image).get(_ORIENTATION, 1)
     return found if found in range(1, 9) else 1
+
+
+def _forget_directories(image: Image) -> None:
+    """Removes the references to a TIFF file's further directories, which Pillow would turn into objects with the
+    pixels: their tables may be of any length, and nothing here needs them."""
+    from PIL.TiffTags import TAGS_V2_GROUPS
+
+    exif = image.getexif()
+    for tag in TAGS_V2_GROUPS:
+        if tag in exif:
+            del exif[tag]
 
 
 _ORIENTATION = 0x0112

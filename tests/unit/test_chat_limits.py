@@ -231,6 +231,12 @@ def test_a_thread_renders_too(tmp_path: Path) -> None:
     assert LATE in found[0]
 
 
+def test_an_answer_that_is_not_written_is_not_marked() -> None:
+    source = "{% set x %}{% generation %}" + "y" * 9 + "{% endgeneration %}{% endset %}z"
+    with pytest.raises(UserError, match="marks what it does not write as the assistant's"):
+        ChatTemplate(source, "x", {}).render_with_targets(CHAT)
+
+
 def test_marks_cannot_be_forged() -> None:
     for mark in ("\ufdd0", "\ufdd1", "\ufdd2"):
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{mark}"}]

@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "strips of nothing": (strips, "has a table of 262,144 values, more than 65,536"),
     "strips of nothing, big-endian": (lambda: strips(order=">"), "has a table of 262,144 values"),
     "strips of nothing in BigTIFF": (lambda: strips(big=True), "has a table of 262,144 values"),
-    "samples beyond count": (lambda: tiff(*SIZE[:-1], (277, 3, 1, 65535)), "cannot be read (its header is broken)"),
+    "samples beyond count": (lambda: tiff(*SIZE[:-1], (277, 3, 1, 65535)), "whose header is broken"),
     "a tile beyond the picture": (
         lambda: tiff(*SIZE, (322, 4, 1, 32768), (323, 4, 1, 32768), (324, 4, 1, 8), (325, 4, 1, len(TILE))) + TILE,
         "has tiles of 32768 x 32768 pixels",

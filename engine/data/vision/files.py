@@ -78,7 +78,7 @@ def read_picture(path: Path, expected: Size, where: str, *, upright: bool = Fals
 @contextmanager
 def _readable(path: Path, where: str) -> Iterator[Image]:
     """Opens a picture; what Pillow says against it while it is open becomes one sentence."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     names = f"{where} names {path}"
     try:
@@ -100,8 +100,6 @@ def _readable(path: Path, where: str) -> Iterator[Image]:
         raise UserError(f"{names}, whose header is broken; replace the file.") from None
     except Image.DecompressionBombError:
         raise UserError(f"{names}, {_TOO_LARGE}.") from None
-    except UnidentifiedImageError:  # its own words show the object that it was given
-        raise UserError(f"{names}, which cannot be read (its header is broken); replace the file.") from None
     except Exception as error:  # decoders have no error of their own: a broken file makes any of Python's
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{names}, which cannot be read ({reason}); replace the file.") from error

@@ -145,7 +145,7 @@ def test_two_conversions_do_not_share_a_folder(tmp_path: Path) -> None:
         enter("out"),
     ):
         pass
-    with pytest.raises(UserError, match="GB free"), enter("o", 1 << 60):
+    with pytest.raises(UserError, match="MB free"), enter("o", 1 << 60):
         pass
     assert not list(tmp_path.glob(".o.partial"))
 

@@ -46,6 +46,7 @@ CATCHES_ALL = {
     ("engine/rewards/worker.py", "_scored"): "so is a reward function",
     ("engine/rewards/worker.py", "_described"): "and so is the class of an exception that it raises",
     ("rankfold/benchmarking/workers.py", "_serve"): "a worker process sends any error to the process that asked",
+    ("engine/data/template.py", "_run"): "a chat template is a program that comes with a model",
 }
 """Where an error of any kind is caught and not raised again as it was."""
 

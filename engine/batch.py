@@ -29,7 +29,8 @@ class Images:
     """The pictures of a micro-batch for one vision tower, as tiles that are cut into patches.
 
     Tensor- and context-parallel ranks of one row know all tiles, because the tower's work is dealt out to them
-    (`engine.tile_shares`), but each has the patches of its own share, and places the features of its own columns.
+    (`engine.vision.tile_shares`), but each has the patches of its own share, and places the features of its own
+    columns.
 
     Args:
         patches_PF: float32 from the loader, the patches of this rank's tiles or of more, tile after tile, each

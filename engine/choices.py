@@ -24,11 +24,12 @@ PipelineSchedule = Literal["1f1b", "interleaved", "zb_h1", "zb_v", "lora"]
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
 ExpertFactors = Literal["per_expert", "shared_outer", "shared"]
-"""Which factors of their adapters the experts of a layer have of their own; see `engine.layers.expert_adapters`."""
+"""Which factors of their adapters the experts of a layer have of their own; see
+`engine.experts.layers.expert_adapters`."""
 
 AdapterForm = Literal["per_expert", "stacked", "shared_outer"]
 ADAPTER_FORMS: tuple[AdapterForm, ...] = get_args(AdapterForm)
-"""How an exported adapter has the experts' factors; see `engine.conversion.peft_experts`."""
+"""How an exported adapter has the experts' factors; see `engine.experts.conversion.peft_experts`."""
 AdapterReader = Literal["peft", "vllm", "sglang"]
 ADAPTER_READERS: tuple[AdapterReader, ...] = get_args(AdapterReader)
 

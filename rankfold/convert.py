@@ -23,10 +23,10 @@ from pathlib import Path
 
 from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES
 from engine.config.command_line import CommandLine, named_as
-from engine.config.conversion import command as config_conversion
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
 from engine.errors import UserError
+from rankfold.migrating import command as config_conversion
 
 _TENSOR = {"parallel.tensor": "--tensor"}
 _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}

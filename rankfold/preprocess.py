@@ -146,9 +146,9 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     """Prints the first records."""
     from engine.data.preview import first_documents, preview
     from engine.data.tokenizer import load_tokenizer
-    from engine.data.vision.families import read_vision_family
-    from engine.data.vision.reader import PictureReader
     from engine.telemetry.format import counted
+    from engine.vision.data.families import read_vision_family
+    from engine.vision.data.reader import PictureReader
 
     tokenizer = load_tokenizer(arguments.tokenizer, chat)
     for warning in tokenizer.chat_warnings(training=True):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared_data import DATA
-from tests.sweeps import takes_slow
+from tests.support.shared_data import DATA
+from tests.support.sweeps import takes_slow
 
 try:
     from hypothesis import settings

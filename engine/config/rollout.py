@@ -14,7 +14,7 @@ from engine.config.checks import require, require_at_least, require_choice, requ
 from engine.errors import UserError
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
-"""Rewards that need no file; see `engine.rewards.built_in`."""
+"""Rewards that need no file; see `engine.rollouts.rewards.built_in`."""
 _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
 """An entry with a weight behind it, which has an option of its own."""
 LARGEST_REWARD = 1e6

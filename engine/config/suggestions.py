@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from engine.config.conversion.tables import options_of, words_for_values
 from engine.config.option_names import option_types
+from engine.seams import resolve
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
@@ -26,11 +26,13 @@ def meant_options(name: str) -> list[str]:
     name = name.replace("-", "_")
     if name in option_types():
         return [name]
+    options_of = resolve("rankfold.migrating.tables:options_of")
     return list(options_of(name.rpartition(".")[2]))
 
 
 def meant_value(value: str, choices: Iterable[str]) -> str | None:
     """Returns the choice that `value` stands for elsewhere ("bf16"), or that is spelt most like it."""
+    words_for_values = resolve("rankfold.migrating.tables:words_for_values")
     known = list(choices)
     for word in (value, value.lower()):
         if word in known:

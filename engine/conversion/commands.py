@@ -26,7 +26,6 @@ from engine.choices import AdapterForm, AdapterReader
 from engine.config.hub import instead_of
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
-from engine.conversion.expert_factors import EachExpert
 from engine.conversion.import_export import (
     DEFAULT_SHARD_BYTES,
     ConversionReport,
@@ -48,6 +47,7 @@ from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter, prove_model
 from engine.errors import UserError
+from engine.experts.conversion.expert_factors import EachExpert
 from engine.kernels.checksum import slow_checksums
 from engine.printable import printable
 from engine.sentences import listed

@@ -22,17 +22,6 @@ from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, compl
 from engine.checkpoint.untied import SHARED
 from engine.choices import VISION, AdapterForm, AdapterReader
 from engine.config.lora import adapter_scale
-from engine.conversion.expert_factors import EachExpert
-from engine.conversion.expert_stacks import (
-    PEFT_LEAVES,
-    expert_module,
-    in_turns,
-    live_name,
-    outer_tensors,
-    peft_tensors,
-    routed_layers,
-    stack,
-)
 from engine.conversion.import_export import ConversionReport, Proof, stored_names
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import (
@@ -47,9 +36,27 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
 from engine.errors import UserError
+from engine.experts.conversion.expert_factors import EachExpert
+from engine.experts.conversion.expert_stacks import (
+    PEFT_LEAVES,
+    expert_module,
+    in_turns,
+    live_name,
+    outer_tensors,
+    peft_tensors,
+    routed_layers,
+    stack,
+)
+from engine.experts.conversion.peft_experts import (
+    TrainedAdapters,
+    advice,
+    fitting_form,
+    is_expert,
+    obstacle,
+    readers_line,
+)
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
 from engine.models.families import FAMILIES

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.packing import Packs
-from engine.data.vision.columns import joined
 from engine.errors import UserError
+from engine.vision.data.columns import joined
 
 _MOST_ROWS = 10**9
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Answers, Batch, Completions
 from engine.data.dataset import TokenDataset
-from engine.data.vision.row_pictures import RowPictures, held_experts, held_images
-from engine.tile_shares import ENCODES_ALL, EncoderRank
+from engine.vision.data.row_images import RowPictures, held_experts, held_images
+from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 GPU_LENGTH_MULTIPLE = 128

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.data import FORMATS, OVERLONG, Packing
-from engine.data.completions import Completion, CompletionColumns, RowWeight
 from engine.data.concatenate import concatenate
 from engine.data.data_report import DatasetReport, DroppedPlaces
 from engine.data.document import Document
@@ -29,14 +28,15 @@ from engine.data.packing import Packs, one_each, pack
 from engine.data.record_files import expand_paths
 from engine.data.tokenize import cut_document, tokenize_samples
 from engine.data.tokenizer import Tokenizer
-from engine.data.vision.columns import Extras, VisionColumns, vision_columns
-from engine.data.vision.family import VisionFamily
-from engine.data.vision.reader import PictureReader
-from engine.data.vision.row_pictures import Decoded
 from engine.errors import UserError
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
+from engine.rollouts.data.completions import Completion, CompletionColumns, RowWeight
 from engine.sentences import listed
+from engine.vision.data.columns import Extras, VisionColumns, vision_columns
+from engine.vision.data.family import VisionFamily
+from engine.vision.data.reader import PictureReader
+from engine.vision.data.row_images import Decoded
 
 CHUNK = 1024
 """Samples that are tokenised together."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.record_files import Place
-from engine.data.vision.columns import Extras
+from engine.vision.data.columns import Extras
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@
 | messages   | JSON, JSONL | messages: turns of {role, content, and whatever the chat template reads}                |
 | tokens     | JSON, JSONL | input_ids, and optionally labels: the same ids, or -100 where a token is no target       |
 
-Conversations may have pictures (image, images, or content in parts); see engine.data.vision.records.
+Conversations may have pictures (image, images, or content in parts); see engine.vision.data.records.
 
 `auto` looks at the fields of a file's first record. Other fields (ids, sources) are ignored, but a field that
 carries content which the format cannot use (videos, an earlier history) is an error, because ignoring it would
@@ -32,10 +32,10 @@ from engine.config.data import FORMATS
 from engine.data.chat import Message
 from engine.data.named_templates import ALPACA_TASK
 from engine.data.record_files import Place, Record, read_records, read_text
-from engine.data.vision.records import FIELDS as PICTURE_FIELDS
-from engine.data.vision.records import PictureSample, has_pictures, picture_sample
 from engine.errors import UserError
 from engine.sentences import listed
+from engine.vision.data.records import FIELDS as PICTURE_FIELDS
+from engine.vision.data.records import PictureSample, has_pictures, picture_sample
 
 ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (

@@ -23,9 +23,9 @@ from engine.config.train import LastBatch
 from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
-from engine.data.vision.family import VisionFamily
 from engine.errors import UserError
-from engine.tile_shares import ENCODES_ALL, EncoderRank
+from engine.vision.data.family import VisionFamily
+from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 
 Built = TypeVar("Built")
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import Stored, TokenDataset
 from engine.data.packing import Packs
-from engine.data.vision.columns import VisionColumns
+from engine.vision.data.columns import VisionColumns
 
 _FACTS, _MISMATCHED, _VISION = "facts.json", "mismatched", "vision-"
 

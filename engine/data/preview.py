@@ -12,10 +12,10 @@ from engine.data.document import Document
 from engine.data.formats import Sample, parse_record
 from engine.data.tokenize import tokenize_samples
 from engine.data.tokenizer import Tokenizer
-from engine.data.vision.family import Span
-from engine.data.vision.reader import PictureReader
 from engine.data.work_units import plan_units, unit_records
 from engine.errors import UserError
+from engine.vision.data.family import Span
+from engine.vision.data.reader import PictureReader
 
 MOST_TOKENS = 2000
 """Maximum tokens of one sample that are shown."""

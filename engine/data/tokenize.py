@@ -21,10 +21,10 @@ from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample
 from engine.data.record_files import Place
 from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
-from engine.data.vision.families import PICTURE_MODELS
-from engine.data.vision.reader import PictureReader
-from engine.data.vision.records import PictureSample
 from engine.errors import UserError
+from engine.vision.data.families import PICTURE_MODELS
+from engine.vision.data.reader import PictureReader
+from engine.vision.data.records import PictureSample
 
 SEGMENT_CHARACTERS = 1 << 22
 """A stream is encoded in pieces of about this many characters, cut after a line end, to bound the memory."""

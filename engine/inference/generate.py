@@ -22,18 +22,18 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from engine.data.vision.columns import PlacedPicture
-from engine.data.vision.family import VisionFamily
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.inference.model_part import Chosen, InferenceStage
 from engine.inference.options import Limits
-from engine.inference.pictures import prompt_coordinates
 from engine.inference.text import TextStream, TokenDecoder, push_all
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
+from engine.vision.data.columns import PlacedPicture
+from engine.vision.data.family import VisionFamily
+from engine.vision.inference import prompt_coordinates
 
 Ending = Literal["stop_token", "stop_text", "length"]
 

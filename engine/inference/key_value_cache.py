@@ -30,8 +30,8 @@ from engine.inference.pages import NOBODY, PAGE, PageTable
 from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
 from engine.models.decoder import DecoderLayer
-from engine.ops.attention.cross import EncodedRows, EncodedSpan, cross_attention
 from engine.ops.kernels import AttendPages, Attention, Kernels
+from engine.vision.ops.cross_attention import EncodedRows, EncodedSpan, cross_attention
 
 
 @dataclass(frozen=True, slots=True)

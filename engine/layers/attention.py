@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
 from engine.errors import UserError
-from engine.layers.context import LayerContext, TensorLayout
-from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
+from engine.layers.context import LayerContext, TensorLayout, deferred_sums
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.norm import QueryKeyNorm, RMSNorm
@@ -24,6 +23,7 @@ from engine.ops.head_norm import norm_rotate
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Attention as AttentionOp
 from engine.ops.rope import rotate, split_rotate
+from engine.vision.layers.token_experts import VISION_EXPERT, ExpertPair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +231,7 @@ class Attention(nn.Module):
         if vision_qkv_bias is None:
             self.qkv, self.o_proj = linears(prefix, qkv_bias, build)
         else:
-            apart = expert_context(build)
+            apart = deferred_sums(build)
             language = linears(prefix, qkv_bias, apart)
             vision = linears(f"{prefix}.{VISION_EXPERT}", vision_qkv_bias, apart)
             width = (self.num_heads + 2 * self.num_kv_heads) * head_dim

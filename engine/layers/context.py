@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -135,3 +135,10 @@ class LayerContext:
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Makes storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+def deferred_sums(build: LayerContext) -> LayerContext:
+    """Returns the arguments of modules, and of the norms before them, that leave sums over tensor ranks to the boundary
+    with the residual stream."""
+    layout = replace(build.layout, sequence_parallel=False, joint_reduce=False)
+    return replace(build, layout=layout, sums_outside=True)

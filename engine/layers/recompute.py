@@ -34,16 +34,16 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.choices import Recompute
 from engine.errors import UserError
+from engine.experts.layers.latent_attention import LatentAttention
+from engine.experts.layers.routed_experts import RoutedMLP
 from engine.layers.attention import Attention
-from engine.layers.cross_attention import CrossAttention
-from engine.layers.experts import ExpertPair
-from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import MLP
-from engine.layers.routed_experts import RoutedMLP
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import KeptInput, LinearInput
 from engine.ops.parallel_linear import row_linear
+from engine.vision.layers.cross_attention import CrossAttention
+from engine.vision.layers.token_experts import ExpertPair
 
 Level = Recompute
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.experts.layers.latent_attention import LatentAttention
 from engine.layers.attention import Attention, AttentionKind
 from engine.layers.context import LayerContext
-from engine.layers.latent_attention import LatentAttention
 from engine.models.decoder_config import DecoderConfig
 
 

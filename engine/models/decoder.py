@@ -20,31 +20,31 @@ from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
+from engine.experts.layers.routed_experts import RoutedMLP
+from engine.experts.ops.load_balance import LoadBalance
 from engine.kernels.reference import rope_tables
-from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
-from engine.layers.cross_attention import CrossAttention
+from engine.layers.context import LayerContext, TensorLayout, TrainingPlan, deferred_sums
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
-from engine.layers.experts import VISION_EXPERT, ExpertPair, expert_context
 from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
-from engine.layers.plain_module import anything_trains, tile_rows
 from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
-from engine.layers.routed_experts import RoutedMLP
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
-from engine.layers.vision import VisionEncoder
 from engine.models import stage_message
 from engine.models.attention_of_layers import build_attention
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
 from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
 from engine.models.rotary import rotary_frequencies
-from engine.ops.attention.cross import document_spans, pair_spans
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.inputs import GivenInput, LinearInput
-from engine.ops.load_balance import LoadBalance
+from engine.vision.layers.cross_attention import CrossAttention
+from engine.vision.layers.encoder import VisionEncoder
+from engine.vision.layers.plain_module import anything_trains, tile_rows
+from engine.vision.layers.token_experts import VISION_EXPERT, ExpertPair
+from engine.vision.ops.cross_attention import document_spans, pair_spans
 
 SITES_PER_LAYER = 4
 """Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
@@ -112,7 +112,7 @@ class DecoderLayer(nn.Module):
         self.residual_multiplier = config.residual_multiplier
 
         # norms whose output experts read have partial gradients, as the experts' inputs have
-        inner = expert_context(build) if config.token_experts else build
+        inner = deferred_sums(build) if config.token_experts else build
 
         def norm(name: str, *places: str, build: LayerContext = inner) -> RMSNorm | None:
             if config.norms not in places:
@@ -419,7 +419,7 @@ class Decoder(nn.Module):
 
     def embed(self, batch: Batch, *, adapters: bool = True, step: Tensor | None = None) -> Tensor:
         """Returns the residual stream that enters the first layer, and below it features for later layers, see
-        engine.layers.vision. Embeddings that are handed in are the stream already.
+        engine.vision.layers.encoder. Embeddings that are handed in are the stream already.
 
         Args:
             step: int64 0-dim, the optimizer step, a coordinate of what a vision model's adapters drop; None drops
@@ -499,7 +499,7 @@ class Decoder(nn.Module):
 
         Args:
             x: the residual stream, [T, hidden] (or [T / tp, hidden]), and below it features for these layers and later
-                ones, one for each; see engine.layers.vision. Those for later ones leave with the stream.
+                ones, one for each; see engine.vision.layers.encoder. Those for later ones leave with the stream.
         """
         tokens, features = context.local_token_index.shape[0], list[Tensor]()
         if x.shape[0] > tokens:

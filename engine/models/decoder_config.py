@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from engine.errors import UserError
-from engine.layers.latent_attention import LatentSizes
-from engine.layers.routed_experts import RoutedSizes
-from engine.layers.vision import VisionConfig
+from engine.experts.layers.latent_attention import LatentSizes
+from engine.experts.layers.routed_experts import RoutedSizes
+from engine.vision.layers.encoder import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

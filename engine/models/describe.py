@@ -10,14 +10,14 @@ from engine.choices import VISION
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
+from engine.experts.layers.router import CORRECTION
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plain_module import build_plain, linear_names
-from engine.layers.router import CORRECTION
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer_kinds import layer_kinds
 from engine.ops.encoded_weight import BaseEncoding
+from engine.vision.layers.plain_module import build_plain, linear_names
 
 
 def meta_model(

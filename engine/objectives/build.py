@@ -5,11 +5,11 @@ from __future__ import annotations
 from engine.config.objective import ObjectiveOptions
 from engine.config.rollout import RolloutOptions
 from engine.distributed.mesh import Axis
-from engine.objectives.kto import Kto, KtoSettings
 from engine.objectives.language_modeling import LanguageModeling
 from engine.objectives.objective import Objective
-from engine.objectives.policy import PolicyGradient, PolicySettings
-from engine.objectives.preference import Preference, PreferenceSettings
+from engine.preferences.objectives.kto import Kto, KtoSettings
+from engine.preferences.objectives.preference import Preference, PreferenceSettings
+from engine.rollouts.objective.policy import PolicyGradient, PolicySettings
 
 
 def build_objective(

@@ -21,11 +21,11 @@ from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.errors import UserError
+from engine.experts.planned_rows import Routing
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.ops.attention.ulysses import check_context_heads
 from engine.optim.state_sharding import ShardLevel
-from engine.planning.expert_rows import Routing
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import PeakEstimate, fullest, predict_layout, predict_static
 from engine.planning.rank_layout import Layout, Workload
@@ -45,7 +45,7 @@ class SearchRequest:
         recompute: the levels to try; all by default.
         offload: what may be offloaded to host memory: "weights", "optimizer" and "activations".
         stored: the dtypes to try for kept activations; None is their own.
-        routing: under which a layout must fit where experts are divided over ranks; see engine.planning.expert_rows.
+        routing: under which a layout must fit where experts are divided over ranks; see engine.experts.planned_rows.
     """
 
     config: RunConfig

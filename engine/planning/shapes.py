@@ -10,18 +10,18 @@ from math import prod
 
 import torch
 
+from engine.experts.layers.routed_experts import GroupedLinear, RoutedMLP
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
-from engine.layers.experts import ExpertPair
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
-from engine.layers.routed_experts import GroupedLinear, RoutedMLP
 from engine.models.decoder import Decoder, DecoderLayer, Part
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer_kinds import layer_kinds
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
+from engine.vision.layers.token_experts import ExpertPair
 
 DECODED = ("nf4", "int8")
 """Encodings whose numbers are needed for a product; the others multiply with their codes."""
@@ -70,7 +70,8 @@ class LayerShape:
         vision: the linears of the vision expert; empty without one.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
-        routes_apart: each tensor rank has tokens of its own before whole experts; see engine.layers.routed_experts.
+        routes_apart: each tensor rank has tokens of its own before whole experts; see
+            engine.experts.layers.routed_experts.
         has_shared: whether all tokens share an expert beside those that a router chooses.
     """
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
 from engine.planning.rank_layout import Workload
-from engine.tile_shares import deal_out
+from engine.vision.tile_shares import deal_out
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 META = torch.device("meta")

@@ -24,6 +24,8 @@ from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, ExpertAxes, ExpertRows, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
+from engine.experts.ops.load_balance import LoadBalance
+from engine.experts.planned_rows import expert_rows
 from engine.layers.context import TensorLayout
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
@@ -32,9 +34,7 @@ from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.gradients import GradientSink
-from engine.ops.load_balance import LoadBalance
 from engine.planning import traced_batch
-from engine.planning.expert_rows import expert_rows
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts

@@ -7,10 +7,10 @@ from engine.checkpoint.model_weights import TIED_HEAD
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.untied import SHARED
 from engine.config.run import RunConfig
-from engine.conversion.expert_factors import CommonFactors
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
+from engine.experts.conversion.expert_factors import CommonFactors
 from engine.models.names import own_names
 from engine.training.start_model import ModelPlan, ModelSource
 

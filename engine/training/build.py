@@ -12,6 +12,8 @@ from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
+from engine.experts.ops.load_balance import LoadBalance
+from engine.experts.router_load import RouterLoad, balance_sentence
 from engine.layers.context import TensorLayout
 from engine.layers.host_copies import HostMemory
 from engine.layers.storage import WeightPlacement
@@ -21,7 +23,6 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
-from engine.ops.load_balance import LoadBalance
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import OptimizerBackend
 from engine.optim.flat import FlatParameters
@@ -36,7 +37,6 @@ from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_senten
 from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
 from engine.training.rank_stages import Stages
-from engine.training.router_load import RouterLoad, balance_sentence
 from engine.training.stage import ModelStage
 from engine.training.stage_layout import Partition
 from engine.training.start_model import ModelPlan, ModelSource

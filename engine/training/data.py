@@ -18,31 +18,31 @@ from engine.data.collate import GPU_LENGTH_MULTIPLE
 from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
-from engine.data.judged import build_judged
 from engine.data.loader import DataLoader, EvalLoader
-from engine.data.preference_pairs import build_pairs
 from engine.data.preview import preview
 from engine.data.processor_template import processor_template
-from engine.data.prompts import PromptLoader, read_prompts
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store, open_store
 from engine.data.stored_rows import stored_dataset
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.data.vision.families import vision_family
-from engine.data.vision.reader import PictureReader
 from engine.distributed.mesh import Mesh
 from engine.errors import UserError
 from engine.inference.generate import context_limit
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import vision_left_out
+from engine.preferences.data.judged import build_judged
+from engine.preferences.data.preference_pairs import build_pairs
+from engine.rollouts.data.prompts import PromptLoader, read_prompts
+from engine.rollouts.scorer import check_rewards
+from engine.rollouts.served import check_server
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
-from engine.tile_shares import ENCODES_ALL, EncoderRank
 from engine.training.node_data import NodeData
-from engine.training.rollouts.scorer import check_rewards
-from engine.training.rollouts.served import check_server
+from engine.vision.data.families import vision_family
+from engine.vision.data.reader import PictureReader
+from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

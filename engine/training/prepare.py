@@ -22,6 +22,8 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.run import RunConfig
 from engine.data.loader import DataLoader
 from engine.distributed.collectives import barrier, broadcast_object
+from engine.preferences.reference_logps import load_references
+from engine.rollouts.source import RolloutSource
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.runtime.supervision import Supervision
@@ -40,13 +42,11 @@ from engine.training.data import RunData, build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
 from engine.training.guards.run_guards import Guards, build_guards
-from engine.training.reference_logps import load_references
 from engine.training.reports.forecast import MemoryForecast
 from engine.training.reports.observation import Observation
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.resuming import RunComplete, StartingPoint
-from engine.training.rollouts.source import RolloutSource
 from engine.training.samples import SamplePrompt, TextSamples, read_prompts
 from engine.training.saving import StateSaver, tidy
 from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source

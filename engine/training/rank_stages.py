@@ -11,9 +11,9 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
+from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.module import ShardEntry
 from engine.models.decoder import Decoder
-from engine.ops.load_balance import LoadBalance
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice

@@ -19,11 +19,6 @@ from engine.data.collate import rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
-from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
-from engine.data.vision.family import VisionFamily
-from engine.data.vision.reader import PictureReader
-from engine.data.vision.records import PictureSample, plain_conversation, prompt_sample
-from engine.data.vision.row_pictures import Decoded
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.inference.generate import context_limit
@@ -36,6 +31,11 @@ from engine.ops.attention.token_context import TokenContext
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
 from engine.training.generation import end_tokens
+from engine.vision.data.columns import Extras, PlacedPicture, vision_columns
+from engine.vision.data.family import VisionFamily
+from engine.vision.data.reader import PictureReader
+from engine.vision.data.records import PictureSample, plain_conversation, prompt_sample
+from engine.vision.data.row_images import Decoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.distributed.operations import LOG
+from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.load_balance import LoadBalance
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs

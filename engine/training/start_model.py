@@ -15,6 +15,7 @@ from engine.checkpoint.untied import untied
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
+from engine.experts.router_load import check_balance
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder_config import check_expert_ranks
@@ -27,7 +28,6 @@ from engine.telemetry.process_memory import total_memory_bytes
 from engine.training.base_encoding import check_base
 from engine.training.learning_rates import lr_factors
 from engine.training.module_plan import training_plan, trains_apart
-from engine.training.router_load import check_balance
 from engine.training.stage_layout import Partition, plan_partition
 
 

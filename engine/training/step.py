@@ -11,11 +11,11 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.collectives import all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
+from engine.experts.router_load import RouterLoad
 from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
 from engine.training.reports.phases import PhaseClock
-from engine.training.router_load import RouterLoad
 
 
 class StepResult(NamedTuple):

@@ -22,7 +22,7 @@ from engine.telemetry.format import counted, format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.data import data_position, loader_options
-from engine.training.made_up_pictures import with_made_up_pictures
+from engine.vision.made_up_images import with_made_up_pictures
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:

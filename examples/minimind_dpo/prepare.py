@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.data.formats import ChatSample
-from engine.data.preference_pairs import Pair, parse_pair
 from engine.data.record_files import expand_paths, read_records
 from engine.errors import UserError
+from engine.preferences.data.preference_pairs import Pair, parse_pair
 
 HELD_OUT = 10
 """Every so many-th pair is not trained on."""

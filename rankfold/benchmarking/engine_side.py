@@ -8,11 +8,11 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.sharding import NamedShard
+from engine.experts.layers.routed_experts import GroupedLinear
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import shard_entries
-from engine.layers.routed_experts import GroupedLinear
 from engine.models.decoder import Decoder
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of

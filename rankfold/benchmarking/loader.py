@@ -20,10 +20,10 @@ from PIL import Image
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.template import Learn
-from engine.data.vision.columns import Extras, PlacedPicture, vision_columns
-from engine.data.vision.family import Conversation, EncodedChat, Tiles, VisionFamily
-from engine.data.vision.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.telemetry.processors import available_processors
+from engine.vision.data.columns import Extras, PlacedPicture, vision_columns
+from engine.vision.data.family import Conversation, EncodedChat, Tiles, VisionFamily
+from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.sections import LoaderOptions
 from rankfold.benchmarking.table import Table

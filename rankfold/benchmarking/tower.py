@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.dtypes import TORCH_DTYPES
-from engine.models.vision.timm_vit import SIGLIP_SO400M_384, TimmViT
+from engine.vision.towers.timm_vit import SIGLIP_SO400M_384, TimmViT
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.processes import in_new_process

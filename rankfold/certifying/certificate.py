@@ -28,12 +28,12 @@ from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.models.initialise import fill_normal
+from engine.preferences.reference_logps import compute_references
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.data import build_data
 from engine.training.device_choices import choose_for_device
-from engine.training.reference_logps import compute_references
 from engine.training.start_model import check_model, model_source
 
 GRADIENT, PARAMETER = "gradient", "parameter"

@@ -13,9 +13,15 @@ from typing import Any, NamedTuple, TextIO
 from engine.data.formats import conversation_turns
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
-from engine.data.vision.columns import PlacedPicture
-from engine.data.vision.reader import PictureReader
-from engine.data.vision.records import (
+from engine.errors import UserError
+from engine.files.documents import parse_record, read_text
+from engine.files.durable import write_named
+from engine.files.refusals import writing
+from engine.inference.generate import Answer, Request
+from engine.sentences import listed
+from engine.vision.data.columns import PlacedPicture
+from engine.vision.data.reader import PictureReader
+from engine.vision.data.records import (
     FIELDS,
     PictureSample,
     has_pictures,
@@ -23,12 +29,6 @@ from engine.data.vision.records import (
     plain_conversation,
     prompt_sample,
 )
-from engine.errors import UserError
-from engine.files.documents import parse_record, read_text
-from engine.files.durable import write_named
-from engine.files.refusals import writing
-from engine.inference.generate import Answer, Request
-from engine.sentences import listed
 
 _TURNS = ("messages", "conversations")
 

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.data.vision.families import read_vision_family
-from engine.data.vision.files import picture_size
-from engine.data.vision.reader import PictureReader
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
 from engine.inference.generate import Answer, Generator, Request, Speed, check_requests, context_limit
@@ -23,6 +20,9 @@ from engine.runtime.launch import Launch
 from engine.sentences import listed
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.files import picture_size
+from engine.vision.data.reader import PictureReader
 from rankfold.generating.options import limits, model_choice, sampling
 from rankfold.generating.prompts import PromptRecord, RecordsOut, Writer, read_records, requests_of
 

@@ -24,8 +24,8 @@ from engine.data.collate import context_part
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
-from engine.training.made_up_pictures import with_made_up_pictures
 from engine.training.start_model import check_model, model_source
+from engine.vision.made_up_images import with_made_up_pictures
 
 
 class LiveStorages(TorchDispatchMode):

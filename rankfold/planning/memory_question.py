@@ -23,13 +23,13 @@ from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
+from engine.experts.planned_rows import Routing
 from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
 from engine.layers.recompute import Level
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
-from engine.planning.expert_rows import Routing
 from engine.planning.machine import MACHINES, Machine, machine_for
 from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload

@@ -18,6 +18,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.choices import ExpertFactors
 from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import ShardSpec
+from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import ShardEntry, shard_entries
@@ -25,7 +26,6 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.load_balance import LoadBalance
 from engine.ops.quantized_backends import choose_quantized
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters

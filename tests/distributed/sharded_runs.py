@@ -15,28 +15,20 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.experts.layers.routed_experts import RoutedSizes
+from engine.experts.ops.routing import RoutingRule
 from engine.kernels.native.product import multiply
 from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
-from engine.layers.routed_experts import RoutedSizes
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, LayerKind
-from engine.models.vision.clip import ClipConfig
-from engine.models.vision.gemma3 import Gemma3VisionConfig
-from engine.models.vision.internvl import InternVLVisionConfig
-from engine.models.vision.llava import LlavaVisionConfig, ProjectorConfig
-from engine.models.vision.llava_tiles import TiledLlavaConfig
-from engine.models.vision.qwen2_5_vl import Qwen25VisionConfig
-from engine.models.vision.qwen3_vl import Qwen3VisionConfig
-from engine.models.vision.siglip import SiglipConfig
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.native_backend import NATIVE
-from engine.ops.routing import RoutingRule
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters
@@ -48,9 +40,17 @@ from engine.quantization.encoding import encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from engine.vision.towers.clip import ClipConfig
+from engine.vision.towers.gemma3 import Gemma3VisionConfig
+from engine.vision.towers.internvl import InternVLVisionConfig
+from engine.vision.towers.llava import LlavaVisionConfig, ProjectorConfig
+from engine.vision.towers.llava_tiles import TiledLlavaConfig
+from engine.vision.towers.qwen2_5_vl import Qwen25VisionConfig
+from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
+from engine.vision.towers.siglip import SiglipConfig
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_pictures
+from tests.support.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_pictures
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")

@@ -13,8 +13,8 @@ from engine.ops.kernels import REFERENCE, AdaptedProducts, Kernels
 from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import relative_error
 from tests.distributed.gradient_table import CASES
-from tests.memory_models import gradients_on_two_ranks
-from tests.spawning import spawn
+from tests.support.memory_models import gradients_on_two_ranks
+from tests.support.spawning import spawn
 
 pytestmark = [
     pytest.mark.distributed,

@@ -28,7 +28,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.gradient_table import CASES
 from tests.distributed.plain_decoder import PlainDecoder
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

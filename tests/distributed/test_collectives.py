@@ -22,7 +22,7 @@ from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid, kv_replica_ranks
 from engine.distributed.sharding import padded_split_spec
 from engine.ops.cross_entropy import cross_entropy
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -24,8 +24,8 @@ from engine.ops.attention.packed import attention_by_document
 from engine.ops.attention.sinks import Sinks, with_sinks
 from engine.ops.gradients import GradientSink
 from engine.zigzag import ContextLayout, make_plan
-from tests.spawning import spawn
-from tests.wire_bytes import bytes_on_the_wire
+from tests.support.spawning import spawn
+from tests.support.wire_bytes import bytes_on_the_wire
 
 pytestmark = pytest.mark.distributed
 

@@ -32,10 +32,10 @@ from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, cut, make_batch, small_config, whole_tensor
-from tests.graph_stand_in import FunctionCapture
-from tests.graph_training import ON_DEVICE
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.graph_stand_in import FunctionCapture
+from tests.support.graph_training import ON_DEVICE
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

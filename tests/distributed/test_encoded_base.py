@@ -24,8 +24,8 @@ from engine.optim.state_sharding import ShardLevel
 from engine.quantization.encoding import encoding
 from tests.distributed.cases import relative_error, whole_tensor
 from tests.distributed.sharded_runs import BLOCKS, Layout, Run, assemble
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.distributed.mesh import Axis, ExpertAxes
+from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.experts.ops.routing import RoutingRule, Slots, route
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
-from engine.ops.routing import RoutingRule, Slots, route
 from tests.distributed.cases import whole_tensor
 from tests.distributed.sharded_runs import take
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

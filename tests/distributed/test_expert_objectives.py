@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.rollout_runs import run_here
 from tests.small_runs.routed_place import put_experts
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.rollout_runs import run_here
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 from tests.wrong_inputs.workplace import make_place
 
 pytestmark = pytest.mark.distributed

@@ -17,8 +17,8 @@ from engine.distributed.sharding import NamedShard
 from tests.distributed.cases import relative_error
 from tests.distributed.communication_log import PRODUCTS, Communication, communication_log
 from tests.distributed.sharded_runs import Layout, Run, assemble
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

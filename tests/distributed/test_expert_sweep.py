@@ -23,7 +23,7 @@ from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import LEVELS, Layout, Run, assemble
 from tests.kernels.native_support import needs_native
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
 

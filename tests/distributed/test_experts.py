@@ -18,11 +18,11 @@ from engine.distributed.sharding import NamedShard
 from engine.layers.context import TensorLayout
 from engine.layers.module import shard_entries
 from engine.optim.state_sharding import ShardLevel
-from tests.cogvlm_cases import batch_of, model_of, plan_of
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, Trained, assemble, trained_layouts
-from tests.spawning import spawn
-from tests.vision_fixtures import VisionFixture
+from tests.support.cogvlm_cases import batch_of, model_of, plan_of
+from tests.support.spawning import spawn
+from tests.support.vision_fixtures import VisionFixture
 
 pytestmark = pytest.mark.distributed
 

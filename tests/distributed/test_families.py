@@ -38,7 +38,7 @@ from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import cut, relative_error
-from tests.family_models import (
+from tests.support.family_models import (
     FAMILIES,
     batch_of,
     engine_model,
@@ -47,8 +47,8 @@ from tests.family_models import (
     stock_gradient,
     stock_losses,
 )
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

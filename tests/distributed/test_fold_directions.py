@@ -24,8 +24,8 @@ from engine.ops.products import FOLDED, SEPARATE
 from tests.distributed.cases import Case, make_batch, relative_error
 from tests.distributed.gradient_table import CASES
 from tests.distributed.sharded_runs import BLOCKS
-from tests.memory_models import build_with
-from tests.spawning import spawn
+from tests.support.memory_models import build_with
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -24,7 +24,7 @@ from tests.distributed.stock_models import (
     stock_parameter,
     stock_token_losses,
 )
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

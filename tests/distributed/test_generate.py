@@ -18,10 +18,10 @@ from engine.layers.module import shard_entries
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
-from tests.family_models import make_model
-from tests.generation import STORIES, engine_tokens, random_prompts, stock_greedy
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.family_models import make_model
+from tests.support.generation import STORIES, engine_tokens, random_prompts, stock_greedy
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -18,7 +18,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from tests.distributed.cases import build, cut, make_batch, relative_error, trained_names
 from tests.distributed.gradient_table import CASES, ROWS, Row, rows_for
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

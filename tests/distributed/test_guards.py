@@ -16,8 +16,8 @@ from engine.layers.module import ShardEntry
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.guarded_runs import OPTIONS, TP2, Fault, no_fault, on_ranks, zero_b
 from tests.distributed.sharded_runs import Layout, Run
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

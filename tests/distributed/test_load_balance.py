@@ -16,11 +16,11 @@ from torch import Tensor
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
-from engine.training.router_load import RouterLoad
+from engine.experts.router_load import RouterLoad
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, assemble
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.models.describe import parameter_specs
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -10,9 +10,9 @@ import pytest
 from engine.ops.kernels import REFERENCE
 from tests.distributed.cases import relative_error
 from tests.distributed.gradient_table import CASES
-from tests.memory_models import gradients_on_two_ranks
-from tests.projection_norm import norms_by_projection
-from tests.spawning import spawn
+from tests.support.memory_models import gradients_on_two_ranks
+from tests.support.projection_norm import norms_by_projection
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -22,8 +22,8 @@ from engine.layers.module import shard_entries
 from engine.optim.backends import NATIVE, TORCH
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import SMALL, Layout, Run, assemble
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 NUM_STEPS = 4
 ONE = RankGrid()

@@ -17,7 +17,7 @@ from engine.pipeline.communication import Transfer, communication_steps
 from engine.pipeline.schedules import ScheduleChoice
 from tests.distributed.communication_log import ARITHMETIC, PRODUCTS, Communication, communication_log
 from tests.distributed.test_pipeline_context import ACCUMULATION, FOUR, Layout, Run
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

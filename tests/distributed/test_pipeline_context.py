@@ -34,8 +34,8 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

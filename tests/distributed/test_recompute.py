@@ -21,8 +21,8 @@ from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from tests.distributed.cases import Case, cut, relative_error, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.memory_models import build_with, long_batch, num_targets, packed_batches, total_error
-from tests.spawning import spawn
+from tests.support.memory_models import build_with, long_batch, num_targets, packed_batches, total_error
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

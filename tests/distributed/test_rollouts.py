@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.rollout_runs import rollout_settings, stepped
 from tests.small_runs.routed_place import put_experts
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.rollout_runs import rollout_settings, stepped
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 from tests.wrong_inputs.workplace import make_place
 
 pytestmark = pytest.mark.distributed

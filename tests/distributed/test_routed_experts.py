@@ -13,8 +13,8 @@ from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, Trained, assemble, trained_layouts
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,8 @@ from engine.layers.recompute import MemoryPlan
 from engine.ops.encoded_weight import EncodedWeight
 from tests.distributed.cases import Case, make_batch, small_config
 from tests.distributed.communication_log import communication_log
-from tests.memory_models import build_with
-from tests.spawning import spawn
+from tests.support.memory_models import build_with
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -9,9 +9,9 @@ import pytest
 
 from engine.config.load import load_config
 from engine.training.trainer import train
-from tests.commands import options, run_tool
-from tests.shared_data import write_plays
-from tests.sweeps import sampled
+from tests.support.commands import options, run_tool
+from tests.support.shared_data import write_plays
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -12,12 +12,12 @@ import pytest
 
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
-from engine.training.rollouts.source import RolloutSource
-from tests.completion_stand_in import StandIn
-from tests.rollout_runs import prepared, stepped
-from tests.served_runs import served_settings
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from engine.rollouts.source import RolloutSource
+from tests.support.completion_stand_in import StandIn
+from tests.support.rollout_runs import prepared, stepped
+from tests.support.served_runs import served_settings
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

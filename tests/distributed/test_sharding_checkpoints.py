@@ -18,9 +18,9 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, assemble
-from tests.saved_training import save_training
-from tests.spawning import spawn
-from tests.sweeps import sampled, takes_slow
+from tests.support.saved_training import save_training
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled, takes_slow
 
 pytestmark = pytest.mark.distributed
 

@@ -27,8 +27,8 @@ from engine.planning.peak import predict_layout
 from engine.planning.rank_layout import Layout as PlannedLayout
 from engine.planning.rank_layout import Workload
 from tests.distributed.sharded_runs import CASES, CPU, GLOBAL_ROWS, LEVELS, SEQ_LENGTH, Layout, Run
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -14,8 +14,8 @@ from engine.layers import sharded_storage
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import CLIP, LEVELS, SMALL, Layout, Run, Trained, assemble
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.communication_log import PRODUCTS, Communication, communication_log
 from tests.distributed.sharded_runs import SMALL, Layout, Run
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -29,7 +29,7 @@ from engine.optim.flat_layout import ALIGNMENT, same_rate
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.cases import relative_error, whole_parameters
 from tests.distributed.sharded_runs import CASES, CLIP, LEVELS, SMALL, Layout, Run, assemble
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 from tests.unit.apex_stand_in import NVIDIA
 
 pytestmark = pytest.mark.distributed

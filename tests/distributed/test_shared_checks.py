@@ -19,7 +19,7 @@ from engine.conversion.import_export import import_checkpoint
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.spawning import RankFailure, spawn
+from tests.support.spawning import RankFailure, spawn
 
 pytestmark = pytest.mark.distributed
 
@@ -86,7 +86,7 @@ def write_pid_and_sleep(folder: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ranks_end_with_a_killed_test_run(tmp_path: Path):
     code = (
-        "from tests.spawning import spawn\n"
+        "from tests.support.spawning import spawn\n"
         "from tests.distributed.test_spawning import write_pid_and_sleep\n"
         f"spawn(write_pid_and_sleep, world=2, args=({str(tmp_path)!r},))\n"
     )

@@ -15,8 +15,8 @@ from engine.distributed.sharding import NamedShard
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import TOWERS, Run, Trained, assemble
 from tests.distributed.test_vision import LAYOUTS, ONE
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
 from tests.distributed.sharded_runs import LEVELS, SMALL, Layout, Run, Trained, assemble
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -11,10 +11,10 @@ import torch
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.optim.state_sharding import ShardLevel
-from engine.tile_shares import deal_out
+from engine.vision.tile_shares import deal_out
 from tests.distributed.cases import relative_error
 from tests.distributed.sharded_runs import Layout, Run, Trained, assemble
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from tests.distributed.cases import Case, build, cut, make_batch, relative_error, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 pytestmark = pytest.mark.distributed
 

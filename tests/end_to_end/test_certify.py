@@ -22,9 +22,9 @@ from rankfold.certifying.compare import Recorded, compare
 from rankfold.certifying.layouts import Layout, other_layout, own_layout
 from rankfold.certifying.ranks import run_layout
 from rankfold.certifying.report import Certificate
-from tests.commands import REPOSITORY, run_tool
-from tests.shared_data import write_plays
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY, run_tool
+from tests.support.shared_data import write_plays
+from tests.support.warm_python import warm_python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

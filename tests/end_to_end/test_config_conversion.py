@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import losses, run_tool
+from tests.support.commands import losses, run_tool
 from tests.unit.test_config_conversion import ACCELERATE, FLAGS
 
 

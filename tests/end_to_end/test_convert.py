@@ -26,9 +26,9 @@ from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.models.describe import parameter_specs
 from engine.telemetry.errors import run_command
 from rankfold.convert import main
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
+from tests.support.warm_python import warm_python
 from tests.unit.checkpoint_models import expected_slice, hf_name, tiny_llama
-from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 

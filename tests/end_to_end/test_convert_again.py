@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.test_convert import ROOT, make_run, refuse, succeed
+from tests.support.warm_python import warm_python
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_merge import stock_adapter
-from tests.warm_python import warm_python
 
 _KILLED = """
 import os, signal, sys

@@ -12,8 +12,8 @@ from engine.checkpoint.run.training_state import open_run
 from engine.config.load import load_config
 from engine.errors import UserError
 from engine.training.trainer import train
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
 
 STEPS = 24
 ENCODINGS = ("nf4", "int8", "fp8", "fp8_row")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import REPOSITORY, losses, options, run_tool
+from tests.support.commands import REPOSITORY, losses, options, run_tool
 
 pytestmark = pytest.mark.timeout(300)
 

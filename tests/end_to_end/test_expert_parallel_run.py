@@ -15,10 +15,10 @@ import torch
 from engine.checkpoint.manifest import MANIFEST, sign
 from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from engine.errors import UserError
-from tests.commands import losses, run_tool
 from tests.faults.checkpoint_damage import HOSTILE
 from tests.small_runs.routed_place import put_experts
-from tests.sweeps import sampled
+from tests.support.commands import losses, run_tool
+from tests.support.sweeps import sampled
 from tests.wrong_inputs.workplace import Workplace, make_place
 
 STEPS, STOP = 6, 3

@@ -14,8 +14,8 @@ from engine.config.load import parse_config
 from engine.errors import UserError
 from engine.optim.loss_scale import CEILING
 from engine.training.trainer import train
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
 
 STEPS = 12
 

@@ -13,7 +13,7 @@ import yaml
 
 from engine import __version__
 from rankfold.__main__ import COMMANDS
-from tests.commands import REPOSITORY, losses
+from tests.support.commands import REPOSITORY, losses
 from tests.wrong_inputs.workplace import make_place, run_here
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

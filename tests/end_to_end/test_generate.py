@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.commands import REPOSITORY, run_tool
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY, run_tool
+from tests.support.warm_python import warm_python
 
 PROMPTS = ("Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and")
 

@@ -15,8 +15,8 @@ from engine.config.rules import check_config
 from engine.data.tokenizer import load_tokenizer
 from examples.grpo_arithmetic.make_small import write_model, write_sums
 from examples.grpo_arithmetic.summary import table
-from tests.commands import REPOSITORY
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY
+from tests.support.warm_python import warm_python
 
 FOLDER = REPOSITORY / "examples" / "grpo_arithmetic"
 

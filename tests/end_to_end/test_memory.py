@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,8 @@ import torch
 
 from examples.minimind_dpo.prepare import minimind_config
 from examples.minimind_dpo.summary import table
-from tests.commands import REPOSITORY
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY
+from tests.support.warm_python import warm_python
 
 RUN = REPOSITORY / "examples" / "minimind_dpo" / "run.sh"
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.commands import REPOSITORY, run_tool
+from tests.support.commands import REPOSITORY, run_tool
+from tests.support.warm_python import warm_python
 from tests.unit.test_mlperf import compliance, records
-from tests.warm_python import warm_python
 
 EXAMPLE = REPOSITORY / "examples" / "mlperf_llama2_70b_lora"
 

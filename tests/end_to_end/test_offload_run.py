@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
 
 STEPS = 3
 OFFLOAD = {"memory.offload_weights": "true", "memory.offload_optimizer": "true"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import losses, options, run_tool
+from tests.support.commands import losses, options, run_tool
 
 STEPS = 4
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import REPOSITORY
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY
+from tests.support.warm_python import warm_python
 
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 TINY = ("--pretrain-steps", "30")

@@ -10,8 +10,8 @@ from pydoc_data.topics import topics
 import pytest
 import sentencepiece
 
-from tests.commands import REPOSITORY
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY
+from tests.support.warm_python import warm_python
 
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
-from tests.commands import losses, options, run_tool
 from tests.distributed.test_shared_checks import flip_a_bit_of
-from tests.shared_data import write_plays
-from tests.sweeps import sampled
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
+from tests.support.sweeps import sampled
 
 STEPS, STOP = 12, 5
 

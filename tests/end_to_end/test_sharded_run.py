@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
 
 STEPS, STOP = 6, 3
 

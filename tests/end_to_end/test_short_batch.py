@@ -13,7 +13,7 @@ import pytest
 
 from engine.config.load import load_config
 from engine.training.trainer import train
-from tests.commands import losses, options, run_tool
+from tests.support.commands import losses, options, run_tool
 
 pytestmark = pytest.mark.distributed
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.commands import REPOSITORY, losses
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY, losses
+from tests.support.warm_python import warm_python
 
 SCRIPT = REPOSITORY / "examples" / "slurm" / "train.sbatch"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.run.training_state import latest_checkpoint
-from tests.commands import REPOSITORY, losses, options
-from tests.shared_data import write_plays
-from tests.warm_python import warm_python
+from tests.support.commands import REPOSITORY, losses, options
+from tests.support.shared_data import write_plays
+from tests.support.warm_python import warm_python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

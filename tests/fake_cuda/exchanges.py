@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.ops import routing
+from engine.experts.ops import routing
 from tests.fake_cuda.recorder import Recorder
 
-_PLACE = ("engine/ops/expert_exchange.py", "plan_exchange")
+_PLACE = ("engine/experts/ops/expert_exchange.py", "plan_exchange")
 
 
 def install(recorder: Recorder, *, rows_arrive: bool) -> None:

@@ -168,7 +168,8 @@ def install(recorder: Recorder) -> None:
 
 @contextmanager
 def nccl_world(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process rank `rank` of `world_size`, as `tests.fake_world.fake_world` does; after `install`."""
+    """Makes this process rank `rank` of `world_size`, as
+    `tests.support.fake_world.fake_world` does; after `install`."""
     dist.init_process_group(_BACKEND, rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
 from engine.data.collate import pin
-from engine.inference.pictures import PromptCoordinates
-from engine.layers.vision import VisionConfig
 from engine.models.decoder_config import DecoderConfig
+from engine.vision.inference import PromptCoordinates
+from engine.vision.layers.encoder import VisionConfig
 from engine.zigzag import Span
 
 

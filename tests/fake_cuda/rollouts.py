@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from engine.config.run import RunConfig
-from engine.data.prompts import Prompt, PromptLoader, PromptSet
 from engine.data.record_files import Place
 from engine.inference.generate import Generator
-from engine.rewards.pool import Sample, Scores
+from engine.rollouts import source
+from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
+from engine.rollouts.rewards.pool import Sample, Scores
+from engine.rollouts.source import RolloutSource
 from engine.runtime.launch import Launch
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
-from engine.training.rollouts import source
-from engine.training.rollouts.source import RolloutSource
 
 _END = 2
 """No token that is sampled ends a completion: what is read of the device is 1."""

@@ -31,7 +31,7 @@ MAY_WAIT = {
     (f"{_TRAINING}/state.py", "state_contents"): Wait("a save's counters", within=True),
     (f"{_TRAINING}/state.py", "state_tensors"): Wait("a save finds masters in host memory as they are", within=True),
     ("engine/checkpoint/run/snapshot.py", "Snapshot.take"): Wait("a save's copy", within=True),
-    ("engine/ops/expert_exchange.py", "plan_exchange"): Wait("NCCL takes the number of rows from the host"),
+    ("engine/experts/ops/expert_exchange.py", "plan_exchange"): Wait("NCCL takes the number of rows from the host"),
     (f"{_TRAINING}/rollouts/source.py", "RolloutSource._fill"): Wait("between two steps, for the clock"),
     (f"{_TRAINING}/rollouts/sampler.py", "Sampler.sample"): Wait("completions go to all ranks"),
 }

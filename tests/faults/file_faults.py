@@ -26,7 +26,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 HOWS = {"count": 0, "kill": 1, "kill group": 2, "no space": 3, "faulty": 4, "forbidden": 5, "short": 6}
 """What happens at the operation, by its number in file_faults.c."""

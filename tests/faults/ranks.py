@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.commands import REPOSITORY, options
-from tests.shared_data import write_plays
-from tests.warm_python import WarmProcess
+from tests.support.commands import REPOSITORY, options
+from tests.support.shared_data import write_plays
+from tests.support.warm_python import WarmProcess
 
 START_SECONDS = 90.0
 """Time for a run to take its first steps on a busy machine."""

@@ -26,7 +26,7 @@ from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated
 from engine.errors import UserError
 from engine.models.describe import parameter_specs
 from tests.distributed.test_shared_checks import flip_a_bit_of, own_sums
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import BLOCK, RANK, factors, trained_run
 from tests.unit.test_checkpoint_training import save_together, shards

@@ -15,7 +15,7 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
 from tests.faults.checkpoint_damage import HOSTILE, KINDS, damage
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 
 RANKS = 2
 FAST, SLOW = 70, 500

@@ -22,8 +22,8 @@ from engine.checkpoint.run.step_folders import latest_checkpoint
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.errors import UserError
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
 
 SIZE = 100_000
 """Elements: 0.4 MB a checkpoint."""

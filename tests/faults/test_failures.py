@@ -10,8 +10,8 @@ from engine.distributed.collectives import all_reduce, all_to_all, reduce_scatte
 from engine.distributed.failures import CommunicationError, communicating, raise_if_lost
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
-from tests.fake_world import fake_world
-from tests.spawning import spawn
+from tests.support.fake_world import fake_world
+from tests.support.spawning import spawn
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2462. This is "

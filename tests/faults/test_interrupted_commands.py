@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.ranks import run_environment
-from tests.terminal import OnTerminal
+from tests.support.terminal import OnTerminal
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import options
 from tests.faults.ranks import run_environment, run_settings
-from tests.terminal import OnTerminal
-from tests.warm_python import warm_python
+from tests.support.commands import options
+from tests.support.terminal import OnTerminal
+from tests.support.warm_python import warm_python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from examples.minicpm_v import make_small
-from tests.commands import options, run_tool
 from tests.faults.torchrun import Torchrun, last_step, require_same, training_records
+from tests.support.commands import options, run_tool
 
 pytestmark = [
     pytest.mark.distributed,

@@ -15,9 +15,9 @@ import torch
 from engine.checkpoint.run import commit
 from engine.inference.model_part import InferenceStage
 from engine.training.step import TrainStep
-from tests.rollout_runs import final_state, records, rollout_settings, run_here
-from tests.spawning import RankFailure, spawn
-from tests.sweeps import sampled
+from tests.support.rollout_runs import final_state, records, rollout_settings, run_here
+from tests.support.spawning import RankFailure, spawn
+from tests.support.sweeps import sampled
 
 pytestmark = [
     pytest.mark.distributed,

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from engine.checkpoint.run import commit
-from engine.completion_server.http import HttpServer
+from engine.rollouts.servers.http import HttpServer
 from engine.training.step import TrainStep
-from tests.completion_stand_in import StandIn
 from tests.faults.test_killed_rollouts import killing
-from tests.rollout_runs import final_state, records, run_here
-from tests.served_runs import served_settings
-from tests.spawning import RankFailure, spawn
-from tests.sweeps import sampled
+from tests.support.completion_stand_in import StandIn
+from tests.support.rollout_runs import final_state, records, run_here
+from tests.support.served_runs import served_settings
+from tests.support.spawning import RankFailure, spawn
+from tests.support.sweeps import sampled
 
 pytestmark = [
     pytest.mark.distributed,

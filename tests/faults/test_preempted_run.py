@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import options, run_tool
 from tests.faults.ranks import Ranks, run_settings
 from tests.faults.torchrun import Torchrun, require_same
+from tests.support.commands import options, run_tool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 

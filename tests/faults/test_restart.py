@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import options, run_tool
 from tests.faults.ranks import run_settings
 from tests.faults.torchrun import MOMENTS, Torchrun, require_same, training_records
 from tests.small_runs.routed_place import put_experts
+from tests.support.commands import options, run_tool
 from tests.wrong_inputs.workplace import make_place
 
 pytestmark = [

@@ -18,7 +18,7 @@ import torch
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
 from tests.faults.ranks import last_step, run_command, run_environment
-from tests.warm_python import WarmProcess
+from tests.support.warm_python import WarmProcess
 
 MOMENTS = ("restart", "steps", "save")
 """A little after torchrun has started the ranks; after some steps; when a checkpoint has begun to be written."""

@@ -13,7 +13,7 @@ from engine.kernels import reference
 from engine.ops.kernels import REFERENCE
 from engine.ops.norm import rmsnorm
 from engine.ops.rope import rotate, split_rotate
-from tests.projection_norm import rmsnorm_backward_with_update
+from tests.support.projection_norm import rmsnorm_backward_with_update
 
 SHAPES = [(5, 123), (1, 8), (7, 64), (3, 1)]
 

@@ -15,7 +15,7 @@ from engine.layers.recompute import MemoryPlan
 from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.triton_backend import TRITON
 from tests.distributed.cases import Case, make_batch, small_config
-from tests.memory_models import build_with
+from tests.support.memory_models import build_with
 
 # FP8 products take sizes that divide by 16
 CONFIG = small_config(hidden=32, intermediate=48, num_heads=4, num_kv_heads=1, head_dim=16)

@@ -15,8 +15,8 @@ from engine.kernels.triton import head_norm
 from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.triton_backend import TRITON
-from tests.head_norms import EPS, SHAPES, Problem, expected, problem
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places
+from tests.support.head_norms import EPS, SHAPES, Problem, expected, problem
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 

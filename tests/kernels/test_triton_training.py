@@ -18,11 +18,11 @@ from engine.choices import RECOMPUTE_LEVELS
 from engine.layers.recompute import MemoryPlan
 from engine.ops.triton_backend import TRITON
 from engine.planning.kernel_shapes import shape_kernels
-from tests.broken_backends import BROKEN
 from tests.distributed.cases import Case, make_batch
-from tests.following import CONFIG, WRONG_GRADIENT, assert_follows_the_reference, tiny_training
 from tests.kernels.comparing import interpreted_only, long_places
-from tests.memory_models import build_with
+from tests.support.broken_backends import BROKEN
+from tests.support.following import CONFIG, WRONG_GRADIENT, assert_follows_the_reference, tiny_training
+from tests.support.memory_models import build_with
 
 FP8_CONFIG = replace(CONFIG, hidden=32, intermediate=48, num_heads=2, head_dim=16)
 """Sizes that divide by 16: FP8 products on a GPU want them."""

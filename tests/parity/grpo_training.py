@@ -19,19 +19,19 @@ from torch import Tensor
 
 from engine.config.load import parse_config
 from engine.config.run import RunConfig
-from engine.data.completions import Completion
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
-from engine.objectives.advantages import Advantages, advantages, advantages_of_each
-from engine.objectives.policy import row_weight
+from engine.rollouts.data.completions import Completion
+from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
+from engine.rollouts.objective.policy import row_weight
+from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import build_training
 from engine.training.data import loader_options, mesh_position
 from engine.training.start_model import check_model, model_source
-from engine.training.token_logps import token_logps
-from tests.commands import options
+from tests.support.commands import options
 
 VOCABULARY, LONGEST = 97, 9
 GROUPS, MEMBERS = 2, 4

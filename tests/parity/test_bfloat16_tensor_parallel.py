@@ -19,8 +19,8 @@ from engine.distributed.sharding import ShardSpec
 from engine.runtime.launch import Launch
 from tests.distributed.cases import cut, make_batch
 from tests.parity.test_peft_training import TARGETS
-from tests.peft_following import build
-from tests.spawning import spawn
+from tests.support.peft_following import build
+from tests.support.spawning import spawn
 
 ROWS, LENGTH, SEEDS = 4, 128, 10
 LAYOUTS = ({"parallel.sequence": "false"}, {"parallel.sequence": "true"})

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from engine.optim.flat_layout import decays
-from tests.family_models import FAMILIES, ROUTED, make_model, stock_losses
-from tests.peft_following import (
+from tests.support.family_models import FAMILIES, ROUTED, make_model, stock_losses
+from tests.support.peft_following import (
     ALONE,
     LR,
     batches,
@@ -22,7 +22,7 @@ from tests.peft_following import (
     take_steps,
     their_losses,
 )
-from tests.sweeps import sampled
+from tests.support.sweeps import sampled
 
 LIMIT = 2e-6
 """Largest error of a loss in fp32 against fp64. Another parametrisation, or one vector decayed otherwise, shows as 1e-4

@@ -17,10 +17,10 @@ from engine.checkpoint.run.training_state import open_run
 from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.runtime.launch import Launch
-from tests.family_models import make_model, stock_losses
-from tests.peft_following import ALONE, STEPS, batches, build, our_losses, peft_start, take_steps, their_losses
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.family_models import make_model, stock_losses
+from tests.support.peft_following import ALONE, STEPS, batches, build, our_losses, peft_start, take_steps, their_losses
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 
 LIMIT = 2e-6  # of a loss in fp32 against fp64

@@ -20,9 +20,9 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from tests.distributed.cases import relative_error
-from tests.family_models import engine_model, losses_and_gradients
-from tests.gemma_pictures import LENGTH, batch_of, make_folder, stock_losses
-from tests.peft_following import ALONE, DECAY, LR, build, decayed_names
+from tests.support.family_models import engine_model, losses_and_gradients
+from tests.support.gemma_pictures import LENGTH, batch_of, make_folder, stock_losses
+from tests.support.peft_following import ALONE, DECAY, LR, build, decayed_names
 
 STEPS = 20
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

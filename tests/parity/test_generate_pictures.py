@@ -17,29 +17,29 @@ from torch import Tensor
 from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
 from engine.config.load import parse_config
 from engine.data.tokenizer import load_tokenizer
-from engine.data.vision import row_pictures
-from engine.data.vision.families import read_vision_family
-from engine.data.vision.family import Tiles, VisionFamily
-from engine.data.vision.reader import PictureReader
 from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
-from engine.inference.pictures import PromptCoordinates
 from engine.inference.text import TextStream
 from engine.models.decoder import Decoder
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation
 from engine.training.trainer import train
+from engine.vision.data import row_images as row_pictures
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.family import Tiles, VisionFamily
+from engine.vision.data.reader import PictureReader
+from engine.vision.inference import PromptCoordinates
 from rankfold.generating.prompts import Prompt, Writer, requests_of
-from tests import cogvlm_cases
-from tests.commands import options, run_tool
-from tests.generation import Ids
 from tests.parity.test_vision_models import make_batch
-from tests.shared_data import shared
-from tests.spawning import spawn
-from tests.vision_data import write_tokenizer
-from tests.vision_fixtures import VisionFixture
+from tests.support import cogvlm_cases
+from tests.support.commands import options, run_tool
+from tests.support.generation import Ids
+from tests.support.shared_data import shared
+from tests.support.spawning import spawn
+from tests.support.vision_data import write_tokenizer
+from tests.support.vision_fixtures import VisionFixture
 
 CPU = torch.device("cpu")
 NAMES = ("minicpm-v-2", "minicpm-v-2_6", "omnilmm", "cogvlm-v1", "cogvlm2", "cogagent")

@@ -9,8 +9,8 @@ import torch
 
 from engine.batch import IGNORE_LABEL
 from tests.distributed.cases import make_batch
-from tests.family_models import engine_model, gradient_errors, make_model, stock_gradient
-from tests.sweeps import sampled
+from tests.support.family_models import engine_model, gradient_errors, make_model, stock_gradient
+from tests.support.sweeps import sampled
 
 COEFFICIENT = 0.7
 ROWS = (32, 20, 25, 30)

@@ -15,9 +15,9 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.training.trainer import train
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
-from tests.sweeps import sampled
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
+from tests.support.sweeps import sampled
 
 STEPS, LR, ROWS, LENGTH, SEED = 6, 5e-4, 2, 64, 7
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -16,9 +16,9 @@ from engine.batch import Batch
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.tokenizer import load_tokenizer
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
-from tests.sweeps import sampled
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
+from tests.support.sweeps import sampled
 
 STEPS, LR, ROWS, LENGTH, SEED = 50, 1e-3, 4, 128, 7
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

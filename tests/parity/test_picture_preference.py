@@ -15,12 +15,12 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
 from engine.conversion.peft_read import AdapterSource
 from engine.data.collate import rank_batch
-from engine.data.preference_pairs import build_pairs
 from engine.data.tokenizer import load_tokenizer
-from engine.data.vision.families import read_vision_family
-from engine.data.vision.reader import PictureReader
-from tests.peft_following import ALONE, DECAY, LR, build
-from tests.qwen_vl import PAD, make_model, stock_outputs
+from engine.preferences.data.preference_pairs import build_pairs
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.reader import PictureReader
+from tests.support.peft_following import ALONE, DECAY, LR, build
+from tests.support.qwen_vl import PAD, make_model, stock_outputs
 
 STEPS, BETA, LENGTH = 5, 0.3, 256
 TARGETS = r"q_proj|v_proj|down_proj"

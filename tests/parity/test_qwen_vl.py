@@ -16,8 +16,6 @@ from engine.batch import Batch
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
 from engine.data.tokenizer import load_tokenizer
-from engine.data.vision.families import read_vision_family
-from engine.data.vision.reader import PictureReader
 from engine.distributed.mesh import single_process_mesh
 from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
@@ -33,13 +31,15 @@ from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.reader import PictureReader
 from rankfold.generating.prompts import Prompt, Writer, requests_of
 from tests.distributed.cases import relative_error
-from tests.generation import Ids
 from tests.parity.test_generate_pictures import opened
-from tests.peft_following import ALONE, DECAY, LR, build
-from tests.qwen_vl import KINDS, batch_of, make_model, stock_loss, stock_outputs
-from tests.spawning import spawn
+from tests.support.generation import Ids
+from tests.support.peft_following import ALONE, DECAY, LR, build
+from tests.support.qwen_vl import KINDS, batch_of, make_model, stock_loss, stock_outputs
+from tests.support.spawning import spawn
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.family_models import ROUTED, make_model, stock_losses
 from tests.parity.test_family_training import differences
-from tests.peft_following import DECAY, LR, batches, our_losses, peft_start, their_losses
-from tests.sweeps import sampled
+from tests.support.family_models import ROUTED, make_model, stock_losses
+from tests.support.peft_following import DECAY, LR, batches, our_losses, peft_start, their_losses
+from tests.support.sweeps import sampled
 
 LIMIT = 2e-6
 """Largest error of a loss in fp32 against fp64."""

@@ -9,8 +9,8 @@ import torch
 
 from engine.checkpoint.model_weights import open_source
 from tests.distributed.cases import relative_error
-from tests.family_models import engine_model, losses_and_gradients
-from tests.stock_vision import MODELS, make_model, packed, stock_losses
+from tests.support.family_models import engine_model, losses_and_gradients
+from tests.support.stock_vision import MODELS, make_model, packed, stock_losses
 
 
 @pytest.mark.parametrize("name", MODELS)

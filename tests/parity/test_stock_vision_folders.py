@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.peft_read import AdapterSource
-from tests.commands import run_tool
 from tests.distributed.cases import relative_error
-from tests.gemma_pictures import make_folder as make_gemma
-from tests.qwen_vl import KINDS as QWEN
-from tests.qwen_vl import make_model as make_qwen
-from tests.stock_vision import make_model
+from tests.support.commands import run_tool
+from tests.support.gemma_pictures import make_folder as make_gemma
+from tests.support.qwen_vl import KINDS as QWEN
+from tests.support.qwen_vl import make_model as make_qwen
+from tests.support.stock_vision import make_model
 from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, pictures, processor_of, written
 
 NEW = 6

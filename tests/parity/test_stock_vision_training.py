@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine.layers.vision import VisionConfig
 from engine.training.build import Training
-from tests.peft_following import ALONE, LR, build, decayed_names
-from tests.stock_vision import MODELS, make_model, packed, stock_losses
-from tests.sweeps import sampled
+from engine.vision.layers.encoder import VisionConfig
+from tests.support.peft_following import ALONE, LR, build, decayed_names
+from tests.support.stock_vision import MODELS, make_model, packed, stock_losses
+from tests.support.sweeps import sampled
 
 STEPS, DECAY, LIMIT = 20, 0.5, 1e-4
 TARGETS = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"

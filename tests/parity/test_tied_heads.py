@@ -18,10 +18,10 @@ from engine.checkpoint.model_folder import open_model
 from engine.conversion.commands import Options, run_export, run_merge
 from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
-from tests.generation import engine_tokens, random_prompts, stock_greedy
 from tests.parity.test_family_training import LIMIT, differences
-from tests.peft_following import ALONE, build, our_losses, peft_start, their_losses
-from tests.sweeps import sampled
+from tests.support.generation import engine_tokens, random_prompts, stock_greedy
+from tests.support.peft_following import ALONE, build, our_losses, peft_start, their_losses
+from tests.support.sweeps import sampled
 from tests.unit.checkpoint_models import tiny_llama
 from tests.unit.test_checkpoint_peft import trained_run
 

@@ -18,9 +18,9 @@ import torch
 from engine.checkpoint.run.training_state import checkpoint_folder
 from engine.data.order import DataOrder
 from engine.data.tokenizer import load_tokenizer
-from tests.commands import losses, options, run_tool
-from tests.shared_data import write_plays
-from tests.sweeps import sampled
+from tests.support.commands import losses, options, run_tool
+from tests.support.shared_data import write_plays
+from tests.support.sweeps import sampled
 
 RECORDS, BATCH, EPOCHS, SEED, LR = 9, 4, 2, 5, 1e-3
 

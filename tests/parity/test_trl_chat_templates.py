@@ -21,10 +21,10 @@ from jinja2 import TemplateError
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.data.opened_tokenizer import HuggingFaceTokenizer
-from engine.data.preference_pairs import build_pairs
 from engine.errors import UserError
+from engine.preferences.data.preference_pairs import build_pairs
 from tests.parity.trl_training import NEEDS_TRL
-from tests.shared_data import shared
+from tests.support.shared_data import shared
 
 pytestmark = NEEDS_TRL
 

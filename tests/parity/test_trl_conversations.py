@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from engine.data.dataset import TokenDataset
-from engine.data.judged import build_judged
 from engine.data.order import permutation
-from engine.data.preference_pairs import build_pairs
 from engine.data.tokenizer import load_tokenizer
+from engine.preferences.data.judged import build_judged
+from engine.preferences.data.preference_pairs import build_pairs
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
     BATCH,

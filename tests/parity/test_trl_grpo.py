@@ -26,8 +26,8 @@ from tests.parity.grpo_training import (
     trl_steps,
 )
 from tests.parity.trl_training import NEEDS_TRL
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 pytestmark = NEEDS_TRL
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine.data.judged import build_judged
 from engine.data.order import permutation
 from engine.data.tokenizer import load_tokenizer
+from engine.preferences.data.judged import build_judged
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
     BALANCE,
@@ -34,7 +34,7 @@ from tests.parity.trl_training import (
     trl_start,
     with_balance,
 )
-from tests.sweeps import sampled
+from tests.support.sweeps import sampled
 
 LENGTH = 64
 BETA, LIKED, DISLIKED = 0.3, 1.5, 0.75

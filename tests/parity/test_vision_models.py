@@ -29,8 +29,8 @@ from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import relative_error
-from tests.shared_data import DATA, shared
-from tests.vision_fixtures import VisionFixture, flatten_picture
+from tests.support.shared_data import DATA, shared
+from tests.support.vision_fixtures import VisionFixture, flatten_picture
 
 CPU = torch.device("cpu")
 CASES = {

@@ -18,13 +18,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from engine.models.vision import minicpm_v2, minicpm_v2_6, omnilmm
-from engine.models.vision.minicpm_v2 import MiniCPMV2Vision, MiniCPMV2VisionConfig
-from engine.models.vision.minicpm_v2_6 import MiniCPMV26Vision, MiniCPMV26VisionConfig, position_buckets
-from engine.models.vision.omnilmm import OmniLMMVision, OmniLMMVisionConfig
-from engine.models.vision.resampler import Positions, Resampler, ResamplerConfig
-from engine.models.vision.sizes import Grids
-from tests.vision_fixtures import VisionFixture, flatten_picture
+from engine.vision.towers import minicpm_v2, minicpm_v2_6, omnilmm
+from engine.vision.towers.minicpm_v2 import MiniCPMV2Vision, MiniCPMV2VisionConfig
+from engine.vision.towers.minicpm_v2_6 import MiniCPMV26Vision, MiniCPMV26VisionConfig, position_buckets
+from engine.vision.towers.omnilmm import OmniLMMVision, OmniLMMVisionConfig
+from engine.vision.towers.resampler import Positions, Resampler, ResamplerConfig
+from engine.vision.towers.sizes import Grids
+from tests.support.vision_fixtures import VisionFixture, flatten_picture
 
 TOLERANCE = 1e-5
 PATCH = 14

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import options, run_tool
+from tests.support.commands import options, run_tool
 
 NEEDS_TRL = [
     pytest.mark.distributed,

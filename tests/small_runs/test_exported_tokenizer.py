@@ -18,8 +18,8 @@ from engine.data.build_store import Request, preprocess
 from engine.data.named_templates import template_text
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
-from tests.commands import run_tool
 from tests.small_runs.conftest import SmallRuns
+from tests.support.commands import run_tool
 
 TALK = [{"role": "user", "content": "abab"}, {"role": "assistant", "content": "baba"}]
 OWN = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.family_models import make_model
 from tests.small_runs.conftest import SmallRuns
+from tests.support.family_models import make_model
 from tests.wrong_inputs.workplace import run_here
 
 

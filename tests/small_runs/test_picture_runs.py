@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from examples.minicpm_v import make_small
-from tests.commands import losses, options, run_tool
-from tests.sweeps import sampled
+from tests.support.commands import losses, options, run_tool
+from tests.support.sweeps import sampled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from engine.completion_server.dialects import Question, SamplingSettings, Vllm
-from engine.completion_server.http import HttpServer
 from engine.errors import UserError
+from engine.rollouts.servers.dialects import Question, SamplingSettings, Vllm
+from engine.rollouts.servers.http import HttpServer
 from examples.grpo_arithmetic.make_small import write_model
-from tests.completion_stand_in import StandIn
-from tests.rollout_runs import records, run_here
-from tests.served_runs import save_weights, served_settings
+from tests.support.completion_stand_in import StandIn
+from tests.support.rollout_runs import records, run_here
+from tests.support.served_runs import save_weights, served_settings
 
 VLLM = os.environ.get("RANKFOLD_VLLM")
 pytestmark = [

@@ -9,8 +9,8 @@ import pytest
 
 from engine.config.load import parse_config, to_yaml
 from engine.config.resume_rules import changes
-from tests.commands import losses, options
 from tests.small_runs.conftest import SmallRuns
+from tests.support.commands import losses, options
 from tests.wrong_inputs.workplace import run_here
 
 

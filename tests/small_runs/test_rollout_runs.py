@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.training.rollouts.buffer import FILE
-from engine.training.rollouts.source import _is_state
-from tests.rollout_runs import final_state, records, rollout_settings, run_here, texts
+from engine.rollouts.buffer import FILE
+from engine.rollouts.source import _is_state
+from tests.support.rollout_runs import final_state, records, rollout_settings, run_here, texts
 
 TIMES = {
     "seconds",

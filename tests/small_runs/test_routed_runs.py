@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from tests.commands import losses
 from tests.small_runs.conftest import SmallRuns
 from tests.small_runs.routed_place import put_experts
-from tests.sweeps import sampled
+from tests.support.commands import losses
+from tests.support.sweeps import sampled
 from tests.wrong_inputs.workplace import run_here
 
 

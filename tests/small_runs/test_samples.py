@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import losses
 from tests.small_runs.conftest import SmallRuns
+from tests.support.commands import losses
 from tests.wrong_inputs.workplace import run_here
 
 PROMPTS = '["abab, ba", "cab"]'

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from engine.choices import ServerKind
 from engine.errors import UserError
-from engine.training.rollouts.served_adapter import gather_trained, write_adapter
-from tests.rollout_runs import prepared
+from engine.rollouts.served_adapter import gather_trained, write_adapter
 from tests.small_runs.routed_place import put_experts
+from tests.support.rollout_runs import prepared
 from tests.wrong_inputs.workplace import make_place
 
 

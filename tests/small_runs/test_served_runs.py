@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from engine.errors import UserError
+from engine.rollouts.buffer import FILE
+from engine.rollouts.served import completion_seed
+from engine.rollouts.served_adapter import FILES
+from engine.rollouts.source import RolloutSource, _is_state
 from engine.runtime.secrets import take_secret
-from engine.training.rollouts.buffer import FILE
-from engine.training.rollouts.served import completion_seed
-from engine.training.rollouts.served_adapter import FILES
-from engine.training.rollouts.source import RolloutSource, _is_state
 from engine.training.step import TrainStep
-from tests.completion_stand_in import StandIn
-from tests.rollout_runs import final_state, prepared, records, run_here
-from tests.served_runs import served_settings
-from tests.sweeps import sampled
+from tests.support.completion_stand_in import StandIn
+from tests.support.rollout_runs import final_state, prepared, records, run_here
+from tests.support.served_runs import served_settings
+from tests.support.sweeps import sampled
 
 SMALL = {"train__seed": 5, "rollout__num_generations": 2, "train__global_batch_size": 8}
 BOUND = 5e-6
@@ -351,7 +351,7 @@ def test_a_run_goes_on_without_overlap(server: StandIn, tmp_path: Path, capfd: p
 
 def test_a_server_that_goes_ends_the_run(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last checkpoint is whole, and the run resumes from it when the server is there again."""
-    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.rollouts.servers.http._FIRST_PAUSE", 0.01)
     given = settings(tmp_path, server, train__steps=3, rollout__overlap="true", checkpoint__every=1, checkpoint__keep=0)
     server.fault = lambda path, body, count: (502, "") if len(server.asked) > 20 and server.adapter_of(body) else None
     with pytest.raises(UserError, match="status 502"):

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from engine.data.order import permutation
-from tests.commands import losses
 from tests.small_runs.conftest import SmallRuns
+from tests.support.commands import losses
 
 
 def _evaluations(run: SmallRuns) -> list[float]:

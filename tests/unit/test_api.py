@@ -21,7 +21,7 @@ import yaml
 
 from engine.api import RunConfig, RunListener, UserError, export, generate, load_config, train
 from engine.config.load import load_config as load_arguments
-from tests.commands import REPOSITORY, losses
+from tests.support.commands import REPOSITORY, losses
 from tests.wrong_inputs.workplace import make_place
 
 PAGE = (REPOSITORY / "docs" / "python.md").read_text("utf-8")

@@ -12,7 +12,7 @@ from engine.checkpoint.model_weights import HfSource, open_source
 from engine.errors import UserError
 from engine.training import saving, start_model
 from engine.training.start_model import ModelSource
-from tests.family_models import make_model
+from tests.support.family_models import make_model
 
 
 @pytest.fixture

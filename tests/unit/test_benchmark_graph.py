@@ -16,8 +16,8 @@ from engine.ops.kernels import REFERENCE
 from rankfold.benchmarking import graph
 from rankfold.benchmarking.graph_side import EAGER, LAYERS, STEP, GraphSide, make_steps
 from rankfold.benchmarking.sections import GraphOptions
-from tests.graph_stand_in import FunctionCapture
-from tests.graph_training import ON_DEVICE
+from tests.support.graph_stand_in import FunctionCapture
+from tests.support.graph_training import ON_DEVICE
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 131, "rank": 4}

@@ -12,8 +12,8 @@ import torch
 from engine.kernels.native.loader import native_status
 from engine.ops.kernels import REFERENCE
 from engine.ops.native_backend import NATIVE
-from tests.broken_backends import BROKEN
-from tests.following import WRONG_GRADIENT, assert_follows_the_reference, tiny_training
+from tests.support.broken_backends import BROKEN
+from tests.support.following import WRONG_GRADIENT, assert_follows_the_reference, tiny_training
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -21,9 +21,9 @@ from engine.data.template import ChatTemplate, Runaway
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.tokenizer_calls import CallLimits
 from engine.errors import UserError
-from tests.shared_data import shared
-from tests.sweeps import sampled
-from tests.warm_python import warm_python
+from tests.support.shared_data import shared
+from tests.support.sweeps import sampled
+from tests.support.warm_python import warm_python
 
 PYTHON = sys.executable
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -28,8 +28,8 @@ from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from engine.telemetry.log import Log
 from engine.training.data import show_samples
-from tests.commands import run_tool
-from tests.shared_data import shared
+from tests.support.commands import run_tool
+from tests.support.shared_data import shared
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -18,7 +18,7 @@ from engine.checkpoint.safetensors_file import SafetensorsWriter
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated_spec
 from engine.errors import UserError
 from engine.models.initialise import fill_normal
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 
 
 @st.composite

@@ -24,7 +24,7 @@ from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 from tests.unit.checkpoint_models import tiny_llama
 
 RANK = 3

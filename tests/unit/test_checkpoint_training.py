@@ -27,7 +27,7 @@ from engine.checkpoint.run.training_state import (
 )
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, padded_split_spec, replicated_spec, split_spec
 from engine.errors import UserError
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 
 WHOLE = {
     "master/layers.0.attention.o_proj.lora_A": torch.randn(3, 8),

@@ -19,7 +19,6 @@ from engine.config.train import TrainOptions
 from engine.data.build_store import Request as StoreRequest
 from engine.data.build_store import preprocess
 from engine.data.tokenizer import load_tokenizer
-from engine.data.vision.families import read_vision_family
 from engine.errors import UserError
 from engine.inference.generate import Request, check_requests
 from engine.models.names import FUSED, KEY_VALUE
@@ -28,8 +27,9 @@ from engine.telemetry.log import Log
 from engine.training.data import build_data
 from engine.training.module_plan import training_plan
 from engine.training.samples import read_prompts
+from engine.vision.data.families import read_vision_family
 from tests.parity.test_generate_pictures import model_folder
-from tests.vision_fixtures import VisionFixture
+from tests.support.vision_fixtures import VisionFixture
 
 
 @pytest.fixture(scope="module")

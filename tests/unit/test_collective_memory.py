@@ -22,7 +22,7 @@ from engine.distributed.collectives import Handle
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.transfer_meter import METER
-from tests.fake_world import fake_world
+from tests.support.fake_world import fake_world
 
 SIZE = 4
 MAIN = "the computing stream"

@@ -19,13 +19,13 @@ from urllib.parse import quote
 import pytest
 import torch
 
-from engine.completion_server.dialects import Question, SamplingSettings, Sglang, Vllm, dialect_of
-from engine.completion_server.http import CallRefused, HttpServer
-from engine.completion_server.server import CompletionServer, Shown
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
-from tests.completion_stand_in import Reply, StandIn
-from tests.served_runs import served_settings
+from engine.rollouts.servers.dialects import Question, SamplingSettings, Sglang, Vllm, dialect_of
+from engine.rollouts.servers.http import CallRefused, HttpServer
+from engine.rollouts.servers.server import CompletionServer, Shown
+from tests.support.completion_stand_in import Reply, StandIn
+from tests.support.served_runs import served_settings
 
 SETTINGS = SamplingSettings(
     temperature=0.7, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=6, ends=(0,)
@@ -195,7 +195,7 @@ def test_the_other_kind_of_server(stand_in: StandIn) -> None:
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.rollouts.servers.http._FIRST_PAUSE", 0.01)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -225,7 +225,7 @@ def test_calls_under_way_are_ended(stand_in: StandIn, place: Path) -> None:
 
 def test_now_and_then_an_error(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second call fails temporarily: the completions are the same. With every call failing, the run says so."""
-    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.rollouts.servers.http._FIRST_PAUSE", 0.01)
     expected = sampled(stand_in, place)
     stand_in.fault = lambda path, body, count: (503, {"message": "busy"}) if count % 2 else None
     stand_in.adapters.clear()
@@ -396,7 +396,7 @@ def test_no_message_repeats_a_list_of_models(field: str, stand_in: StandIn) -> N
 
 
 def test_an_adapter_of_a_higher_rank(stand_in: StandIn, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.rollouts.servers.http._FIRST_PAUSE", 0.01)
     stand_in.max_rank = 2
     server = opened(stand_in)
     with pytest.raises(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.config.conversion.command import convert, report, to_text
-from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.reading import read_file, read_flags
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
+from rankfold.migrating.command import convert, report, to_text
+from rankfold.migrating.conversion import Conversion
+from rankfold.migrating.reading import read_file, read_flags
 
 ACCELERATE = {
     "distributed_type": "DEEPSPEED",

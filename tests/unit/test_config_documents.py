@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.conversion.command import convert
-from engine.config.conversion.reading import read_file
 from engine.errors import UserError
+from rankfold.migrating.command import convert
+from rankfold.migrating.reading import read_file
 
 _RUN = "learning_rate: 1e-4\nmodel_name_or_path: m\n"
 _ALIASES = "".join(

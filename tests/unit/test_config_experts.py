@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
-from engine.config.conversion.command import convert, to_text
-from engine.config.conversion.reading import read_file
 from engine.config.load import from_yaml
-from tests.trainer_commands import LEAST, converted
+from rankfold.migrating.command import convert, to_text
+from rankfold.migrating.reading import read_file
+from tests.support.trainer_commands import LEAST, converted
 
 MEGATRON = LEAST["Megatron"] + " --num-layers 6 --num-experts 8"
 

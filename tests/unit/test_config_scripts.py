@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.config.conversion.command import convert
-from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.reading import read_file, read_flags
 from engine.errors import UserError
+from rankfold.migrating.command import convert
+from rankfold.migrating.conversion import Conversion
+from rankfold.migrating.reading import read_file, read_flags
 
 
 def _converted(folder: Path, name: str, content: str) -> Conversion:

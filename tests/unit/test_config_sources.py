@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config.conversion.command import convert, to_text
-from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.reading import read_file, read_flags
-from engine.config.conversion.trainers import SOURCES, TRAINERS, recognise
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from tests.trainer_commands import converted
+from rankfold.migrating.command import convert, to_text
+from rankfold.migrating.conversion import Conversion
+from rankfold.migrating.reading import read_file, read_flags
+from rankfold.migrating.trainers import SOURCES, TRAINERS, recognise
+from tests.support.trainer_commands import converted
 
 
 def _file(folder: Path, name: str, content: object) -> tuple[Conversion, RunConfig]:

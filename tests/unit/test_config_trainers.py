@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config.conversion import launcher_rules
-from engine.config.conversion.command import convert, report, to_text
-from engine.config.conversion.conversion import Conversion
-from engine.config.conversion.finish import PLACES, finish
-from engine.config.conversion.given import Given
-from engine.config.conversion.python_script import FLAGS_OF_LORA
-from engine.config.conversion.reading import read_file, read_flags
-from engine.config.conversion.trainer import Default, Ours, Trainer, engine_default
-from engine.config.conversion.trainers import TRAINERS, recognise
 from engine.config.load import from_yaml
 from engine.config.option_names import option_types
 from engine.config.rules import check_config
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from tests.trainer_commands import AXOLOTL, LEAST, converted
+from rankfold.migrating import launcher_rules
+from rankfold.migrating.command import convert, report, to_text
+from rankfold.migrating.conversion import Conversion
+from rankfold.migrating.finish import PLACES, finish
+from rankfold.migrating.given import Given
+from rankfold.migrating.python_script import FLAGS_OF_LORA
+from rankfold.migrating.reading import read_file, read_flags
+from rankfold.migrating.trainer import Default, Ours, Trainer, engine_default
+from rankfold.migrating.trainers import TRAINERS, recognise
+from tests.support.trainer_commands import AXOLOTL, LEAST, converted
 
 
 def _value(config: RunConfig, name: str) -> Any:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from engine.config.conversion.command import convert, to_text
-from engine.config.conversion.reading import read_file, read_flags
 from engine.config.load import from_yaml
 from engine.config.rules import check_config
-from tests.trainer_commands import AXOLOTL, LEAST, converted
+from rankfold.migrating.command import convert, to_text
+from rankfold.migrating.reading import read_file, read_flags
+from tests.support.trainer_commands import AXOLOTL, LEAST, converted
 
 _GRPO = "TRL's GRPO"
 GRPO = """

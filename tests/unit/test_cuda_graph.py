@@ -1,7 +1,7 @@
 """Graphed training against the same training without graphs, bit for bit.
 
-On a CPU functions stand in for graphs (tests.graph_stand_in), and torch's flash op is computed by plain torch. On a
-GPU: python -m pytest -m gpu tests/unit/test_cuda_graph.py
+On a CPU functions stand in for graphs (tests.support.graph_stand_in), and torch's flash op is computed by plain torch.
+On a GPU: python -m pytest -m gpu tests/unit/test_cuda_graph.py
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from engine.ops.kernels import Kernels
 from engine.optim import reduce
 from engine.training.cuda_graph.capture import WARMUP_STEPS, CudaCapture
 from tests.distributed.cases import make_batch
-from tests.graph_stand_in import Rerun
-from tests.graph_training import (
+from tests.support.graph_stand_in import Rerun
+from tests.support.graph_training import (
     CASES,
     Step,
     assert_same_bits,
@@ -36,9 +36,9 @@ from tests.graph_training import (
     stages_of,
     train,
 )
-from tests.memory_models import build_with
-from tests.sweeps import sampled
-from tests.toy_vision import with_pictures
+from tests.support.memory_models import build_with
+from tests.support.sweeps import sampled
+from tests.support.toy_vision import with_pictures
 
 # read by cuBLAS once, before its first product: the same sums in a graph and without
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -29,10 +29,10 @@ from engine.training.cuda_graph.capture import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
 from engine.training.rank_stages import max_in_flight
 from tests.distributed.cases import make_batch
-from tests.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
-from tests.memory_models import build_with
-from tests.sweeps import sampled
-from tests.toy_vision import ToyVisionConfig
+from tests.support.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
+from tests.support.memory_models import build_with
+from tests.support.sweeps import sampled
+from tests.support.toy_vision import ToyVisionConfig
 
 META = torch.device("meta")
 

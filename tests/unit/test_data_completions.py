@@ -10,9 +10,9 @@ import torch
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
-from engine.data.completions import Completion
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
+from engine.rollouts.data.completions import Completion
 
 LENGTH = 16
 GIVEN = [

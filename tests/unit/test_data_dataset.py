@@ -17,7 +17,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.formats import CompletionSample, read_samples
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
-from tests.shared_data import shared
+from tests.support.shared_data import shared
 
 LONG = 4096
 

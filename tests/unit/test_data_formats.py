@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, parse_record, read_samples
 from engine.data.record_files import Place, expand_paths, read_records
-from engine.data.vision.records import PictureSample
 from engine.errors import UserError
-from tests.shared_data import shared
+from engine.vision.data.records import PictureSample
+from tests.support.shared_data import shared
 
 
 def parse(record: dict[str, Any], data_format: str) -> Sample:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
-from engine.data.judged import build_judged
 from engine.data.loader import EvalLoader
-from engine.data.preference_pairs import build_pairs
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
+from engine.preferences.data.judged import build_judged
+from engine.preferences.data.preference_pairs import build_pairs
 from tests.unit.test_data_loader import random_dataset
 
 

@@ -16,12 +16,12 @@ from engine.batch import Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.formats import ALPACA_PROMPT, ALPACA_RESPONSE, ChatSample, CompletionSample, read_samples
-from engine.data.judged import build_judged, parse_judged
 from engine.data.loader import DataLoader, EvalLoader
-from engine.data.preference_pairs import build_pairs, parse_pair
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
+from engine.preferences.data.judged import build_judged, parse_judged
+from engine.preferences.data.preference_pairs import build_pairs, parse_pair
 
 PLACE = Place(Path("pairs.jsonl"), "line", 1)
 QUESTION = {"role": "user", "content": "Q"}

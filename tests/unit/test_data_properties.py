@@ -21,9 +21,9 @@ from engine.data.collate import build_batch, context_part
 from engine.data.concatenate import concatenate
 from engine.data.dataset import TokenDataset
 from engine.data.formats import parse_record, read_samples
-from engine.data.preference_pairs import build_pairs, parse_pair
 from engine.data.record_files import Place
 from engine.errors import UserError
+from engine.preferences.data.preference_pairs import build_pairs, parse_pair
 from tests.unit.test_data_concatenate import Letters
 
 TEXTS = st.text(alphabet="ab \n{}é\ud800", max_size=6)

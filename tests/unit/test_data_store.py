@@ -27,7 +27,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.data.work_units import plan_units
 from engine.errors import UserError
 from engine.files.staging import staged_folder
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
-from tests.shared_data import shared
+from tests.support.shared_data import shared
 
 FOLDERS = ["tokenizers/llama2_32000", "tokenizers/minimind", "tokenizers/torchtitan_test", "weights/stories260K/hf"]
 MODELS = [

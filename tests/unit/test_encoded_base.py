@@ -32,7 +32,7 @@ from rankfold.planning.memory_measure import LiveStorages
 from tests.distributed.cases import Case, cut, make_batch, relative_error, small_config, whole_parameters, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.plain_decoder import PlainDecoder
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 CPU = torch.device("cpu")
 CONFIG = small_config(hidden=64, intermediate=172, head_dim=8)

@@ -11,15 +11,15 @@ from torch import Tensor
 from engine.checkpoint.safetensors_file import num_bytes
 from engine.config.load import parse_config
 from engine.distributed.mesh import Axis, ExpertAxes
+from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.experts.ops.routing import RoutingRule
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import shard_entries
-from engine.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.inputs import GivenInput
-from engine.ops.routing import RoutingRule
 from engine.quantization.encoding import ENCODING_NAMES, encoding
 from engine.training.base_encoding import base_sentence
 from tests.distributed.cases import small_config, whole_tensor

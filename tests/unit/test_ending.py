@@ -17,7 +17,7 @@ from engine.errors import UserError
 from engine.runtime import launch
 from engine.telemetry.ending import end, has_joined
 from engine.telemetry.errors import run_command
-from tests.spawning import fork_context
+from tests.support.spawning import fork_context
 from tests.unit.test_layering import ROOT, SOURCES
 
 LIMIT = 20.0
@@ -129,7 +129,7 @@ ENDS = {
     "destroy_process_group": {"engine/runtime/launch.py"},
     "_exit": {
         "engine/telemetry/ending.py",
-        "engine/rewards/worker.py",  # copies that a reward has forked
+        "engine/rollouts/rewards/worker.py",  # copies that a reward has forked
         "engine/foreign/supervisor.py",  # a process that runs nothing else, and its child
     },
     "register": set[str](),  # of atexit

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from engine.choices import ExpertFactors
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.ranks import RankGrid
+from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.experts.ops.routing import RoutingRule
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.ops.inputs import GivenInput
-from engine.ops.routing import RoutingRule
 from tests.distributed.cases import whole_tensor
 from tests.distributed.sharded_runs import Layout, Run
 from tests.unit.test_ops_routing import _context

@@ -20,9 +20,9 @@ from engine.config.load import parse_config
 from engine.config.run import RunConfig
 from engine.layers.module import ShardEntry
 from engine.training.build import Training
-from tests.fake_training import build_rank, rank_batches
-from tests.fake_world import fake_world
-from tests.sweeps import sampled
+from tests.support.fake_training import build_rank, rank_batches
+from tests.support.fake_world import fake_world
+from tests.support.sweeps import sampled
 
 WORLD = 8
 ADAPTER = 16

@@ -23,8 +23,8 @@ from engine.ops.attention.masked import BLOCK, MaskedAttention
 from engine.ops.kernels import REFERENCE
 from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import Case, make_batch, relative_error
-from tests.family_models import make_model
-from tests.memory_models import build_with, packed_batches, same_bits, two_alive
+from tests.support.family_models import make_model
+from tests.support.memory_models import build_with, packed_batches, same_bits, two_alive
 
 NAMES = ["qwen3", "mistral", "granite", "smollm3", "olmo2", "phi3 longrope", "gemma2", "gemma3"]
 KINDS = {

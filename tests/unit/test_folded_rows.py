@@ -14,7 +14,7 @@ from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native_backend import NATIVE
 from engine.planning.kernel_shapes import shape_kernels
 from tests.distributed.cases import RANK, Built, Case, relative_error, small_config
-from tests.memory_models import build_with, packed_batches, two_alive
+from tests.support.memory_models import build_with, packed_batches, two_alive
 
 ADAPTED = r"layers\..*_proj"
 CONFIG = small_config(hidden=64, intermediate=128, head_dim=16)

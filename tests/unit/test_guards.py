@@ -20,7 +20,7 @@ from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
 from engine.training.step_figures import StepFigures
 from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of, zero_b
 from tests.distributed.sharded_runs import Layout, Run
-from tests.graph_training import make_steps, pair
+from tests.support.graph_training import make_steps, pair
 
 ALONE = Layout(case="adapters", grid=RankGrid())
 CPU = torch.device("cpu")

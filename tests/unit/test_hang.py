@@ -20,7 +20,7 @@ from engine.distributed.operations import RECENT, Noted, OperationLog
 from engine.distributed.ranks import RankGrid, progression, spelled_ranks
 from engine.runtime.hang_report import RankState, explain
 from engine.runtime.watchdog import Watchdog, place
-from tests.fake_world import fake_world
+from tests.support.fake_world import fake_world
 
 
 def _tp(number: int, operation: str = "all_reduce", seconds: float = 9.0, passed: int = 0) -> Noted:

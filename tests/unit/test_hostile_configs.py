@@ -19,10 +19,10 @@ from engine.models.describe import parameter_specs
 from engine.models.families import family_of
 from engine.models.families.checking import check_kinds
 from engine.size_limits import check_sizes
-from tests import family_models, gemma_pictures, qwen_vl, stock_vision
-from tests.shared_data import shared
-from tests.sweeps import sampled
-from tests.vision_data import read_json
+from tests.support import family_models, gemma_pictures, qwen_vl, stock_vision
+from tests.support.shared_data import shared
+from tests.support.sweeps import sampled
+from tests.support.vision_data import read_json
 from tests.wrong_inputs.workplace import Workplace, check_refused, make_place, run_here
 
 VALUES: tuple[Any, ...] = (10**6, 10**9, 10**18, -1, 0, 1.5, "x", True, [], {}, None)
@@ -196,7 +196,7 @@ def test_released_models_are_below_the_limits() -> None:
     [{"size": {"height": 10**6, "width": 10**6}}, {"crop_size": 10**6}, {"size": {"shortest_edge": 10**7}}],
 )
 def test_settings_of_processors_have_the_limits_too(settings: dict[str, Any], tmp_path: Path) -> None:
-    from engine.data.vision.processors import _image_processor
+    from engine.vision.data.processors import _image_processor
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     begin = time.process_time()

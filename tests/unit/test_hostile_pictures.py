@@ -18,9 +18,9 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from engine.data.dataset import TokenDataset
-from engine.data.vision.files import FORMATS, picture_size, read_picture
-from engine.data.vision.limited_file import MOST_BYTES
 from engine.errors import UserError
+from engine.vision.data.files import FORMATS, picture_size, read_picture
+from engine.vision.data.limited_file import MOST_BYTES
 from tests.unit.test_vision_data_faults import PNG, chat, chunk, rows, save
 from tests.unit.test_vision_data_rows import opened, write
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.config.rollout import RewardSource
-from engine.rewards.pool import RewardPool, Scores
+from engine.rollouts.rewards.pool import RewardPool, Scores
 from tests.unit.test_rewards import is_alive, samples, score
 
 HOSTILE = """
@@ -241,7 +241,7 @@ def test_what_left_its_session_ends_too(how: str, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from engine.config.rollout import RewardSource
-from engine.rewards.pool import RewardPool, Sample
+from engine.rollouts.rewards.pool import RewardPool, Sample
 
 sample = Sample(place="", prompt="", completion="hangs", completion_ids=[], columns={"pids": sys.argv[2]})
 pool = RewardPool([RewardSource.parse(sys.argv[1] + ":starts_another")], workers=1, timeout=60, columns=["pids"])

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine.completion_server.http import SMALL_ANSWER, HttpServer
-from engine.completion_server.server import CompletionServer, Shown
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
-from tests.hostile_sockets import Script, hostile, repeats, sends, stalls, trickles
+from engine.rollouts.servers.http import SMALL_ANSWER, HttpServer
+from engine.rollouts.servers.server import CompletionServer, Shown
+from tests.support.hostile_sockets import Script, hostile, repeats, sends, stalls, trickles
 
 SECONDS = 0.6
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Script, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_ends_in_time_with_a_sentence(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.rollouts.servers.http._FIRST_PAUSE", 0.01)
     script, words = CASES[case]
     with hostile(script) as (url, _):
         server = HttpServer(url, timeout=SECONDS)
@@ -155,7 +155,7 @@ def test_all_attempts_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def script(link: socket.socket) -> None:
         time.sleep(0.8 * SECONDS)
 
-    monkeypatch.setattr("engine.completion_server.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.rollouts.servers.http._FIRST_PAUSE", 0.01)
     with hostile(script) as (url, times):
         begin = time.monotonic()
         with pytest.raises(UserError, match=LATE):
@@ -165,7 +165,7 @@ def test_all_attempts_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MEMORY = """
 import resource, sys
-from engine.completion_server.http import HttpServer
+from engine.rollouts.servers.http import HttpServer
 from engine.errors import UserError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

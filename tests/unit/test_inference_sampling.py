@@ -22,7 +22,7 @@ from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
 from engine.inference.options import Sampling
 from engine.inference.sampling import Chooser
-from tests.spawning import spawn
+from tests.support.spawning import spawn
 
 VOCABULARY = 23
 

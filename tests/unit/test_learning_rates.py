@@ -10,7 +10,7 @@ from engine.config.model import ModelOptions
 from engine.config.optim import OptimOptions
 from engine.config.run import RunConfig
 from engine.training.start_model import check_model
-from tests.shared_data import shared
+from tests.support.shared_data import shared
 
 CASES = {
     "minicpm-v-2_6": ({"vpm": 1e-6, "vision": 1e-5}, {"vision.vpm.": 1e-6, "vision.resampler.": 1e-5}),

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.completion_server.dialects import Question, SamplingSettings
-from engine.completion_server.http import HttpServer
-from engine.completion_server.server import CompletionServer, Shown
 from engine.config.rollout import RolloutOptions
 from engine.errors import UserError
+from engine.rollouts.servers.dialects import Question, SamplingSettings
+from engine.rollouts.servers.http import HttpServer
+from engine.rollouts.servers.server import CompletionServer, Shown
 
 SETTINGS = SamplingSettings(
     temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, ends=(0,)

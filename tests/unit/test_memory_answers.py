@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankfold.planning import memory
-from tests.sweeps import sampled
+from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("examples/memory/README.md", "examples/llama2_70b_one_gpu/README.md")

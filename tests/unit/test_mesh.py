@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from engine.distributed.mesh import Mesh, build_mesh, shape_mesh
 from engine.distributed.ranks import RankGrid
-from tests.fake_world import fake_world
+from tests.support.fake_world import fake_world
 
 
 def _built(monkeypatch: pytest.MonkeyPatch, grid: RankGrid, num_kv_heads: int = 8) -> tuple[Mesh, Counter[str]]:

@@ -23,7 +23,7 @@ from engine.errors import UserError
 from engine.layers.module import shard_entries
 from engine.training.evaluate import is_due
 from examples.mlperf_llama2_70b_lora.mlperf_log import Disclosed, MlperfLog, Submission
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "mlperf_llama2_70b_lora"
 NAMES = ("rules", "packing", "prepare_data", "package", "train")

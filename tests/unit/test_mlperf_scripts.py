@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "mlperf_llama2_70b_lora"
 NOT_INSTALLED = "is not installed: run `bash tools/setup_venv.sh mlperf`."

@@ -22,11 +22,11 @@ from engine.layers.recompute import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.names import FUSED
-from engine.ops.attention.cross import EncodedRows, cross_attention, pair_spans
 from engine.ops.attention.token_context import Encoded, TokenContext
+from engine.vision.ops.cross_attention import EncodedRows, cross_attention, pair_spans
 from engine.zigzag import Span
-from tests.cogvlm_cases import batch_of, encoded_of, family_of_fixture, model_of, plan_of
 from tests.distributed.cases import relative_error
+from tests.support.cogvlm_cases import batch_of, encoded_of, family_of_fixture, model_of, plan_of
 from tests.unit.test_vision_cogvlm import CLOSE, NAMES, fixture
 
 STEP = torch.zeros((), dtype=torch.int64)

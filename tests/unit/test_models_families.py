@@ -21,7 +21,7 @@ from engine.errors import UserError
 from engine.models.describe import num_parameters, parameter_specs
 from engine.models.families import family_of
 from engine.models.names import nest
-from tests.family_models import (
+from tests.support.family_models import (
     FAMILIES,
     batch_of,
     engine_model,
@@ -31,7 +31,7 @@ from tests.family_models import (
     stock_gradient,
     stock_losses,
 )
-from tests.shared_data import DATA
+from tests.support.shared_data import DATA
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -23,16 +23,16 @@ from engine.layers.recompute import SELECTIVE
 from engine.models.decoder import Part
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import family_of
-from engine.models.vision.qwen import segments_of
-from engine.models.vision.qwen2_5_vl import windows
 from engine.planning.predict import workload_of
 from engine.planning.stage_bytes import stage_bytes
 from engine.planning.traces import rank_model
-from tests.commands import options
+from engine.vision.towers.qwen import segments_of
+from engine.vision.towers.qwen2_5_vl import windows
 from tests.distributed.cases import small_config
 from tests.distributed.sharded_runs import QWEN2_5_VL, QWEN3_VL
-from tests.qwen_vl import KINDS, make_model
-from tests.toy_vision import ToyVisionConfig
+from tests.support.commands import options
+from tests.support.qwen_vl import KINDS, make_model
+from tests.support.toy_vision import ToyVisionConfig
 
 RELEASED: dict[str, dict[str, Any]] = {
     "Qwen2.5-VL-7B-Instruct": {

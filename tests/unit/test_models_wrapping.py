@@ -23,8 +23,8 @@ from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.models.describe import num_parameters
 from engine.models.families import WRAPPINGS, family_of, vision_left_out
-from engine.tower_defaults import MODEL_TOWERS, TOWER_DEFAULTS
-from tests.stock_vision import make_model
+from engine.vision.tower_defaults import MODEL_TOWERS, TOWER_DEFAULTS
+from tests.support.stock_vision import make_model
 
 GEMMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 64}
 V5, V4 = "model.language_model.", "language_model.model."

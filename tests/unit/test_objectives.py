@@ -21,11 +21,11 @@ from engine.config.objective import ObjectiveOptions
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.objectives.build import build_objective
-from engine.objectives.kto import Kto, KtoSettings
 from engine.objectives.language_modeling import LanguageModeling
 from engine.objectives.objective import Objective
-from engine.objectives.preference import LOSSES, Preference, PreferenceSettings
 from engine.objectives.stuck import REPORTS, StuckLoss
+from engine.preferences.objectives.kto import Kto, KtoSettings
+from engine.preferences.objectives.preference import LOSSES, Preference, PreferenceSettings
 
 ALONE = Axis("cp")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")

@@ -30,8 +30,8 @@ from engine.training.reports import flops_ceiling
 from engine.training.reports.flops_ceiling import measure_products
 from engine.training.reports.phases import PhaseClock
 from engine.training.reports.profiler import StepTraces
-from tests.commands import run_tool
-from tests.spawning import spawn
+from tests.support.commands import run_tool
+from tests.support.spawning import spawn
 
 CPU = torch.device("cpu")
 

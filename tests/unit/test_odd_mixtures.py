@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.family_models import batch_of, engine_model, make_model, stock_gradient, stock_losses
-from tests.sweeps import sampled
+from tests.support.family_models import batch_of, engine_model, make_model, stock_gradient, stock_losses
+from tests.support.sweeps import sampled
 
 LAYERS = 4
 

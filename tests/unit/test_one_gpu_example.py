@@ -28,7 +28,7 @@ from engine.runtime.launch import Launch
 from engine.training.module_plan import training_plan
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import measure
-from tests.sweeps import sampled
+from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

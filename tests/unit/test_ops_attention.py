@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.ops.attention.packed import causal_attention
 from engine.ops.rope import inverse_frequencies
-from tests.torch_attention import torch_by_document
+from tests.support.torch_attention import torch_by_document
 
 DOCUMENTS = [(7,), (5, 5, 5), (1, 9, 1, 1, 3), (4, 6, 6, 2), (1,)]
 HEADS = [(4, 4), (6, 2), (3, 1)]

@@ -20,8 +20,8 @@ from engine.ops import backends
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import REFERENCE
 from engine.ops.native_backend import NATIVE
-from tests.small_training import SmallTraining
-from tests.sweeps import sampled
+from tests.support.small_training import SmallTraining
+from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -34,7 +34,7 @@ from engine.ops.attention.mergeable import InOneCall
 from engine.ops.attention.packed import attention_by_document
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import REFERENCE
-from tests.bidirectional_reference import masked, stock_mask
+from tests.support.bidirectional_reference import masked, stock_mask
 
 LENGTHS = (9, 1, 23, 7)
 SPANS = ((1, 5), (5, 7), (10, 11), (12, 22), (24, 33), (34, 40))

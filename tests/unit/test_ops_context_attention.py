@@ -7,7 +7,7 @@ import pytest
 from engine.errors import UserError
 from engine.ops.attention.ulysses import check_context_heads
 from engine.zigzag import ContextLayout
-from tests.wire_bytes import bytes_on_the_wire
+from tests.support.wire_bytes import bytes_on_the_wire
 
 BF16 = 2
 

@@ -16,7 +16,7 @@ from engine.ops.kernels import REFERENCE
 from engine.ops.native_backend import NATIVE
 from engine.planning.kernel_shapes import shape_kernels
 from tests.distributed.cases import Case, small_config
-from tests.memory_models import build_with, num_targets, packed_batches
+from tests.support.memory_models import build_with, num_targets, packed_batches
 
 LLAMA3, BF16 = 128256, 2
 TABLE = [

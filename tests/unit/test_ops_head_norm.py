@@ -11,7 +11,7 @@ from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native_backend import NATIVE
-from tests.head_norms import EPS, SHAPES, expected, problem
+from tests.support.head_norms import EPS, SHAPES, expected, problem
 
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
 BACKENDS = [

@@ -28,7 +28,7 @@ from engine.ops.native_backend import NATIVE
 from engine.ops.operands import LinearOperands, RowsSink
 from engine.ops.parallel_linear import column_linear, row_linear
 from engine.ops.products import FOLDED, JOINED, SEPARATE, OutputGradient, Update
-from tests.projection_norm import norms_by_projection
+from tests.support.projection_norm import norms_by_projection
 
 TOKENS, IN, RANK = 5, 12, 3
 ROWS = (8, 6)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from engine.choices import ExpertFactors
+from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
+from engine.experts.ops.load_balance import LoadBalance
+from engine.experts.ops.routing import RoutingRule, route
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
-from engine.ops.load_balance import LoadBalance
-from engine.ops.routing import RoutingRule, route
 from tests.distributed.cases import relative_error, whole_tensor
 
 RULE = RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True)

@@ -24,7 +24,7 @@ from engine.optim import backends
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import APEX, NATIVE, TORCH, OptimizerBackend, choose_backend
 from engine.optim.flat import FlatParameters
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 from tests.unit.apex_stand_in import NVIDIA, OTHER_PROJECT, Install, install
 
 __all__ = ["install"]

@@ -19,17 +19,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
-from engine.data.vision.minicpm_v import MiniCPMV
 from engine.errors import UserError
-from engine.minicpm_versions import minicpm_v_version
 from engine.models.families import family_of
-from engine.models.vision.minicpm_v2_6 import MiniCPMV26Vision, PatchPlaces
-from engine.models.vision.sizes import Grids
-from tests.shared_data import shared
+from engine.vision.data.minicpm_v import MiniCPMV
+from engine.vision.minicpm_versions import minicpm_v_version
+from engine.vision.towers.minicpm_v2_6 import MiniCPMV26Vision, PatchPlaces
+from engine.vision.towers.sizes import Grids
+from tests.support.shared_data import shared
+from tests.support.vision_data import read_json
 from tests.unit.test_vision_data_faults import chat
 from tests.unit.test_vision_data_rows import opened, write
 from tests.unit.test_vision_modules import V25, VISION, patches_for, random_module
-from tests.vision_data import read_json
 
 TILES: Grids = ((3, 5), (2, 4), (4, 4), (2, 3))
 """The longest has 16 patches, a length at which this transformers rounds positions as that of the original did."""

@@ -22,7 +22,7 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import NamedShard, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
-from tests.saved_training import save_training
+from tests.support.saved_training import save_training
 
 RANKS = 4
 SHAPES = {"a": (7, 5), "b": (16, 3), "c": (11,)}

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from engine.kernels.philox import dropout_mask, dropout_scale
 from engine.kernels.records import DropoutKey
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
-from engine.layers.plain_module import TILE_ROWS, PlainModule, TileDropout, linear_names
-from engine.models.vision.cogagent import CrossVisionConfig
-from engine.models.vision.cogvlm import CogVLMVisionConfig
-from engine.models.vision.minicpm_v2_6 import MiniCPMV26VisionConfig
+from engine.vision.layers.plain_module import TILE_ROWS, PlainModule, TileDropout, linear_names
+from engine.vision.towers.cogagent import CrossVisionConfig
+from engine.vision.towers.cogvlm import CogVLMVisionConfig
+from engine.vision.towers.minicpm_v2_6 import MiniCPMV26VisionConfig
 from tests.distributed.cases import relative_error
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from engine.planning.step_time import StepTime, predict_time
 from rankfold.planning import memory, memory_config
 from rankfold.planning.memory_question import GIB, Answer, answer_for, ask
 from rankfold.planning.memory_report import report
-from tests.terminal import OnTerminal
+from tests.support.terminal import OnTerminal
 from tests.unit.test_planning_experts import MIXTURE
 from tests.unit.test_planning_search import FREE, ROOT, SMALL, _config, _workload
 

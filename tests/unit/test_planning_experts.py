@@ -26,12 +26,12 @@ from engine.config.lora import LoraOptions
 from engine.config.parallel import ParallelOptions
 from engine.distributed.transfer_meter import METER
 from engine.errors import UserError
+from engine.experts.ops import routing
+from engine.experts.ops.routing import RoutingRule
+from engine.experts.planned_rows import Routing, expert_rows
 from engine.layers.recompute import MemoryPlan
 from engine.models.describe import active_parameters, num_parameters
 from engine.models.families import family_of
-from engine.ops import routing
-from engine.ops.routing import RoutingRule
-from engine.planning.expert_rows import Routing, expert_rows
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout
@@ -45,8 +45,8 @@ from engine.training.start_model import check_model, model_source
 from rankfold.planning import memory as memory_command
 from rankfold.planning import memory_config
 from rankfold.planning.memory_measure import measure
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 from tests.unit.test_planning_memory import ALL, CPU, EXACT, ROUGH, Case, _prediction
 from tests.unit.test_planning_search import FREE, ROOT, _config, _workload
 

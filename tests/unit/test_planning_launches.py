@@ -23,7 +23,7 @@ from rankfold.planning.memory_examples import LLAMA_3_8B
 from rankfold.planning.memory_question import answer_for
 from tests.distributed.cases import Case, make_batch, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.memory_models import build_with
+from tests.support.memory_models import build_with
 from tests.unit.test_planning_search import SMALL, _config, _workload
 
 H100 = MACHINES["h100-80"]

@@ -21,18 +21,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
+from engine.experts.planned_rows import Routing
 from engine.kernels.native.loader import native_status
-from engine.planning.expert_rows import Routing
 from engine.planning.ledger import DECODED
 from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import build, draw_batches, measure
-from tests import family_models
-from tests.fake_world import fake_world
-from tests.spawning import spawn
-from tests.sweeps import sampled
+from tests.support import family_models
+from tests.support.fake_world import fake_world
+from tests.support.spawning import spawn
+from tests.support.sweeps import sampled
 
 CPU = torch.device("cpu")
 EXACT = 0.001

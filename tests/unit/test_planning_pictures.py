@@ -14,7 +14,6 @@ from engine.checkpoint.model_folder import open_model
 from engine.config.load import from_yaml
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
-from engine.layers.experts import ExpertPair
 from engine.models.families import family_of
 from engine.planning.ledger import total
 from engine.planning.predict import predict_peak, workload_of
@@ -22,8 +21,9 @@ from engine.planning.traces import rank_model
 from engine.runtime.launch import Launch
 from engine.training.module_plan import training_plan
 from engine.training.start_model import check_model
+from engine.vision.layers.token_experts import ExpertPair
 from rankfold.planning.memory_measure import build, draw_batches, measure
-from tests.shared_data import shared
+from tests.support.shared_data import shared
 
 LAUNCH = Launch(rank=0, world_size=1, device=torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]

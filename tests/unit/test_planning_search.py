@@ -42,7 +42,7 @@ from rankfold.planning import memory, memory_examples
 from rankfold.planning.memory_examples import LLAMA_2_70B, LLAMA_3_8B
 from rankfold.planning.memory_question import GIB, Answer, answer_for
 from rankfold.planning.memory_report import winning_yaml
-from tests.warm_python import warm_python
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

@@ -26,14 +26,14 @@ from engine.errors import UserError
 from engine.kernels.linear_cross_entropy import LossKernels, Statistics, combine_statistics, linear_cross_entropy
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.objectives.advantages import advantages
 from engine.objectives.build import build_objective
-from engine.objectives.policy import PolicyGradient, PolicySettings
-from engine.objectives.quantile import quantile
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
 from engine.ops.kernels import REFERENCE
 from engine.planning.predict import workload_of
+from engine.rollouts.objective.advantages import advantages
+from engine.rollouts.objective.policy import PolicyGradient, PolicySettings
+from engine.rollouts.objective.quantile import quantile
 
 ALONE = Axis("cp")
 SMALL: dict[str, Any] = {

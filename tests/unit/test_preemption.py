@@ -18,7 +18,7 @@ import torch.distributed as dist
 from engine.distributed.failures import CommunicationError
 from engine.runtime import preemption
 from engine.runtime.preemption import Preemption
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 WORLD = 3
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.data.prompts import PromptLoader, PromptSet, read_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
+from engine.rollouts.data.prompts import PromptLoader, PromptSet, read_prompts
 
 
 def written(path: Path, *records: dict[str, Any]) -> Path:

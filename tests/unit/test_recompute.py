@@ -27,8 +27,8 @@ from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import RANK, Case, make_batch, relative_error, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.stock_models import decoder_config, stock_model, stock_parameter, stock_token_losses
-from tests.memory_models import build_with, num_targets, packed_batches, same_bits, two_alive
-from tests.sweeps import sampled
+from tests.support.memory_models import build_with, num_targets, packed_batches, same_bits, two_alive
+from tests.support.sweeps import sampled
 
 CONFIG = small_config(num_layers=3)
 CASES = {

@@ -13,9 +13,9 @@ from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # elsewhere it asks for torchvision
 
 from engine.data.tokenizer import load_tokenizer
-from engine.data.vision.families import read_vision_family
-from engine.data.vision.family import Conversation, Turn
 from engine.models.families import family_of
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.family import Conversation, Turn
 from tests.unit.test_vision_data_processors import KINDS, NESTED, processor_of, written
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}

@@ -17,7 +17,7 @@ from rankfold.reporting.chart import Series, line_chart, smoothed, thinned, tick
 from rankfold.reporting.page import page
 from rankfold.reporting.reading import read_runs
 from rankfold.reporting.timeline import simulated
-from tests.commands import run_tool
+from tests.support.commands import run_tool
 
 
 def _record(step: int, **more: object) -> dict[str, object]:

@@ -16,9 +16,9 @@ import pytest
 
 from engine.config.rollout import RewardSource, RolloutOptions
 from engine.errors import UserError
-from engine.rewards.pool import RewardPool, Sample, Scores, _CallFailed
-from engine.training.rollouts.figures import OVERLONG
-from engine.training.rollouts.totals import overlong_penalties, total_rewards
+from engine.rollouts.figures import OVERLONG
+from engine.rollouts.rewards.pool import RewardPool, Sample, Scores, _CallFailed
+from engine.rollouts.totals import overlong_penalties, total_rewards
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, time

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.data.completions import Completion
 from engine.data.dataset import TokenDataset
-from engine.data.prompts import Prompt, PromptLoader
+from engine.rollouts.data.completions import Completion
+from engine.rollouts.data.prompts import Prompt, PromptLoader
+from engine.rollouts.sampler import Sampled, Sampler
+from engine.rollouts.token_logps import token_logps
 from engine.training.prepare import PreparedRun
-from engine.training.rollouts.sampler import Sampled, Sampler
-from engine.training.token_logps import token_logps
-from tests.rollout_runs import prepared, rollout_settings
+from tests.support.rollout_runs import prepared, rollout_settings
 
 END = frozenset((0,))
 BOUND = {8: 2e-6, 1: 4e-6}

@@ -21,21 +21,21 @@ from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
 from engine.choices import AdapterForm, AdapterReader
-from engine.conversion.expert_factors import CommonFactors, EachExpert
 from engine.conversion.import_export import export_hf
 from engine.conversion.merged_model import MergedSource, recorded_scale
-from engine.conversion.peft_experts import TrainedAdapters, obstacle
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter
 from engine.errors import UserError
-from engine.layers.routed_experts import RoutedSizes
+from engine.experts.conversion.expert_factors import CommonFactors, EachExpert
+from engine.experts.conversion.peft_experts import TrainedAdapters, obstacle
+from engine.experts.layers.routed_experts import RoutedSizes
+from engine.experts.ops.routing import RoutingRule
 from engine.models.names import own_names
-from engine.ops.routing import RoutingRule
 from tests.distributed.cases import RANK, SCALE, small_config
-from tests.family_models import ROUTED, engine_model, make_model
 from tests.parity.test_routed_training import stock_places
-from tests.sweeps import sampled
+from tests.support.family_models import ROUTED, engine_model, make_model
+from tests.support.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 from tests.unit.test_families_adapters import _logits, _stock_logits
 

@@ -17,7 +17,7 @@ from engine.layers.recompute import MemoryPlan
 from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import Case, small_config
-from tests.memory_models import build_with, num_targets
+from tests.support.memory_models import build_with, num_targets
 
 BACKENDS = [
     pytest.param(REFERENCE, id="reference"),

@@ -21,7 +21,7 @@ from engine.errors import UserError
 from engine.files.holder import Holder
 from engine.runtime import run_lock
 from engine.runtime.run_lock import RunLock
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 SCRIPT = """
 import sys, time

@@ -18,8 +18,8 @@ from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import Case, make_batch, small_config
-from tests.four_layers import CASE, CONFIG, CPU, TOKENS, every_level, needs_native, results
-from tests.memory_models import Recorded, build_with, long_batch, num_targets, same_bits, total_error
+from tests.support.four_layers import CASE, CONFIG, CPU, TOKENS, every_level, needs_native, results
+from tests.support.memory_models import Recorded, build_with, long_batch, num_targets, same_bits, total_error
 
 
 @every_level

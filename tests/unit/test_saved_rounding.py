@@ -17,8 +17,8 @@ from engine.ops.kernels import REFERENCE, Kernels
 from engine.ops.native_backend import NATIVE
 from engine.telemetry.format import format_bytes
 from tests.distributed.cases import Built
-from tests.four_layers import CASE, CONFIG, TOKENS, every_level, needs_native, results
-from tests.memory_models import (
+from tests.support.four_layers import CASE, CONFIG, TOKENS, every_level, needs_native, results
+from tests.support.memory_models import (
     Recorded,
     build_with,
     long_batch,

@@ -15,8 +15,8 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from engine.quantization.mxfp4 import decode
-from tests.family_models import batch_of, engine_model, make_model, stock_losses
-from tests.sweeps import sampled
+from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
+from tests.support.sweeps import sampled
 
 STACKED = ("mixtral", "qwen2 moe", "qwen3 moe", "glm4 moe")
 

@@ -19,9 +19,9 @@ from engine.training.guards.run_guards import StepSeen
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.step import StepResult
 from engine.training.step_figures import StepFigures
-from tests.device_stand_in import OnDevice, Stream, device_stand_in
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
+from tests.support.device_stand_in import OnDevice, Stream, device_stand_in
 
 STEPS = 8
 

@@ -21,9 +21,9 @@ from engine.data.tokenizer import load_tokenizer
 from engine.data.tokenizer_calls import CallLimits
 from engine.errors import UserError
 from engine.foreign.limited_process import Messages
-from tests.shared_data import shared
-from tests.sweeps import sampled
-from tests.warm_python import warm_python
+from tests.support.shared_data import shared
+from tests.support.sweeps import sampled
+from tests.support.warm_python import warm_python
 
 Change = Callable[[dict[str, Any]], object]
 TEXT = "a" * 60 + "! The quick brown fox."

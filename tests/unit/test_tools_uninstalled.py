@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankfold.__main__ import REQUIRED
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 TOOLS = sorted(path.stem for path in (REPOSITORY / "tools").glob("*.py"))
 COMMANDS = [*([str(REPOSITORY / "tools" / f"{tool}.py"), "--help"] for tool in TOOLS), ["-m", "rankfold", "--version"]]

@@ -29,10 +29,10 @@ from engine.config.load import parse_config
 from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, split_spec
-from tests.commands import options
-from tests.fake_training import build_rank, rank_batches
-from tests.fake_world import fake_world
-from tests.saved_training import save_training
+from tests.support.commands import options
+from tests.support.fake_training import build_rank, rank_batches
+from tests.support.fake_world import fake_world
+from tests.support.saved_training import save_training
 
 TENSOR = 2
 _COLLECTIVES = (

@@ -13,7 +13,6 @@ import torch
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.data.vision.columns import Extras, PlacedPicture, VisionColumns
 from engine.errors import UserError
 from engine.planning.predict import workload_of
 from engine.runtime.launch import Launch
@@ -22,9 +21,10 @@ from engine.training.build import Training
 from engine.training.data import loader_options
 from engine.training.reports import forecast
 from engine.training.reports.forecast import MemoryForecast
+from engine.vision.data.columns import Extras, PlacedPicture, VisionColumns
 from rankfold.planning import memory, memory_config
 from rankfold.planning.memory_measure import build, measure
-from tests.toy_vision import ToyVisionConfig
+from tests.support.toy_vision import ToyVisionConfig
 from tests.unit.test_planning_memory import Case
 
 CPU = Launch(rank=0, world_size=1, device=torch.device("cpu"))

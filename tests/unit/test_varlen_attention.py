@@ -24,8 +24,8 @@ from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.varlen import AttentionChoice, VarlenAttention, choose_attention, why_not_varlen
 from engine.ops.kernels import REFERENCE
 from engine.ops.native_backend import NATIVE
-from tests.torch_attention import torch_by_document
-from tests.varlen_stand_in import varlen_attn
+from tests.support.torch_attention import torch_by_document
+from tests.support.varlen_stand_in import varlen_attn
 
 DOCUMENTS = [(7,), (5, 5, 5), (1, 9, 1, 1, 3), (4, 6, 6, 2)]
 HEADS = [(4, 4), (6, 2), (3, 1)]

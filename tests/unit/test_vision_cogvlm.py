@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
-from engine.models.vision.cogagent import CogAgentCrossVision, CrossVisionConfig, rotary_tables
-from engine.models.vision.cogvlm import CHECKPOINT_PREFIX, CogVLMVision, CogVLMVisionConfig
-from tests.vision_fixtures import VisionFixture
+from engine.vision.towers.cogagent import CogAgentCrossVision, CrossVisionConfig, rotary_tables
+from engine.vision.towers.cogvlm import CHECKPOINT_PREFIX, CogVLMVision, CogVLMVisionConfig
+from tests.support.vision_fixtures import VisionFixture
 
 NAMES = ("cogvlm-v1", "cogvlm2", "cogagent")
 CLOSE = {"atol": 1e-5, "rtol": 0.0}

@@ -13,14 +13,14 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from engine.batch import IGNORE_LABEL
-from engine.data.vision.cogvlm import CogVLM
-from engine.data.vision.family import Conversation, EncodedChat, Turn
-from engine.data.vision.minicpm_v import MiniCPMV
-from engine.data.vision.omnilmm import OmniLMM
-from engine.data.vision.slicing import SlicingRule
 from engine.errors import UserError
-from tests.shared_data import shared
-from tests.vision_data import chat, fixture_tokenizer, read_json, turns
+from engine.vision.data.cogvlm import CogVLM
+from engine.vision.data.family import Conversation, EncodedChat, Turn
+from engine.vision.data.minicpm_v import MiniCPMV
+from engine.vision.data.omnilmm import OmniLMM
+from engine.vision.data.slicing import SlicingRule
+from tests.support.shared_data import shared
+from tests.support.vision_data import chat, fixture_tokenizer, read_json, turns
 
 
 def size_of(folder: str, name: str) -> tuple[int, int]:

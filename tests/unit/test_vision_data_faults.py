@@ -16,13 +16,13 @@ from transformers.image_utils import load_image
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
-from engine.data.judged import build_judged
-from engine.data.vision.families import vision_family
-from engine.data.vision.files import MOST_PIXELS, picture_size, read_picture
-from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
+from engine.preferences.data.judged import build_judged
+from engine.vision.data.families import vision_family
+from engine.vision.data.files import MOST_PIXELS, picture_size, read_picture
+from engine.vision.data.reader import PictureReader
+from tests.support.vision_data import fixture_tokenizer, read_json
 from tests.unit.test_vision_data_rows import minicpm_records, opened, write
-from tests.vision_data import fixture_tokenizer, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

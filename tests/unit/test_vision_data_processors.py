@@ -31,12 +31,12 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
-from engine.data.vision.families import read_vision_family
-from engine.data.vision.family import Conversation, Turn
-from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
-from tests.shared_data import shared
-from tests.stock_vision import pinpoints
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.family import Conversation, Turn
+from engine.vision.data.reader import PictureReader
+from tests.support.shared_data import shared
+from tests.support.stock_vision import pinpoints
 
 SIZES = [(61, 43), (90, 200)]
 TEMPLATE = (

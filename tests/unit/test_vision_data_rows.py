@@ -17,18 +17,18 @@ from engine.data.blend import blend
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
-from engine.data.judged import build_judged
 from engine.data.loader import DataLoader
 from engine.data.mapped_dataset import map_dataset, save_dataset
-from engine.data.preference_pairs import build_pairs
 from engine.data.preview import first_documents, preview
 from engine.data.tokenizer import Tokenizer
-from engine.data.vision import row_pictures
-from engine.data.vision.families import vision_family
-from engine.data.vision.reader import PictureReader
 from engine.errors import UserError
-from tests.shared_data import shared
-from tests.vision_data import fixture_tokenizer, read_json
+from engine.preferences.data.judged import build_judged
+from engine.preferences.data.preference_pairs import build_pairs
+from engine.vision.data import row_images as row_pictures
+from engine.vision.data.families import vision_family
+from engine.vision.data.reader import PictureReader
+from tests.support.shared_data import shared
+from tests.support.vision_data import fixture_tokenizer, read_json
 
 LENGTH = 192
 ANSWER = {"role": "assistant", "content": "They are two football players."}

@@ -14,12 +14,12 @@ from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
-from engine.data.vision import row_pictures
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.runtime.launch import Launch
-from engine.tile_shares import EncoderRank, deal_out
 from engine.training.data import data_position
+from engine.vision.data import row_images as row_pictures
+from engine.vision.tile_shares import EncoderRank, deal_out
 from tests.unit.test_vision_data_rows import batch_of, cogvlm, minicpm, minicpm_records
 
 

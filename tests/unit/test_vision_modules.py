@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
-from engine.models.vision.minicpm_v2 import MiniCPMV2Vision, MiniCPMV2VisionConfig
-from engine.models.vision.minicpm_v2_6 import MiniCPMV26Vision, MiniCPMV26VisionConfig
-from engine.models.vision.omnilmm import OmniLMMVision, OmniLMMVisionConfig
-from engine.models.vision.sizes import Grids
+from engine.vision.towers.minicpm_v2 import MiniCPMV2Vision, MiniCPMV2VisionConfig
+from engine.vision.towers.minicpm_v2_6 import MiniCPMV26Vision, MiniCPMV26VisionConfig
+from engine.vision.towers.omnilmm import OmniLMMVision, OmniLMMVisionConfig
+from engine.vision.towers.sizes import Grids
 
 Vision = MiniCPMV2Vision | MiniCPMV26Vision | OmniLMMVision
 VISION = {

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.errors import UserError
-from engine.models.vision.gemma3 import Gemma3Vision, Gemma3VisionConfig
-from engine.models.vision.siglip import SiglipConfig
+from engine.vision.towers.gemma3 import Gemma3Vision, Gemma3VisionConfig
+from engine.vision.towers.siglip import SiglipConfig
 
 PATCH, SIDE, WIDTH = 3, 6, 40
 VISION: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 
 from engine import __version__
 from engine.checkpoint.manifest import ENGINE_VERSION
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 PARTS = ("engine", "rankfold", "triton_kernels", "csrc", "tools", "tests", "setup.py", "pyproject.toml", "LICENSE")
 """What a build could take, and what it must not."""

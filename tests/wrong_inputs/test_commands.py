@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 from tests.wrong_inputs.workplace import Workplace, check_refused, run_here
 
 MODEL, ADAPTER, OUT, TRAIN = "{model}", "{adapter}", "{out}", "{train}"

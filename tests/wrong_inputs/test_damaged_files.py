@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rights import ordinary_rights
+from tests.support.rights import ordinary_rights
 from tests.wrong_inputs.workplace import Workplace, make_place, run_here
 
 MODEL, ADAPTER, OUT, TRAIN = "{folder}/model", "{folder}/adapter", "{folder}/out", "{folder}/train.jsonl"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.config.run_files import FILES, FOLDERS, REFERENCE, REPORT
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 from tests.wrong_inputs.workplace import Workplace
 
 Refused = Callable[..., None]

@@ -15,8 +15,8 @@ import pytest
 
 from examples.drawn_models import write_sentencepiece, write_weights
 from examples.minicpm_v.make_small import ADDED, CONFIG, picture, shapes
-from tests.rights import ordinary_rights
-from tests.sweeps import sampled
+from tests.support.rights import ordinary_rights
+from tests.support.sweeps import sampled
 from tests.wrong_inputs.workplace import check_refused, run_here
 
 ANSWER = {"role": "assistant", "content": "A red circle."}

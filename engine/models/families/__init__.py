@@ -7,35 +7,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engine.errors import UserError
+from engine.experts.families import deepseek, gpt_oss, routed
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families import (
-    cogvlm,
-    deepseek,
-    gemma2,
-    gemma3,
-    gemma3_vision,
-    gpt_oss,
-    granite,
-    internvl,
-    llama,
-    llava,
-    minicpm,
-    minicpm_v,
-    mistral,
-    olmo2,
-    omnilmm,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen_vl,
-    routed,
-    smollm3,
-)
+from engine.models.families import gemma2, gemma3, granite, llama, minicpm, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.reading import NAMES, REQUIRED
-from engine.models.families.wrapping import Wrapping
 from engine.models.names import NameMap, part_rows
 from engine.size_limits import check_sizes
+from engine.vision.families import cogvlm, internvl, llava, minicpm_v, omnilmm, qwen_vl
+from engine.vision.families import gemma3 as gemma3_vision
+from engine.vision.families.wrapping import Wrapping
 
 
 class Family(NamedTuple):

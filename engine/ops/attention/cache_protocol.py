@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kernels.records import Documents
-from engine.ops.attention.cross import EncodedRows
 from engine.ops.kernels import Attention
+from engine.vision.ops.cross_attention import EncodedRows
 
 
 class KeyValueCache(Protocol):

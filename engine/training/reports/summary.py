@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.run import RunConfig
-from engine.conversion.peft_experts import TrainedAdapters, advice, obstacle
 from engine.distributed.ranks import RankGrid
+from engine.experts.conversion.peft_experts import TrainedAdapters, advice, obstacle
 from engine.models.describe import num_parameters
 from engine.models.families import family_of
 from engine.models.names import is_shared_factor, own_names

@@ -1,0 +1,1 @@
+"""Adapters and weights of experts, in and out."""

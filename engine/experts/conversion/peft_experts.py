@@ -1,0 +1,229 @@
+"""The forms that the adapters of a mixture of experts have in a folder, and what each of them can hold.
+
+| form         | the experts' factors                                    | who reads it                             |
+|--------------|---------------------------------------------------------|------------------------------------------|
+| per_expert   | each expert's apart, by the names of the checkpoint     | PEFT, vLLM                               |
+| stacked      | a stack for each parameter, PEFT's `target_parameters`  | PEFT; vLLM for models that are stored so |
+| shared_outer | a stack for each linear, what all experts share once    | SGLang and vLLM, where an option says so |
+
+PEFT stacks what is apart, as transformers stacks the experts, and has rules of its own:
+
+* a target such as `gate_proj` means the experts of all layers, and never an MLP beside them;
+* gate and up of all experts are one parameter, whose adapter has twice the rank and twice the alpha.
+
+vLLM finds the stacks of a model that it knows with experts apart in no module, and computes without them: it skips its
+check of names where one holds `base_layer`. What a reader would load otherwise than it was trained, or not at all, is
+refused, because it would not say a word.
+
+vLLM finds a linear by its path, so for vLLM alone a folder may hold linears beside the experts, such as those of dense
+first layers and of shared experts. It also reads ranks and scales that PEFT does not read of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from engine.choices import AdapterForm, AdapterReader
+from engine.experts.conversion.expert_stacks import expert_module, routed_layers
+from engine.models.decoder_config import DecoderConfig
+from engine.models.names import fused_parts, is_shared_factor
+
+_EXPERTS = ".mlp.experts."
+_ROUTER = ".mlp.router"
+_STACKED_ALONE = ("gpt_oss",)
+"""Families of which PEFT and servers read no adapters of single experts."""
+_UNSTACKED_BY_PEFT = ("qwen2_moe",)
+"""Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
+no module of an expert, and computes without its adapter."""
+_OTHER_ROUTERS = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", *_UNSTACKED_BY_PEFT)
+"""Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it
+opens none."""
+STACKED_IN_VLLM: frozenset[str] = frozenset()
+"""Families whose experts vLLM knows stacked, so that it finds PEFT's stacks."""
+
+
+def is_expert(module: str) -> bool:
+    """Returns whether an engine module belongs to an expert that a router chooses."""
+    return _EXPERTS in module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedAdapters:
+    """What a run trained, as far as a folder's form depends on it.
+
+    Args:
+        adapters: engine module -> rank and scale of its adapter; of each expert, also where they share factors.
+        in_full: engine modules that were trained in full.
+        shared: names of the factors that all experts of a layer share.
+        rslora: scales are alpha / sqrt(rank).
+    """
+
+    adapters: Mapping[str, tuple[int, float]]
+    in_full: Collection[str]
+    shared: Collection[str]
+    rslora: bool
+
+    @property
+    def experts(self) -> list[str]:
+        return [module for module in self.adapters if is_expert(module)]
+
+    @property
+    def beside_experts(self) -> list[str]:
+        """The linears of dense layers and of shared experts, in order."""
+        return sorted(one for one in self.adapters if ".mlp." in one and not is_expert(one) and _ROUTER not in one)
+
+
+def obstacle(
+    trained: TrainedAdapters, decoder: DecoderConfig, form: AdapterForm, reader: AdapterReader | None = None
+) -> str | None:
+    """Returns the reason why a reader would not compute with the adapters as they were trained; None where it does.
+
+    Args:
+        decoder: of the base.
+        reader: None for those that `form` is made for. Of vLLM, what its version 0.33 reads.
+    """
+    if reader == "vllm" and (absorbed := [one for one in trained.adapters if one.endswith(".kv_b_proj")]):
+        return f"{min(absorbed)} has an adapter, and vLLM generates with that matrix multiplied into others, without it"
+    if decoder.routed is None:
+        return None if form == "per_expert" else f"{decoder.family} models have no experts that a router chooses"
+    for module in trained.in_full:
+        if ".mlp." in module:
+            return f"{module} was trained in full, and PEFT saves no part of a layer with experts"
+    routers = [module for module in trained.adapters if _ROUTER in module]
+    if routers and decoder.family in _OTHER_ROUTERS:
+        return f"{routers[0]} has an adapter, but to PEFT a router of a {decoder.family} model is no linear"
+    if (beside := trained.beside_experts) and not (reader == "vllm" and form == "per_expert"):
+        return f"{beside[0]} has an adapter, whose name means the experts to PEFT"
+    gates = [one for one in (*beside, *routers) if not one.endswith("_proj")]
+    if gates and (form == "shared_outer" or reader in ("vllm", "sglang")):
+        return f"{gates[0]} has an adapter, and vLLM and SGLang have not been tried with those"
+    if not trained.experts:
+        return None if form == "per_expert" else "no expert has an adapter"
+    if decoder.family in _STACKED_ALONE and form != "stacked":
+        first = min(trained.experts)
+        return f"{first} has an adapter of its own, and PEFT has one for all experts of a {decoder.family} model"
+    if form == "stacked":
+        return _of_stacks(trained, decoder, reader)
+    if form == "shared_outer":
+        return _of_outer(trained, decoder, reader)
+    return _of_each(trained, decoder, reader)
+
+
+def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
+    if reader == "sglang":
+        return "SGLang has no form in which gate and up of the experts are one parameter"
+    if reader == "vllm" and decoder.family in _STACKED_ALONE:
+        return f"vLLM has not been tried with the stacks of a {decoder.family} model"
+    if reader == "vllm" and decoder.family not in STACKED_IN_VLLM:
+        return f"vLLM knows the experts of {decoder.family} apart, and would load their stacks and compute without them"
+    for layer in routed_layers(decoder):
+        for parts in (("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",)):
+            scales = {
+                scale
+                for module in trained.experts
+                if module.startswith(f"layers.{layer}.") and module.rpartition(".")[2] in parts
+                for scale in (trained.adapters[module][1],)
+            }
+            if len(scales) > 1:
+                return f"the adapters of {parts[0]} in layer {layer} differ in scale, and their stack has one"
+    return None
+
+
+def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
+    if reader == "sglang":
+        return "SGLang is only known to read experts in the form of shared outer factors"
+    if reason := _incomplete(trained, decoder, "vLLM" if reader == "vllm" else "PEFT"):
+        return reason
+    if reader == "vllm":
+        return _of_each_in_vllm(trained)
+    if decoder.family in _UNSTACKED_BY_PEFT:
+        return f"PEFT does not stack the experts' adapters of a {decoder.family} model, and would compute without them"
+    routers = {module for module in trained.adapters if _ROUTER in module}
+    if routers and (without := [i for i in routed_layers(decoder) if f"layers.{i}{_ROUTER}" not in routers]):
+        return f"layers.{without[0]}{_ROUTER} has no adapter, and PEFT gives one to all routers or to none"
+    if len(set(trained.adapters.values())) > 1:
+        return "the adapters differ in rank or alpha, which PEFT does not read of experts"
+    leaves = {module.rpartition(".")[2] for module in trained.experts}
+    if trained.rslora and leaves & {"gate_proj", "gate_up_proj"}:
+        return "lora.rslora is true, whose scale PEFT changes when it joins the experts' gate_proj and up_proj"
+    return None
+
+
+def _of_each_in_vllm(trained: TrainedAdapters) -> str | None:
+    leaves = {part.rpartition(".")[2] for module in trained.experts for part in fused_parts(module)}
+    if missing := [leaf for leaf in ("gate_proj", "up_proj", "down_proj") if leaf not in leaves]:
+        return f"the experts' {missing[0]} has no adapter, and vLLM reads adapters of experts with all three"
+    ranks: dict[tuple[str, str], int] = {}
+    for module in trained.experts:
+        layer, leaf = module.partition(_EXPERTS)[0], module.rpartition(".")[2]
+        if ranks.setdefault((layer, leaf), trained.adapters[module][0]) != trained.adapters[module][0]:
+            return f"the adapters of {layer}'s {leaf} differ in rank from expert to expert, which vLLM does not read"
+    return None
+
+
+def _of_outer(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str | None:
+    if reader == "peft":
+        return "PEFT has no form in which experts share factors"
+    if not any(is_shared_factor(name) for name in trained.shared):
+        return "the experts share no factors (lora.experts per_expert)"
+    if reason := _incomplete(trained, decoder, "a server"):
+        return reason
+    leaves = {part.rpartition(".")[2] for module in trained.experts for part in fused_parts(module)}
+    if missing := [leaf for leaf in ("gate_proj", "up_proj", "down_proj") if leaf not in leaves]:
+        return f"the experts' {missing[0]} has no adapter, and vLLM reads this form with all three"
+    if len(set(trained.adapters.values())) > 1:
+        return "the adapters differ in rank or alpha, of which this form has one"
+    return None
+
+
+def _incomplete(trained: TrainedAdapters, decoder: DecoderConfig, reader: str) -> str | None:
+    """Returns the reason where a linear of some expert has no adapter and that of another has."""
+    leaves = {module.rpartition(".")[2] for module in trained.experts}
+    if "gate_up_proj" not in leaves and ("gate_proj" in leaves) != ("up_proj" in leaves):
+        return f"of the experts' gate_proj and up_proj, which are one parameter to {reader}, one alone has adapters"
+    assert decoder.routed is not None
+    count = decoder.routed.rule.num_experts
+    every = {expert_module(i, e, leaf) for i in routed_layers(decoder) for e in range(count) for leaf in leaves}
+    if missing := sorted(every - set(trained.experts)):
+        return f"{missing[0]} has no adapter, and {reader} gives one to all experts or to none"
+    return None
+
+
+def fitting_form(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> AdapterForm | None:
+    """Returns the first form that a reader computes with as it was trained; None where there is none."""
+    forms: tuple[AdapterForm, ...] = ("per_expert", "stacked", "shared_outer")
+    return next((form for form in forms if obstacle(trained, decoder, form, reader) is None), None)
+
+
+def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
+    """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
+    fitting = None if decoder.routed is None else fitting_form(trained, decoder, reader)
+    if fitting == "per_expert":
+        return "export with --adapter-form per_expert"
+    way = "--format hf --merge" if fitting is None else f"--adapter-form {fitting}"
+    alone = reader is None and obstacle(trained, decoder, "per_expert", "vllm") is None
+    return f"export with {way}{', or for vLLM alone with --reader vllm' if alone else ''}"
+
+
+def readers_line(form: AdapterForm, decoder: DecoderConfig, *, alone: bool) -> str:
+    """Returns the line that says who reads a folder of this form.
+
+    Args:
+        alone: PEFT would read it otherwise than vLLM.
+    """
+    if alone:
+        return "every adapter is named by the path of its linear, which vLLM reads; PEFT would not read it as trained"
+    if form == "shared_outer":
+        return (
+            "the experts' factors are in the form of shared outer factors: SGLang reads them with "
+            "--experts-shared-outer-loras, vLLM with --enable-moe-shared-loras, and PEFT not at all"
+        )
+    if form == "per_expert":
+        return "each expert's factors are apart: PEFT and vLLM read them so"
+    servers = " alone: vLLM would load them and compute without them"
+    if decoder.family in STACKED_IN_VLLM:
+        servers = " and vLLM"
+    elif decoder.family in _STACKED_ALONE:
+        servers = "; vLLM has not been tried with them"
+    return f"the experts' factors are stacked (target_parameters): read by PEFT{servers}"

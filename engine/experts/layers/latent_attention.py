@@ -1,0 +1,143 @@
+"""Multi-head latent attention: keys and values come from one narrow vector (arXiv 2405.04434, section 2.1).
+
+    c = q_a(x)              q_h = [q_b(norm(c))_h, turned in its last features]
+    [l, r] = kv_a(x)        [k_h, v_h] = kv_b(norm(l))_h            k_h = [k_h, r turned], the same r for all heads
+
+c and [l, r] are made whole on every tensor rank, heads are split. So the gradients of c, l and r are partial sums over
+these ranks, which the input's gradient is anyway; q_b, kv_b and the two norms are built like experts, which leave sums
+to the boundary with the residual stream (see layers.experts).
+
+Heads of values are narrower than those of keys. They are padded with zeros for attention, which leaves any backend's
+attention as it is, and the output is cut again. Generation keeps whole keys and values, not l and r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
+from engine.layers.attention import AttentionKind, attend, attention_of, check_heads
+from engine.layers.context import LayerContext, deferred_sums
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.norm import RMSNorm
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.attention.ulysses import check_context_heads
+from engine.ops.inputs import GivenInput, LinearInput
+from engine.ops.rope import rotate
+
+_NORM_EPS = 1e-6
+"""Epsilon of the norms in between, whatever the config says of others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSizes:
+    """The widths of latent attention; the keys' heads are those of the config.
+
+    Args:
+        query_rank: width of c; None where queries are made from x.
+        key_value_rank: width of l.
+        rotated: features of r, and of each head that are turned.
+        values: features of a head of values, no more than a key's.
+        interleaved: the pairs that are turned are neighbours, and not halves of the turned features.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    rotated: int
+    values: int
+    interleaved: bool
+
+
+class LatentAttention(nn.Module):
+    """Latent attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
+
+    Args:
+        prefix: engine module name, such as `layers.3.attention`.
+        sizes: of it.
+        num_heads, head_dim: of queries and keys.
+        bias: on q_a, kv_a and the output projection.
+        first_site: dropout site of the input; the output projection's is the next one.
+        inner_site: that of norm(c); norm(l)'s is the next one.
+        kind: its scale; it has neither windows nor caps.
+
+    Raises:
+        UserError: the heads do not fit the layout.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        sizes: LatentSizes,
+        *,
+        hidden: int,
+        num_heads: int,
+        head_dim: int,
+        bias: bool,
+        first_site: int,
+        inner_site: int,
+        kind: AttentionKind,
+        build: LayerContext,
+    ) -> None:
+        super().__init__()
+        layout = build.layout
+        tp, inner = layout.tp, deferred_sums(build)
+        check_heads(num_heads, num_heads, tp.size, fused=False)
+        self.num_heads = self.num_kv_heads = num_heads // tp.size
+        self.prefix, self.head_dim, self.layout, self.kind, self._sizes = prefix, head_dim, layout, kind, sizes
+        self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
+        self.attention = attention_of(kind, layout)
+        self.sinks = None
+        if layout.cp.size > 1 and layout.context_method == "ulysses":
+            check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
+
+        def whole(rows: int) -> ShardSpec:
+            return replicated_spec((rows, hidden), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+
+        def heads(features: int, inputs: int) -> ShardSpec:
+            shape = (num_heads * features, inputs)
+            return split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the number of query features")
+
+        rank = sizes.query_rank
+        queries = Section(name=f"{prefix}.q_proj", spec=heads(head_dim, hidden))
+        if rank is not None:
+            queries = Section(name=f"{prefix}.q_a_proj", spec=whole(rank))
+        latents = Section(name=f"{prefix}.kv_a_proj", spec=whole(sizes.key_value_rank + sizes.rotated))
+        self._widths = [queries.rows, sizes.key_value_rank, sizes.rotated]
+        self.qkv = ColumnParallelLinear([queries, latents], bias=bias, site=first_site, build=build)
+        self.q_norm: RMSNorm | None = None
+        self.q_b: ColumnParallelLinear | None = None
+        if rank is not None:
+            self.q_norm = RMSNorm(f"{prefix}.q_a_norm", rank, _NORM_EPS, build=inner)
+            section = Section(name=f"{prefix}.q_b_proj", spec=heads(head_dim, rank))
+            self.q_b = ColumnParallelLinear([section], bias=False, site=inner_site, build=inner)
+        self.kv_norm = RMSNorm(f"{prefix}.kv_a_norm", sizes.key_value_rank, _NORM_EPS, build=inner)
+        features = head_dim - sizes.rotated + sizes.values
+        section = Section(name=f"{prefix}.kv_b_proj", spec=heads(features, sizes.key_value_rank))
+        self.kv_b = ColumnParallelLinear([section], bias=False, site=inner_site + 1, build=inner)
+        self.o_proj = RowParallelLinear(
+            f"{prefix}.o_proj", num_heads * sizes.values, hidden, bias=bias, site=first_site + 1, build=build
+        )
+
+    def _turned(self, x_TNR: Tensor, context: TokenContext) -> Tensor:
+        if self._sizes.interleaved:  # the order is of no matter to scores, as long as queries and keys share it
+            x_TNR = torch.cat((x_TNR[..., 0::2], x_TNR[..., 1::2]), dim=-1)
+        return rotate(x_TNR, context.cos, context.sin)
+
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        sizes, plain = self._sizes, self.head_dim - self._sizes.rotated
+        q, latent, shared = self.qkv(u, source, context).split(self._widths, dim=1)
+        if self.q_b is not None and self.q_norm is not None:
+            q = self.q_b(q.contiguous(), self.q_norm.as_input(), context)
+        q = q.unflatten(1, (self.num_heads, self.head_dim))
+        q = torch.cat((q[..., :plain], self._turned(q[..., plain:], context)), dim=-1)
+        kv = self.kv_b(latent.contiguous(), self.kv_norm.as_input(), context)
+        keys, v = kv.unflatten(1, (self.num_heads, -1)).split([plain, sizes.values], dim=-1)
+        turned = self._turned(shared[:, None, :], context).expand(-1, self.num_heads, -1)
+        k = torch.cat((keys, turned), dim=-1)
+        v = pad(v, (0, self.head_dim - sizes.values))
+        out = attend(self.prefix, self.attention, self.layout, self.scale, q, k, v, context)
+        return self.o_proj(out[..., : sizes.values].flatten(1), GivenInput(), context)

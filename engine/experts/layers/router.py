@@ -1,0 +1,104 @@
+"""The router of a mixture of experts: logits of all experts, and with them a choice for each token.
+
+It is small, and every tensor rank has it whole. Its input is too, and its gradient a partial sum over these ranks,
+because it comes from outputs that are. Frozen unless it is asked for: in full, or by an adapter of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.distributed.collectives import local_part
+from engine.distributed.sharding import replicated_spec
+from engine.errors import UserError
+from engine.experts.ops.routing import RoutingRule, Slots, route, sink_bias, sink_linear
+from engine.kernels.philox import dropout_mask
+from engine.layers.context import AdapterSettings, LayerContext
+from engine.layers.module import ShardedModule, ShardEntry
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.dropout import DropoutSite
+
+CORRECTION = "e_score_correction_bias"
+"""Name of what is added to scores where experts are compared: a buffer, which is kept as it is and never trains."""
+
+
+class Router(ShardedModule):
+    """Chooses experts: x [T, hidden] -> weights [T, k] and slots.
+
+    Args:
+        name: engine module name, such as `layers.3.mlp.router`.
+        rule: how it chooses.
+        hidden: features of x.
+        site: dropout site of its adapter's input.
+
+    Raises:
+        UserError: its adapter is to have what a router's has not.
+    """
+
+    def __init__(self, name: str, rule: RoutingRule, hidden: int, *, site: int, build: LayerContext) -> None:
+        super().__init__()
+        self._name, self._rule, self._build = name, rule, build
+        self._dtype = torch.float32 if rule.wide else None
+        trains = build.plan.trains(name)
+        self.weight = self._own("weight", (rule.num_experts, hidden), trains)
+        self.bias = self._own("bias", (rule.num_experts,), trains) if rule.has_bias else None
+        self.correction: ShardEntry | None = None
+        if rule.has_correction:
+            # in fp32 whatever the model computes in: differences of scores are smaller than bfloat16 can tell
+            values = torch.zeros(rule.num_experts, dtype=torch.float32, device=build.device)
+            self.correction = self._own(CORRECTION, (rule.num_experts,), False, values)
+        self._scale, self._dropout = 0.0, None
+        self.factors: tuple[ShardEntry, ShardEntry] | None = None
+        if (settings := build.plan.adapter(name)) is not None:
+            self._check(settings)
+            self.factors = (
+                self._own("lora_A", (settings.rank, hidden), True),
+                self._own("lora_B", (rule.num_experts, settings.rank), True),
+            )
+            self._scale = settings.scale
+            if settings.dropout > 0:
+                self._dropout = DropoutSite(probability=settings.dropout, seed=build.plan.seed, site=site)
+
+    def _own(self, leaf: str, shape: tuple[int, ...], trains: bool, values: Tensor | None = None) -> ShardEntry:
+        tp = self._build.layout.tp
+        spec = replicated_spec(shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        values = self._build.empty(shape) if values is None else values
+        return self.own(f"{self._name}.{leaf}", values, spec, trainable=trains)
+
+    def _check(self, settings: AdapterSettings) -> None:
+        for option, asked in (("dora", settings.dora), ("bias", settings.bias)):
+            if asked:
+                raise UserError(
+                    f"lora.{option} is true and {self._name} is to have an adapter, but a router has a plain adapter "
+                    f"alone: set lora.{option} to false, or leave the router out of lora.targets."
+                )
+
+    def _logits(self, x_TH: Tensor, context: TokenContext) -> Tensor:
+        logits = sink_linear(x_TH, self.weight.parameter, self.weight.sink, self._dtype)
+        if self.bias is not None:
+            logits = sink_bias(logits, self.bias.parameter, self.bias.sink)
+        if self.factors is None or not context.adapters:
+            return logits
+        if self._dropout is not None and context.training:
+            key = self._dropout.key(context.token_index, x_TH.shape[1], context.step)
+            x_TH = (x_TH * dropout_mask(key)).mul_(self._dropout.scale)
+        a, b = self.factors
+        h = sink_linear(x_TH, a.parameter, a.sink, self._dtype)
+        return torch.add(logits, sink_linear(h, b.parameter, b.sink, self._dtype), alpha=self._scale)
+
+    def forward(self, x_TH: Tensor, context: TokenContext, *, loops: bool) -> tuple[Tensor, Slots]:
+        """Returns weights and slots; `loops` as of `engine.experts.ops.grouped_products.row_groups`."""
+        correction_E = None if self.correction is None else self.correction.parameter
+        logits_TE, balance = self._logits(x_TH, context), context.balance
+        if balance is None:
+            return route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
+        layout, padding_T = self._build.layout, context.padding_T
+        if padding_T is not None and layout.routes_apart:
+            padding_T = local_part(padding_T, layout.tp)
+        if layout.routes_apart or layout.tp.rank == 0:  # elsewhere the gradient is a partial sum, of which one has it
+            logits_TE = balance.through(logits_TE, padding_T)
+        weights, slots = route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
+        if not context.repeats:
+            balance.seen(logits_TE, slots, padding_T)
+        return weights, slots

@@ -1,0 +1,449 @@
+"""The experts of a mixture: y_t = sum over i of w_ti down_e(glu(gate_e(x_t), up_e(x_t))), e = e_ti.
+
+Both linears of all experts here are one grouped product each way, with their adapters beside the weights: an expert's
+storage is [W | B] and its rows are [x | H], H = s drop(x) A^T (see ops.products, "folded"). Where experts share a
+factor, its products and its gradient are one over all rows; such a B is beside the storage, since a copy in each
+expert's would have to be kept equal.
+
+Where experts' inner features are split over tensor ranks, y is this rank's part of a sum, and so are the gradients of
+x and of the weights w, of gate's and up's A and of down's B. Where experts are divided over ranks, rows travel to them
+and outputs back (ops.expert_exchange), and in backward their gradients.
+
+Backward needs no output row of an expert: with G = dy[t] [W | B] of down, not yet weighted, the gradient of w is
+<G, [a | H]>, and a's is w G. Where down has a bias b, <dy[t], b> is added. Of tensor ranks whose outputs are summed one
+adds b, and has its gradient.
+
+x is kept once a token, or once a row where rows have travelled, and [gate | up] and H of the rows; the rest is
+recomputed. A mask is a function of step, site, feature, and of the token and its expert together.
+
+Legend: T tokens, k experts of a token, N = T k rows sorted by expert, E experts, I and O features of a linear's input
+and output, R rows of the stacked A. Where rows travel, N are this rank's slots in the arguments and those that have
+arrived between the exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.experts.ops.encoded_experts import EncodedExperts
+from engine.experts.ops.expert_exchange import Arrival, Exchange
+from engine.experts.ops.grouped_products import (
+    GradientBlock,
+    RowGroups,
+    add_common_gradients,
+    add_grouped_gradients,
+    add_grouped_rows,
+    add_grouped_sums,
+    grouped_product,
+)
+from engine.experts.ops.routing import Slots
+from engine.kernels.philox import dropout_mask
+from engine.kernels.records import AdapterPlace, InputUpdate
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.dropout import DropoutSite
+from engine.ops.inputs import LinearInput, SwiGLUInput
+from engine.ops.kernels import Kernels, scale_projection
+
+Blocks = tuple[tuple[GradientBlock, ...], ...]
+"""What is trained of each expert."""
+SWIGLU = SwiGLUInput()
+"""What most families make of gate and up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedLowRank:
+    """The adapters of one linear of all experts.
+
+    Args:
+        a_ERI: stacked A of each expert, padded to as many rows as there are columns for B; [R, I] where experts share
+            it.
+        b_OR: B where experts share it; None where each has its own, in the storage.
+        places: of the sections' adapters, the same in every expert; what an expert lacks of one is zero there.
+        scales_ER: fp32, the scale of each column of H, where experts differ in it; None where that of `places` counts.
+        a_blocks, b_blocks: destinations of the gradients of A and of B; of each expert, or of all together.
+        dropout: of the input, or None.
+    """
+
+    a_ERI: Tensor
+    b_OR: Tensor | None
+    places: tuple[AdapterPlace, ...]
+    scales_ER: Tensor | None
+    a_blocks: Blocks
+    b_blocks: Blocks
+    dropout: DropoutSite | None
+
+    @property
+    def shares_a(self) -> bool:
+        return self.a_ERI.dim() == 2
+
+    def scaled(self, h_NR: Tensor, rows: _Rows) -> Tensor:
+        """Multiplies H, or its gradient, by the scales, in place."""
+        if self.scales_ER is None:
+            return scale_projection(h_NR, self.places)
+        return h_NR.mul_(self.scales_ER.index_select(0, rows.groups.experts_N(h_NR.shape[0])))
+
+    def times_a(self, x_NI: Tensor, rows: _Rows, kernels: Kernels) -> Tensor:
+        """Returns x A^T, [N, R]."""
+        groups = rows.groups
+        if groups.on_host is None:
+            if self.shares_a:
+                return torch.mm(x_NI, self.a_ERI.t())
+            return grouped_product(x_NI, self.a_ERI.transpose(1, 2), groups, torch.mm)
+        h = x_NI.new_empty(x_NI.shape[0], self.a_ERI.shape[-2])
+        unscaled = [replace(place, scale=1.0) for place in self.places]
+        for own, a_RI in self._factors(groups):
+            kernels.project(x_NI[own], a_RI, None, 1.0, unscaled, h[own])
+        return h
+
+    def back_through_a(self, dh_NR: Tensor, rows: _Rows) -> Tensor:
+        """Returns dH A, [N, I]."""
+        if self.shares_a:
+            return torch.mm(dh_NR, self.a_ERI)
+        return grouped_product(dh_NR, self.a_ERI, rows.groups, torch.mm)
+
+    def add_back_through_a(self, dx_NI: Tensor, dh_NR: Tensor, groups: RowGroups, kernels: Kernels) -> None:
+        """Adds dH A to dx, in place, in loops by the backend's kernel."""
+        for own, a_RI in self._factors(groups):
+            part = dx_NI[own]
+            added = kernels.apply_update(part, InputUpdate(dh_TR=dh_NR[own], a_RI=a_RI))
+            if added.data_ptr() != part.data_ptr():
+                part.copy_(added)
+
+    def _factors(self, groups: RowGroups) -> Iterator[tuple[slice, Tensor]]:
+        """Yields rows that have one A, with it."""
+        if self.shares_a and any(groups.slices()):
+            yield slice(None), self.a_ERI
+        elif not self.shares_a:
+            for expert, own in groups.slices():
+                yield own, self.a_ERI[expert]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedOperands:
+    """One linear of all experts here.
+
+    Args:
+        extended_EOI: [E, O, I + R], each expert's weight with the columns of its adapters' B beside it; without these
+            where experts share B, and on the meta device where weights are encoded.
+        in_features: I.
+        weight_blocks: destinations of the gradients of weights that train.
+        low_rank: the adapters, or None.
+        kernels: the backend.
+        bias_EO: each expert's bias, or None.
+        bias_blocks: destinations of the gradients of biases that train.
+        adds_bias: whether this rank does; always where outputs are no parts of a sum.
+        encoded: the weights as they are stored, where they are not in `extended_EOI`.
+    """
+
+    extended_EOI: Tensor
+    in_features: int
+    weight_blocks: Blocks
+    low_rank: GroupedLowRank | None
+    kernels: Kernels
+    bias_EO: Tensor | None = None
+    bias_blocks: Blocks = ()
+    adds_bias: bool = True
+    encoded: EncodedExperts | None = None
+
+    def in_context(self, context: TokenContext) -> GroupedOperands:
+        """Returns these, or without the adapters where `context` says so."""
+        if context.adapters or self.low_rank is None:
+            return self
+        return replace(self, extended_EOI=self.extended_EOI[..., : self.in_features], low_rank=None)
+
+    @property
+    def drops(self) -> bool:
+        """Whether adapters have dropout."""
+        return self.low_rank is not None and self.low_rank.dropout is not None
+
+    def dropped(self, x_NI: Tensor, rows: _Rows, *, gradient: bool = False) -> Tensor:
+        """Returns drop(x): the mask's elements of x times the scale. In place for a gradient, which is owned."""
+        assert self.low_rank is not None
+        site = self.low_rank.dropout
+        if site is None or not rows.context.training:
+            return x_NI
+        assert rows.coordinates_N is not None
+        mask = dropout_mask(site.key(rows.coordinates_N, self.in_features, rows.context.step))
+        return x_NI.mul_(mask).mul_(site.scale) if gradient else (x_NI * mask).mul_(site.scale)
+
+    def project(self, x_NI: Tensor, rows: _Rows) -> Tensor | None:
+        """Returns H [N, R], which is kept; None without adapters."""
+        if self.low_rank is None:
+            return None
+        return self.low_rank.scaled(self.low_rank.times_a(self.dropped(x_NI, rows), rows, self.kernels), rows)
+
+    def forward(self, x_NI: Tensor, h: Tensor | None, rows: _Rows) -> Tensor:
+        """Returns y [N, O], of x and H."""
+        groups, low_rank = rows.groups, self.low_rank
+        if low_rank is not None and h is not None and low_rank.b_OR is None:
+            x_NI = torch.cat([x_NI, h], dim=1)
+        y = self._product(x_NI, groups, transposed=True)
+        if low_rank is not None and h is not None and low_rank.b_OR is not None:
+            y.addmm_(h, low_rank.b_OR.t())
+        if self.bias_EO is not None and self.adds_bias:
+            add_grouped_rows(y, self.bias_EO, groups)
+        return y
+
+    def bias_dots(self, dy_NO: Tensor, rows: _Rows) -> Tensor | None:
+        """Returns fp32 [N], the products of rows of dy with their experts' biases; None where none is added."""
+        if self.bias_EO is None or not self.adds_bias:
+            return None
+        own_NO = self.bias_EO.index_select(0, rows.groups.experts_N(dy_NO.shape[0]))
+        return (dy_NO.to(torch.float32) * own_NO).sum(dim=1)
+
+    def gradient(self, dy_NO: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
+        """Returns dx = dy W, without what the adapters add to it, and dH / s = dy B."""
+        both = self._product(dy_NO, rows.groups, transposed=False)
+        if self.low_rank is None:
+            return both, None
+        if self.low_rank.b_OR is not None:
+            return both, torch.mm(dy_NO, self.low_rank.b_OR)
+        return both[:, : self.in_features], both[:, self.in_features :]
+
+    def _product(self, x_NK: Tensor, groups: RowGroups, *, transposed: bool) -> Tensor:
+        """Returns each row times its expert's [W | B], or times its transpose."""
+        weights_EOI, encoded, width = self.extended_EOI, self.encoded, self.extended_EOI.shape[2]
+        if encoded is not None and groups.on_host is not None:
+            y = x_NK.new_empty(x_NK.shape[0], weights_EOI.shape[1] if transposed else width)
+            for expert, rows in groups.slices():
+                weight_OI = encoded.one(expert, width)
+                y[rows] = self.kernels.product(x_NK[rows], weight_OI.t() if transposed else weight_OI)
+            return y
+        if encoded is not None:
+            weights_EOI = encoded.every(width)
+        return grouped_product(x_NK, weights_EOI.mT if transposed else weights_EOI, groups, self.kernels.product)
+
+    def add_weight_gradients(self, dy_NO: Tensor, x_NI: Tensor, h_NR: Tensor | None, rows: _Rows) -> None:
+        """Adds dW and dB to their sinks, and weights x and H before where the caller has not."""
+        groups, low_rank = rows.groups, self.low_rank
+        add_grouped_gradients(dy_NO, x_NI, groups, self.weight_blocks)
+        if low_rank is None or h_NR is None:
+            return
+        if low_rank.b_OR is None:
+            add_grouped_gradients(dy_NO, h_NR, groups, low_rank.b_blocks)
+        else:
+            add_common_gradients(dy_NO, h_NR, low_rank.b_blocks)
+
+    def add_bias_gradients(self, dy_NO: Tensor, rows: _Rows) -> None:
+        """Adds the biases' gradients to their sinks."""
+        add_grouped_sums(dy_NO, rows.groups, self.bias_blocks, counts=self.adds_bias)
+
+    def through_adapters(self, dx_NI: Tensor | None, dh_NR: Tensor | None, x_NI: Tensor, rows: _Rows) -> None:
+        """Adds dA to its sinks, and drop'(dH A) to dx, in place where that is wanted.
+
+        Args:
+            dh_NR: dH / s; overwritten.
+        """
+        low_rank, groups = self.low_rank, rows.groups
+        if low_rank is None or dh_NR is None:
+            return
+        dh = low_rank.scaled(dh_NR.contiguous(), rows)
+        dropped = self.dropped(x_NI, rows)
+        if low_rank.shares_a:
+            add_common_gradients(dh, dropped, low_rank.a_blocks)
+        else:
+            add_grouped_gradients(dh, dropped, groups, low_rank.a_blocks)
+        drops = low_rank.dropout is not None and rows.context.training
+        if dx_NI is not None and groups.on_host is not None and not drops:
+            low_rank.add_back_through_a(dx_NI, dh, groups, self.kernels)
+        elif dx_NI is not None:
+            dx_NI.add_(self.dropped(low_rank.back_through_a(dh, rows), rows, gradient=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """The rows of one micro-batch.
+
+    Args:
+        exchange: between the tokens' ranks and those of the experts.
+        coordinates_N: int64, the dropout coordinate of each row at its expert, different for each token and expert;
+            None without dropout.
+        context: of the tokens.
+    """
+
+    exchange: Exchange
+    coordinates_N: Tensor | None
+    context: TokenContext
+
+    @property
+    def groups(self) -> RowGroups:
+        """The rows of each expert here."""
+        return self.exchange.groups
+
+
+class RoutedPass:
+    """The experts of a mixture on the tokens of one micro-batch, in three steps: `dispatch`, `compute`, `combine`.
+
+    Where experts are divided over ranks, rows travel after the first and after the second, and in backward, which comes
+    in the opposite order, their gradients do. What the caller computes between two steps hides them in both directions,
+    since autograd goes back through what is ready latest first.
+
+    In autograd's graph the steps hang together by tensors without elements. What passes from one to the next is here:
+    the rows of a tensor that is on its way are not yet there, and their number is not that of the gradient's.
+
+    Args:
+        slots: of the router.
+        gate_up, down: this rank's part of the experts.
+        context: coordinates of the tokens.
+        leaves: every tensor in the operands that trains.
+        exchange: with the ranks that have the other experts.
+        gated: makes a from [gate | up].
+        leaves_output: nobody reads the output, because a recomputed region ends with it and this is its second run.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        gate_up: GroupedOperands,
+        down: GroupedOperands,
+        context: TokenContext,
+        leaves: tuple[Tensor, ...],
+        exchange: Exchange,
+        *,
+        gated: LinearInput = SWIGLU,
+        leaves_output: bool = False,
+    ) -> None:
+        self.gate_up, self.down = gate_up.in_context(context), down.in_context(context)
+        self.slots, self.exchange, self.gated, self.leaves_output = slots, exchange, gated, leaves_output
+        self._context, self._leaves = context, leaves
+        self.weights_TK: Tensor | None = None
+        self.wants_dx = False
+        """Whether the tokens have a gradient; known when their rows leave."""
+        # on the way to the experts: rows (this rank's tokens, where rows stay), their dropout coordinates, and in
+        # backward the gradients of outputs and the weights
+        self.x: Arrival | None = None
+        self.coordinates: Arrival | None = None
+        self.dy: Arrival | None = None
+        self.w: Arrival | None = None
+        # on the way back: outputs, and in backward the gradients of rows and of the weights
+        self.y: Arrival | None = None
+        self.dx: Arrival | None = None
+        self.d_weights: Arrival | None = None
+
+    def dispatch(self, x_TI: Tensor, weights_TK: Tensor) -> Tensor:
+        """Starts the rows of tokens on their way to their experts.
+
+        Args:
+            x_TI: all tokens.
+            weights_TK: of the router.
+
+        Returns:
+            What `compute` is called with, and that returns what `combine` is called with.
+        """
+        if self._context.training and (self.gate_up.drops or self.down.drops):
+            self.coordinates = self.exchange.out(self.slots.coordinates(self._context.token_index))
+        self.weights_TK = weights_TK.detach()
+        return _Dispatch.apply(x_TI, weights_TK, self)
+
+    def compute(self, link: Tensor) -> Tensor:
+        """Waits for the rows, computes the experts, and starts the outputs on their way back."""
+        coordinates = None if self.coordinates is None else self.coordinates.take()
+        rows = _Rows(exchange=self.exchange, coordinates_N=coordinates, context=self._context)
+        return _Compute.apply(link, self, rows, *self._leaves)
+
+    def combine(self, link: Tensor) -> Tensor:
+        """Waits for the outputs. Returns [T, I], this rank's part of the sum over tensor ranks."""
+        return _Combine.apply(link, self)
+
+
+def _taken(arrival: Arrival | None) -> Tensor:
+    assert arrival is not None
+    return arrival.take()
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weights_TK: Tensor, routed: RoutedPass) -> Tensor:
+        ctx.routed, ctx.dtype = routed, weights_TK.dtype
+        routed.wants_dx = ctx.needs_input_grad[0]
+        x = x_TI.detach()
+        routed.x = Arrival(x) if routed.exchange.stays else routed.exchange.out(routed.slots.gather(x))
+        return x_TI.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        routed: RoutedPass = ctx.routed
+        rows_TK = routed.slots.rows_TK
+        d_weights = _taken(routed.d_weights).index_select(0, rows_TK.flatten()).view_as(rows_TK)
+        d_input = routed.slots.combine(_taken(routed.dx)) if ctx.needs_input_grad[0] else None
+        return d_input, d_weights.to(ctx.dtype), None
+
+
+class _Compute(torch.autograd.Function):
+    """The leaves (trainable tensors) are passed only so that autograd knows the output depends on them."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, routed: RoutedPass, rows: _Rows, *leaves: Tensor) -> Tensor:
+        gate_up, down, exchange = routed.gate_up, routed.down, routed.exchange
+        kept_x = _taken(routed.x)
+        x = routed.slots.gather(kept_x) if exchange.stays else kept_x
+        h = gate_up.project(x, rows)
+        both = gate_up.forward(x, h, rows)
+        a, _ = routed.gated.make(both, None, gate_up.kernels)
+        h_down = down.project(a, rows)
+        if not routed.leaves_output:
+            routed.y = exchange.back(down.forward(a, h_down, rows))
+        ctx.save_for_backward(kept_x, both, h, h_down)
+        ctx.routed, ctx.rows, ctx.num_leaves = routed, rows, len(leaves)
+        return link.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        kept_x, both, h, h_down = ctx.saved_tensors
+        routed, rows = ctx.routed, ctx.rows
+        gate_up, down, gated = routed.gate_up, routed.down, routed.gated
+        slots, exchange = routed.slots, routed.exchange
+        a, _ = gated.make(both, None, gate_up.kernels)
+        w_N1, dy = _taken(routed.w)[:, None], _taken(routed.dy)
+        if exchange.stays:
+            dy = slots.gather(dy)
+        da, dh_down = down.gradient(dy, rows)
+        dots, bias_dots = _dots(da, a), down.bias_dots(dy, rows)
+        dots = dots if h_down is None else dots + _dots(dh_down, h_down)
+        if ctx.needs_input_grad[0]:
+            routed.d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
+        w = w_N1.to(dy.dtype)
+        weighted = a * w if any(down.weight_blocks) else a  # which nobody reads where no weight trains
+        down.add_weight_gradients(dy, weighted, None if h_down is None else h_down * w, rows)
+        if down.bias_blocks:
+            down.add_bias_gradients(dy * w, rows)
+        for given in (da, dh_down):
+            if given is not None:
+                given.mul_(w)
+        down.through_adapters(da, dh_down, a, rows)
+        d_both = gated.gradient(da.contiguous(), both, None, None, gate_up.kernels)
+        del given, da, dh_down, a, dy
+        x = slots.gather(kept_x) if exchange.stays else kept_x
+        dx, dh = gate_up.gradient(d_both, rows)
+        gate_up.through_adapters(dx if routed.wants_dx else None, dh, x, rows)
+        if routed.wants_dx:
+            routed.dx = exchange.back(dx)
+        gate_up.add_weight_gradients(d_both, x, h, rows)  # while dx travels
+        gate_up.add_bias_gradients(d_both, rows)
+        return (d_both.new_empty(0), None, None, *([None] * ctx.num_leaves))
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, routed: RoutedPass) -> Tensor:
+        ctx.routed = routed
+        return routed.slots.combine(_taken(routed.y), routed.weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Any, ...]:
+        routed: RoutedPass = ctx.routed
+        slots, exchange = routed.slots, routed.exchange
+        assert routed.weights_TK is not None
+        routed.w = exchange.out(routed.weights_TK.flatten().index_select(0, slots.order_N))
+        routed.dy = Arrival(dy_TO) if exchange.stays else exchange.out(slots.gather(dy_TO))
+        return dy_TO.new_empty(0), None
+
+
+def _dots(left_NF: Tensor, right_NF: Tensor) -> Tensor:
+    """Returns fp32 [N], the products of rows."""
+    return (left_NF.to(torch.float32) * right_NF).sum(dim=1)

@@ -1,0 +1,1 @@
+"""Pairs of answers, and judged answers."""

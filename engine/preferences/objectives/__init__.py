@@ -1,0 +1,1 @@
+"""Losses of compared and of judged answers."""

@@ -1,0 +1,128 @@
+"""The buffer: a generation batch with its rewards, which several steps are trained on, as a checkpoint keeps it.
+
+Where a checkpoint is saved between two steps of one buffer, the buffer is saved with it: the weights that sampled it
+are gone. Between two buffers there is nothing to save, since the weights give the same one again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from engine.errors import UserError
+from engine.rollouts.sampler import Sampled
+
+FILE = "rollouts.safetensors"
+"""Name of a buffer's file in the folder of a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """A generation batch. Its prompts are dealt out to the steps in their order, as many to each.
+
+    Args:
+        generation: its number in the run, from 0.
+        prompts: int64 [P], numbers of the prompts.
+        completions: of each prompt, one prompt after the other.
+        rewards_NF: fp64, what each function gave for each completion, then the penalties; NaN where it gave none.
+        advantages: float32 [N].
+        uniform: bool [P], whether all completions of a prompt are equally good.
+        num_steps: steps that take their own prompts.
+        iterations: times that these steps are taken.
+        lag: steps that were taken since the weights that sampled it, when the first step is taken from it.
+        old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
+            completion is trained on once, right after the trainer's own model sampled it.
+    """
+
+    generation: int
+    prompts: NDArray[np.int64]
+    completions: tuple[Sampled, ...]
+    rewards_NF: NDArray[np.float64]
+    advantages: NDArray[np.float32]
+    uniform: NDArray[np.bool_]
+    num_steps: int
+    iterations: int
+    lag: int = 0
+    old_logps: tuple[NDArray[np.float32], ...] | None = None
+
+    @property
+    def group(self) -> int:
+        """Completions of each prompt."""
+        return len(self.completions) // len(self.prompts)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that are trained from it."""
+        return self.num_steps * self.iterations
+
+    def step_prompts(self, step: int) -> range:
+        """Returns which of its prompts a step takes.
+
+        Args:
+            step: counted from the buffer's first.
+        """
+        size = len(self.prompts) // self.num_steps
+        first = step % self.num_steps * size
+        return range(first, first + size)
+
+    def to_bytes(self) -> bytes:
+        """Returns it as the bytes of a safetensors file."""
+        lengths = [len(one.tokens) for one in self.completions]
+        arrays: dict[str, NDArray[Any]] = {
+            "prompts": self.prompts,
+            "lengths": np.array(lengths, dtype=np.int64),
+            "tokens": np.concatenate([one.tokens for one in self.completions]),
+            "sampled_logps": np.concatenate([one.logps for one in self.completions]),
+            "truncated": np.array([one.truncated for one in self.completions], dtype=np.bool_),
+            "rewards": self.rewards_NF,
+            "advantages": self.advantages,
+            "uniform": self.uniform,
+        }
+        if self.old_logps is not None:
+            arrays["old_logps"] = np.concatenate(self.old_logps)
+        return save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, path: Path, *, generation: int, num_steps: int, iterations: int, lag: int = 0
+    ) -> Buffer:
+        """Reads what `to_bytes` wrote, whose checksum is known to be right.
+
+        Args:
+            path: of the file, for a message.
+            generation, num_steps, iterations, lag: which are not in it.
+
+        Raises:
+            UserError: it is no buffer.
+        """
+        try:
+            arrays = {name: tensor.numpy() for name, tensor in load(data).items()}
+            ends = np.cumsum(arrays["lengths"])[:-1]
+            parts = [
+                np.split(arrays[name], ends) for name in ("tokens", "sampled_logps", "old_logps") if name in arrays
+            ]
+            completions = tuple(
+                Sampled(tokens=tokens, logps=logps, truncated=bool(truncated))
+                for tokens, logps, truncated in zip(parts[0], parts[1], arrays["truncated"], strict=True)
+            )
+            return cls(
+                prompts=arrays["prompts"],
+                completions=completions,
+                rewards_NF=arrays["rewards"],
+                advantages=arrays["advantages"],
+                uniform=arrays["uniform"],
+                old_logps=tuple(parts[2]) if len(parts) > 2 else None,
+                generation=generation,
+                num_steps=num_steps,
+                iterations=iterations,
+                lag=lag,
+            )
+        except (SafetensorError, KeyError, IndexError, ValueError) as error:
+            raise UserError(f"{path} is no buffer of rollouts ({error}): use another checkpoint.") from error

@@ -1,0 +1,99 @@
+"""What is reported of completions: figures of a step, and a few of them with their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.rollouts.buffer import Buffer
+from engine.rollouts.rewards.pool import Sample
+from engine.training.samples import quoted
+
+OVERLONG = "overlong/penalty"
+"""The name of the penalty for completions that are almost, or altogether, too long; that of no function."""
+
+
+def step_figures(
+    buffer: Buffer, prompts: range, names: Sequence[str], weights: Sequence[float], *, dropped: int
+) -> dict[str, float]:
+    """Returns the figures of a step's completions, by name; those that TRL has too by its names, and as it defines
+    them:
+
+    | name                                           | of                                                        |
+    |------------------------------------------------|-----------------------------------------------------------|
+    | reward, reward_std                             | the weighted sums, penalty included                       |
+    | rewards/NAME/mean, rewards/NAME/std            | what each function gave, without its weight               |
+    | unscored                                       | share of completions without a reward                     |
+    | completions/mean_length, min_length,           | tokens of a completion                                    |
+    | completions/max_length                         |                                                           |
+    | completions/clipped_ratio                      | share that no token ended                                 |
+    | completions/mean_terminated_length,            | tokens of those that a token ended; 0 where there is none |
+    | min_terminated_length, max_terminated_length   |                                                           |
+    | uniform_groups                                 | share of prompts all of whose completions are equally good |
+    | groups_dropped                                 | prompts left out                                          |
+
+    Means of nothing, and deviations of fewer than two numbers, are NaN.
+
+    Args:
+        prompts: of the buffer, those of the step.
+        names: of the columns of its rewards.
+        weights: of the functions; a penalty has 1.
+        dropped: prompts that are left out of the step.
+    """
+    places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)
+    rewards_NF = buffer.rewards_NF[places]
+    factors = np.array([*weights, *[1.0] * (len(names) - len(weights))])
+    unscored = np.isnan(rewards_NF[:, : len(weights)]).all(axis=1)
+    totals = np.nansum(rewards_NF * factors, axis=1)[~unscored]
+    completions = buffer.completions[places]
+    figures = dict(zip(("reward", "reward_std"), _mean_and_deviation(totals), strict=True))
+    for name, column in zip(names, rewards_NF.T, strict=True):
+        mean, deviation = _mean_and_deviation(column[~np.isnan(column)])
+        figures |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": deviation}
+    truncated = np.array([one.truncated for one in completions])
+    lengths = np.array([len(one.tokens) for one in completions])
+    ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
+    for kind, some in (("length", lengths), ("terminated_length", ended)):
+        for name, value in (("mean", some.mean()), ("min", some.min()), ("max", some.max())):
+            figures[f"completions/{name}_{kind}"] = float(value)
+    return figures | {
+        "unscored": float(unscored.mean()),
+        "completions/clipped_ratio": float(truncated.mean()),
+        "uniform_groups": float(buffer.uniform[prompts.start : prompts.stop].mean()),
+        "groups_dropped": float(dropped),
+    }
+
+
+def _mean_and_deviation(values: NDArray[np.float64]) -> tuple[float, float]:
+    mean = float(values.mean()) if len(values) else float("nan")
+    return mean, float(values.std(ddof=1)) if len(values) > 1 else float("nan")
+
+
+def told(samples: Sequence[Sample], buffer: Buffer, names: Sequence[str], count: int) -> list[str]:
+    """Returns lines on some completions: the first of each of the first prompts.
+
+    Args:
+        samples: all of the buffer.
+        count: lines at most.
+    """
+    lines = []
+    for place in range(0, len(samples), buffer.group)[:count]:
+        sample, rewards = samples[place], buffer.rewards_NF[place]
+        parts = ", ".join(f"{name} {_shown(reward)}" for name, reward in zip(names, rewards, strict=True))
+        prompt, completion = (_text(one) for one in (sample.prompt, sample.completion))
+        cut = ", cut off" if buffer.completions[place].truncated else ""
+        lines.append(
+            f"{parts}{cut}, advantage {buffer.advantages[place]:+.2f}: {quoted(prompt)} -> {quoted(completion)}"
+        )
+    return lines
+
+
+def _shown(reward: float) -> str:
+    return "none" if np.isnan(reward) else f"{reward:.3g}"
+
+
+def _text(given: object) -> str:
+    """Returns a text, or the last message's."""
+    return given if isinstance(given, str) else str(given[-1]["content"])  # type: ignore[index]

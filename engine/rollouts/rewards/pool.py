@@ -1,0 +1,435 @@
+"""Scores completions in worker processes, so that a function that crashes or hangs costs its own sample alone.
+
+A call takes a share of the completions. Where it fails, each of them is tried by itself, and those that fail again get
+no reward from this function, with a sentence. A process that hangs is killed, and another is started in its place.
+
+Rewards are a function of texts: neither the number of processes nor their order matters to them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config.rollout import LARGEST_REWARD, RewardSource
+from engine.files.strict_json import JsonFlaw
+from engine.foreign.deadline import Deadline
+from engine.foreign.fields import described, is_number
+from engine.foreign.frames import receive_frame, send_frame
+from engine.foreign.signals import signal_name
+from engine.foreign.streams import LimitedStream
+from engine.foreign.supervisor import ENDING_SECONDS
+from engine.sentences import on_one_line
+from engine.telemetry.torchrun import without_rank
+
+_ROOT = Path(__file__).resolve().parents[3]
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from engine.rollouts.rewards.worker import run; run(*map(int, sys.argv[2:]))"
+)
+_START_SECONDS = 120.0
+"""What a process gets to import the files of the functions."""
+_HANGS = 3
+"""Completions of one failed call that may hang one after the other before the rest of it is not tried."""
+_TRIES = 4
+"""Times rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
+_GONE_SECONDS = 2.0
+"""What a process that has closed its connection gets to end, before it is ended."""
+_ANSWER_BYTES, _SENTENCE_BYTES = 1 << 16, 1 << 13
+"""Bytes of an answer, and more of it for each completion or function, of which it may have a sentence."""
+_LONGEST_SENTENCE = 1000
+"""Characters of one."""
+_KINDS = 5
+"""Failures of one function in one generation batch that are told apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A completion to be scored.
+
+    Args:
+        place: where its prompt comes from, for messages.
+        prompt: a text, or a list of messages.
+        completion: a text, or a list of one message where the prompt is one of messages.
+        completion_ids: its tokens.
+        columns: what its record has beside the prompt.
+    """
+
+    place: str
+    prompt: Any
+    completion: Any
+    completion_ids: Sequence[int]
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """The rewards of some completions.
+
+    Args:
+        rewards: fp64 [N, functions]; NaN where a function gave none.
+        num_failed: completions that no function scored, and one of them failed on.
+        problems: sentences on what failed, a few for each function.
+    """
+
+    rewards: NDArray[np.float64]
+    num_failed: int
+    problems: tuple[str, ...]
+
+
+class _CallFailed(Exception):
+    """Raised where a call gave no rewards; its words say why.
+
+    Args:
+        hung: whether it did not come to an end.
+    """
+
+    def __init__(self, why: str, *, hung: bool = False) -> None:
+        super().__init__(why)
+        self.hung = hung
+
+
+def _sentence(words: str) -> str:
+    """Returns a sentence of a process, which may be meant to look like lines of the log."""
+    return on_one_line(words, most=_LONGEST_SENTENCE)
+
+
+class _Worker:
+    """One process; started where it is first called, and again after a failure.
+
+    Args:
+        wanted: what `engine.rollouts.rewards.worker.serve` is told of the functions.
+        timeout: seconds of a call.
+    """
+
+    def __init__(self, wanted: list[tuple[str | None, str, str, list[str]]], timeout: float) -> None:
+        self._wanted, self._timeout = wanted, timeout
+        self.call_seconds = 0.0
+        """Seconds that all calls took, without what processes take to start."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._lifeline: int | None = None
+        """A pipe's end for writing: the process ends when it is closed."""
+        self._calls = 0
+        self._lock, self._has_ended = threading.Lock(), False
+
+    def start(self) -> list[str]:
+        """Starts the process, where there is none; returns what is wrong with the functions.
+
+        Raises:
+            _CallFailed: it does not start.
+        """
+        with self._lock:
+            if self._has_ended:
+                raise _CallFailed("the run ended")
+            if self._process is not None:
+                return []
+            self._connection, other = socket.socketpair()
+            lifeline, self._lifeline = os.pipe()
+            with other:
+                numbers = map(str, (other.fileno(), lifeline, os.getpid()))
+                # what functions print must not mix with what this program gives on its standard output; in a session
+                # of its own, so that what functions start can be killed with it
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(_ROOT), *numbers],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    pass_fds=(other.fileno(), lifeline),
+                    close_fds=True,
+                    start_new_session=True,
+                    env=without_rank(os.environ),
+                )
+            os.close(lifeline)
+        problems = self._exchange(self._wanted, Deadline(_START_SECONDS), sentences=len(self._wanted))
+        if not isinstance(problems, list) or not all(isinstance(one, str) for one in problems):
+            raise self._malformed(f"{described(problems)}, where a list of sentences was expected")
+        return problems
+
+    def call(self, request: dict[str, Any]) -> list[float | str | None]:
+        """Calls a function.
+
+        Raises:
+            _CallFailed: it gave no rewards.
+        """
+        problems = self.start()
+        if problems:
+            self.close()
+            raise _CallFailed(problems[0])
+        self._calls += 1
+        begin = time.monotonic()
+        count = len(request["completions"])
+        try:
+            reply = self._exchange({"call": self._calls, **request}, Deadline(self._timeout), sentences=count)
+        finally:
+            self.call_seconds += time.monotonic() - begin
+        if not isinstance(reply, dict) or reply.get("call") != self._calls:
+            raise self._malformed(f"{described(reply)} to another call")
+        if isinstance(problem := reply.get("problem"), str):
+            raise _CallFailed(_sentence(problem))
+        rewards = reply.get("rewards")
+        if not isinstance(rewards, list) or len(rewards) != count:
+            raise self._malformed(f"{described(rewards)}, where a list of {count} rewards was expected")
+        for one in rewards:
+            if not (one is None or isinstance(one, str) or (is_number(one) and abs(one) <= LARGEST_REWARD)):
+                raise self._malformed(f"{described(one)} for a reward")
+        return [_sentence(one) if isinstance(one, str) else one for one in rewards]
+
+    def _exchange(self, message: object, deadline: Deadline, *, sentences: int) -> Any:
+        """Sends a message and returns its answer.
+
+        Args:
+            sentences: that the answer may have.
+
+        Raises:
+            _CallFailed: there is none in time, or none that is JSON within limits.
+        """
+        connection = self._connection
+        if connection is None:  # another thread has ended the process
+            raise _CallFailed("the run ended")
+        most_bytes = _ANSWER_BYTES + sentences * _SENTENCE_BYTES
+        stream = LimitedStream(connection, deadline, most_bytes=most_bytes)
+        try:
+            send_frame(stream, message)
+            return receive_frame(stream)
+        except TimeoutError:
+            self.close()
+            raise _CallFailed(f"it did not come to an end within {deadline.seconds:g} s", hung=True) from None
+        except JsonFlaw as flaw:
+            raise self._malformed(f"what cannot be read ({flaw})") from None
+        except (EOFError, OSError):
+            raise _CallFailed(f"its process ended {self._how_it_ended()}") from None
+
+    def _malformed(self, answer: str) -> _CallFailed:
+        """Ends the process, since what comes after such an answer may belong to it; returns what to say of it."""
+        self.close()
+        return _CallFailed(f"its process answered with {answer}")
+
+    def _how_it_ended(self) -> str:
+        process = self._process
+        if process is None:
+            return "with the run"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GONE_SECONDS)
+        status = process.poll()
+        self.close()
+        if status is None:
+            return "its connection"
+        return f"with status {status}" if status >= 0 else f"by {signal_name(-status)}"
+
+    def close(self) -> None:
+        """Ends the process and all that it has started; a later call starts another."""
+        with self._lock:
+            connection, lifeline, process = self._connection, self._lifeline, self._process
+            self._connection = self._lifeline = self._process = None
+        if connection is not None:
+            connection.close()
+        if lifeline is not None:
+            os.close(lifeline)
+        if process is not None:
+            process.send_signal(signal.SIGCONT)  # a function may have stopped it, and it would not see its lifeline end
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2 * ENDING_SECONDS)
+            with suppress(ProcessLookupError):  # all of it was ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def end(self) -> None:
+        """Ends the process as `close` does; no other is started."""
+        with self._lock:
+            self._has_ended = True
+        self.close()
+
+
+class _Failures:
+    """What went wrong with one function in one generation batch.
+
+    Args:
+        name: of the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.of_completions: list[tuple[int, str]] = []
+        """Place of a completion without a reward, and why."""
+        self.of_calls: list[tuple[int, str]] = []
+        """Completions of a call that hung, each of which it could score by itself, and why."""
+
+    def sentences(self, samples: Sequence[Sample]) -> Iterator[str]:
+        """Yields a sentence for each kind of failure, the most frequent first, and one for those that are left."""
+        kinds: dict[str, list[int]] = {}
+        for place, why in sorted(self.of_completions):
+            kinds.setdefault(why, []).append(place)
+        frequent = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        for why, places in frequent[:_KINDS]:
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            yield f"{self._name} gave no reward for a completion of {samples[places[0]].place}{more}: {why}"
+        if left := [len(places) for _, places in frequent[_KINDS:]]:
+            yield f"{self._name} gave no reward for {sum(left)} other completions, for {len(left)} other reasons"
+        if self.of_calls:
+            count, why = self.of_calls[0]
+            times = f" ({len(self.of_calls)} times)" if len(self.of_calls) > 1 else ""
+            yield (
+                f"{self._name} was given {count} completions at once, and {why}{times}, but it scored each by itself: "
+                "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out"
+            )
+
+
+class Scoring:
+    """Scores that are being computed.
+
+    Args:
+        calls: to be waited for.
+        collect: makes the scores when they have ended.
+    """
+
+    def __init__(self, calls: Sequence[Future[None]], collect: Callable[[], Scores]) -> None:
+        self._calls, self._collect = calls, collect
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; returns whether the scores are there."""
+        return not wait(self._calls, seconds).not_done
+
+    def result(self) -> Scores:
+        """Returns the scores, when they are there."""
+        for call in self._calls:
+            call.result()
+        return self._collect()
+
+
+class RewardPool:
+    """Scores completions with some functions. Also a context manager, which ends its processes.
+
+    Args:
+        sources: of the functions.
+        workers: processes.
+        timeout: seconds that a call may take.
+        columns: names of the columns that all samples have.
+        group: samples that belong together, one after the other: a call has all of them or none.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RewardSource],
+        *,
+        workers: int,
+        timeout: float,
+        columns: Sequence[str],
+        group: int = 1,
+    ) -> None:
+        self._sources, self._num_workers, self._group, self._timeout = sources, workers, group, timeout
+        wanted = [(one.file, one.function, one.argument, list(columns)) for one in sources]
+        self._workers = [_Worker(wanted, timeout) for _ in range(workers)]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+
+    def check(self) -> str | None:
+        """Loads the functions once; returns a sentence where one cannot be loaded."""
+        try:
+            problems = self._threads.submit(self._workers[0].start).result()
+        except _CallFailed as failure:
+            files = ", ".join(sorted({one.file for one in self._sources if one.file is not None}))
+            problems = [f"{files} cannot be loaded ({failure})"]
+        return f"rollout.rewards: {problems[0]}; correct the file, or the entry." if problems else None
+
+    def begin(self, samples: Sequence[Sample]) -> Scoring:
+        """Starts to score completions."""
+        rewards = np.full((len(samples), len(self._sources)), np.nan)
+        failures = [_Failures(source.name) for source in self._sources]
+        size = -(-len(samples) // (self._num_workers * self._group)) * self._group
+        chunks = [range(first, min(first + size, len(samples))) for first in range(0, len(samples), max(size, 1))]
+
+        def score(function: int, chunk: range) -> None:
+            worker = self._idle.get()
+            try:
+                for place, found in self._try(worker, function, samples, chunk, failures[function]):
+                    if isinstance(found, str):
+                        failures[function].of_completions.append((place, found))
+                    elif found is not None:
+                        rewards[place, function] = found
+            finally:
+                self._idle.put(worker)
+
+        calls = [
+            self._threads.submit(score, function, chunk) for function in range(len(self._sources)) for chunk in chunks
+        ]
+        return Scoring(calls, lambda: _scores(samples, rewards, failures))
+
+    def _try(
+        self, worker: _Worker, function: int, samples: Sequence[Sample], chunk: range, failures: _Failures
+    ) -> list[tuple[int, float | str | None]]:
+        """Returns the reward of each completion, or why there is none."""
+        try:
+            found = worker.call(_request(function, [samples[place] for place in chunk]))
+            return list(zip(chunk, found, strict=True))
+        except _CallFailed as failure:
+            if len(chunk) == 1:
+                return [(chunk[0], str(failure))]
+            why = failure
+        alone: list[tuple[int, float | str | None]] = []
+        hung, failed, ends = 0, 0, worker.call_seconds + _TRIES * self._timeout
+        for place in chunk:
+            if hung == _HANGS:
+                alone.append((place, f"it was not called, as {_HANGS} others hung"))
+                continue
+            if worker.call_seconds > ends:
+                alone.append((place, f"it was not called, as others took more than {_TRIES * self._timeout:g} s"))
+                continue
+            try:
+                alone.append((place, worker.call(_request(function, [samples[place]]))[0]))
+                hung = 0
+            except _CallFailed as failure:
+                alone.append((place, str(failure)))
+                hung, failed = hung + 1 if failure.hung else 0, failed + 1
+        if why.hung and not failed:
+            failures.of_calls.append((len(chunk), str(why)))
+        return alone
+
+    def close(self) -> None:
+        """Ends the processes; nothing is scored any more."""
+        for worker in self._workers:
+            worker.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _scores(samples: Sequence[Sample], rewards: NDArray[np.float64], failures: Sequence[_Failures]) -> Scores:
+    failed = {place for one in failures for place, _ in one.of_completions}
+    unscored = np.isnan(rewards).all(axis=1)
+    return Scores(
+        rewards=rewards,
+        num_failed=sum(bool(unscored[place]) for place in failed),
+        problems=tuple(sentence for one in failures for sentence in one.sentences(samples)),
+    )
+
+
+def _request(function: int, samples: Sequence[Sample]) -> dict[str, Any]:
+    columns = samples[0].columns
+    return {
+        "function": function,
+        "prompts": [one.prompt for one in samples],
+        "completions": [one.completion for one in samples],
+        "completion_ids": [list(one.completion_ids) for one in samples],
+        "columns": {name: [one.columns[name] for one in samples] for name in columns},
+    }

@@ -1,0 +1,117 @@
+"""Scores completions on rank 0 and tells all ranks.
+
+The other ranks wait in broadcasts of a few seconds each, so that functions may take longer than a collective may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from engine.config.run import RunConfig
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.operations import LOG
+from engine.errors import UserError
+from engine.rollouts.rewards.built_in import compared_column
+from engine.rollouts.rewards.pool import RewardPool, Sample, Scores
+from engine.runtime.launch import Launch
+from engine.sentences import listed
+
+_BEAT_SECONDS = 5.0
+"""Seconds of a broadcast, at most a quarter of train.collective_timeout."""
+_SAID = 100
+"""Sentences on failures in a whole run."""
+
+
+def beat_seconds(config: RunConfig) -> float:
+    """Returns how long a broadcast takes at most in which ranks wait for what rank 0 alone has begun."""
+    return min(_BEAT_SECONDS, config.train.collective_timeout / 4)
+
+
+def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
+    """Returns what calls the run's reward functions.
+
+    Args:
+        columns: of the prompts.
+    """
+    rollout = config.rollout
+    return RewardPool(
+        rollout.reward_sources,
+        workers=rollout.reward_workers,
+        timeout=rollout.reward_timeout,
+        columns=columns,
+        group=rollout.num_generations,
+    )
+
+
+def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> None:
+    """Loads the reward functions once, on rank 0. Collective.
+
+    Raises:
+        UserError: one cannot be loaded, or compares with a column that no record has; on all ranks.
+    """
+    for entry, source in zip(config.rollout.rewards, config.rollout.reward_sources, strict=True):
+        if (column := compared_column(source)) is not None and column not in columns:
+            raise UserError(
+                f"rollout.rewards has {entry}, but no record of {config.data.train} has a field {column} (there is "
+                f"{listed(columns) or 'none beside the prompt'}): write {source.function}:FIELD."
+            )
+    found = None
+    if launch.rank == 0:
+        with reward_pool(config, columns) as pool:
+            found = pool.check()
+    if (problem := broadcast_object(found)) is not None:
+        raise UserError(str(problem))
+
+
+class Scorer:
+    """Scores the completions of a run. Collective: every rank has one and makes the same calls.
+
+    Args:
+        config, launch: of the run.
+        columns: of the prompts.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
+        self._pool = reward_pool(config, columns) if launch.rank == 0 else None
+        self._beat = beat_seconds(config)
+        self._said = 0
+
+    def score(self, samples: Sequence[Sample]) -> Scores:
+        """Returns the scores of completions, the same on all ranks.
+
+        Raises:
+            UserError: none of them has a reward, of any function.
+        """
+        scoring = None if self._pool is None else self._pool.begin(samples)
+        found = None
+        while found is None:
+            if scoring is not None and scoring.wait(self._beat):
+                found = scoring.result()
+            found = cast(Scores | None, broadcast_object(found))
+            LOG.progressed()
+        if np.isnan(found.rewards).all():
+            reason = found.problems[0] if found.problems else "every function returned None for all of them"
+            raise UserError(
+                f"no completion of this step could be scored: {reason}; correct the reward function, and "
+                "start the run again to resume from its last checkpoint."
+            )
+        assert found.rewards.dtype == np.float64
+        return replace(found, problems=self._worth_saying(found.problems))
+
+    def _worth_saying(self, problems: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the lines to log of a generation batch's failures, given those logged before."""
+        left = _SAID - self._said
+        self._said += len(problems)
+        if len(problems) <= left or left < 0:
+            return problems[: max(left, 0)]
+        end = "failures are no longer said: the share of completions without any reward is in the metrics as unscored"
+        return (*problems[:left], end)
+
+    def close(self) -> None:
+        """Ends the processes that call the functions."""
+        if self._pool is not None:
+            self._pool.close()

@@ -1,0 +1,347 @@
+"""Completions that a server samples, in place of `engine.rollouts.sampler`.
+
+Rank 0 writes the adapters, asks the server in threads, and tells all ranks, which so have the same completions in every
+layout. Before each generation batch the server loads the adapters as they are then, under a new name, and gives up
+those before: a server keeps what it computed of prompts by the adapter's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+
+from engine.checkpoint.model_folder import ModelFolder
+from engine.config.rollout import KEY_VARIABLE, RolloutOptions
+from engine.config.run import RunConfig
+from engine.data.tokenizer import Tokenizer
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.operations import LOG
+from engine.errors import UserError
+from engine.files.durable import write_durably
+from engine.files.refusals import reading, writing
+from engine.files.staging import partial_folder
+from engine.rollouts.data.prompts import Prompt, PromptSet
+from engine.rollouts.ends import completion_ends
+from engine.rollouts.sampler import Sampled
+from engine.rollouts.scorer import beat_seconds
+from engine.rollouts.served_adapter import FILES, gather_trained, write_adapter
+from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
+from engine.rollouts.servers.server import Asked, Shown
+from engine.rollouts.servers.several import CompletionServers
+from engine.runtime.launch import Launch
+from engine.runtime.secrets import secret
+from engine.training.build import Training
+
+_FOLDER = "served_adapters"
+_COMPARED = 16
+"""Prompts whose text both tokenizers are given."""
+_LAST_SECONDS = 10.0
+"""That the server may take for each of the last calls."""
+_Result = TypeVar("_Result", covariant=True)
+
+
+class _Work(Protocol[_Result]):
+    """What rank 0 has begun."""
+
+    def wait(self, seconds: float) -> bool: ...
+
+    def result(self) -> _Result: ...
+
+
+class Begun(NamedTuple):
+    """A generation batch that is being sampled.
+
+    Args:
+        generation: its number in the run.
+        step: steps that the adapter had been trained for.
+        asked: on rank 0.
+    """
+
+    generation: int
+    step: int
+    asked: Asked | None
+
+
+@dataclass(frozen=True, slots=True)
+class _InThread:
+    """A call that runs in a thread of its own."""
+
+    outcome: Future[None]
+
+    @classmethod
+    def begin(cls, call: Callable[[], None]) -> _InThread:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="served-adapter")
+        outcome = pool.submit(call)
+        pool.shutdown(wait=False)
+        return cls(outcome)
+
+    def wait(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            self.outcome.exception(seconds)
+        return self.outcome.done()
+
+    def result(self) -> None:
+        self.outcome.result()
+
+
+def check_server(
+    config: RunConfig,
+    launch: Launch,
+    tokenizer: Tokenizer,
+    prompts: PromptSet,
+    *,
+    model: ModelFolder,
+    say: Callable[[str], None],
+) -> None:
+    """Looks on rank 0 whether the server can take part in the run. Collective.
+
+    Args:
+        model: that is trained.
+        say: gets notes.
+
+    Raises:
+        UserError: it cannot; on all ranks.
+    """
+    problem: str | None = None
+    if launch.rank == 0:
+        server: CompletionServers | None = None
+        try:
+            server = CompletionServers(config.rollout, vocabulary=model.decoder.vocab_size, key=secret(KEY_VARIABLE))
+            settings = sampling_settings(config.rollout, completion_ends(model.path, tokenizer))
+            text = " ".join(tokenizer.decode(prompt.ids) for prompt in prompts.prompts[:_COMPARED])
+            shown = Shown(config.data.seq_length, text, tokenizer.encode(text), prompts.prompts[0].ids)
+            for note in server.check(shown, settings):
+                say(f"note: {note}")
+        except UserError as error:
+            problem = str(error)
+        finally:
+            if server is not None:
+                server.close()
+    if (told := broadcast_object(problem)) is not None:
+        raise UserError(str(told))
+
+
+def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
+    """Returns how tokens are sampled.
+
+    Args:
+        ends: tokens that end a completion.
+    """
+    return SamplingSettings(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        max_tokens=rollout.max_completion_length,
+        ends=tuple(sorted(ends)),
+    )
+
+
+def completion_seed(seed: int, generation: int, place: int) -> int:
+    """Returns the seed of one completion's noise: 0 to 2^31 - 1, another one for each of a generation batch.
+
+    Args:
+        seed: of the run.
+        generation: the batch's number in the run.
+        place: of the completion in it.
+    """
+    digest = hashlib.blake2b(f"{seed} {generation}".encode(), digest_size=4).digest()
+    return (int.from_bytes(digest) + place) % 2**31
+
+
+class ServedSampler:
+    """Samples the completions of a run by a server. Collective: every rank has one and makes the same calls.
+
+    Args:
+        config, launch, training: of the run.
+        ends: tokens that end a completion.
+        run_dir: the run's folder.
+    """
+
+    def __init__(
+        self, config: RunConfig, launch: Launch, training: Training, *, ends: frozenset[int], run_dir: Path
+    ) -> None:
+        rollout = config.rollout
+        self._config, self._training, self._ends = config, training, ends
+        self._settings = sampling_settings(rollout, ends)
+        self._beat = beat_seconds(config)
+        self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
+        run = hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=4).hexdigest()
+        self._prefix = f"rankfold-{run}-"
+        # another name in each start of the run: the server may still know what the last one's adapters computed
+        self._start = f"{self._prefix}{secrets.token_hex(3)}-"
+        self._server: CompletionServers | None = None
+        if launch.rank == 0:
+            self._server = self._servers(rollout)
+        self._loaded: tuple[int, Path] | None = None
+        """The adapter that the server has: steps that it was trained for, and its folder."""
+        self._begun: Begun | None = None
+
+    @property
+    def under_way(self) -> Begun | None:
+        """What was begun and not taken."""
+        return self._begun
+
+    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
+        """Returns the completions of a generation batch, and the steps that what sampled them had been trained for.
+        Collective.
+
+        Args:
+            prompts: of the batch.
+            generation: its number in the run, from 0.
+            step: steps that were taken.
+
+        Raises:
+            UserError: the server failed; on all ranks.
+        """
+        if self._begun is None:
+            self.begin(prompts, generation=generation, step=step)
+        begun, self._begun = self._begun, None
+        assert begun is not None and begun.generation == generation, (begun, generation)
+        answers: list[Answer] = self._told(begun.asked)
+        return [self._sampled(one) for one in answers], begun.step
+
+    def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
+        """Begins to sample a generation batch by the adapters as they are. Collective; see `take`."""
+        if self._loaded is None or self._loaded[0] != step:
+            trained = gather_trained(self._training)
+            self._publish(
+                step,
+                lambda folder: write_adapter(
+                    trained, self._config, self._training, folder, self._config.rollout.server_kind
+                ),
+            )
+        self._ask(prompts, generation=generation, step=step)
+
+    def begin_again(
+        self, prompts: Sequence[Prompt], files: Callable[[str], bytes], *, generation: int, step: int
+    ) -> None:
+        """Begins to sample what was under way when a checkpoint was saved, by the adapter that it keeps. Collective.
+
+        Args:
+            files: reads one of the checkpoint's, of those that `files` gave it.
+        """
+
+        def write(folder: Path) -> None:
+            with writing(folder):
+                folder.mkdir(parents=True)
+                for name, kept in FILES.items():
+                    write_durably(folder / name, files(kept))
+
+        self._publish(step, write)
+        self._ask(prompts, generation=generation, step=step)
+
+    def files(self) -> Mapping[str, bytes]:
+        """Returns what a checkpoint keeps of the adapter that samples; on other ranks than rank 0 nothing."""
+        if self._server is None or self._loaded is None:
+            return {}
+        with reading(self._loaded[1], "start the run again, and leave the adapters of a running run where they are"):
+            return {kept: (self._loaded[1] / name).read_bytes() for name, kept in FILES.items()}
+
+    def close(self, *, failed: bool) -> None:
+        """Ends what is under way, and takes the run's adapters away from the server.
+
+        Args:
+            failed: the run did, so that the server may be gone.
+        """
+        if self._server is None:
+            return
+        self._server.close()
+        if failed:
+            return
+        rollout = self._config.rollout
+        quick = replace(rollout, server_timeout=min(_LAST_SECONDS, rollout.server_timeout))
+        server = self._servers(quick)
+        with suppress(UserError):
+            server.unload_all(self._prefix)
+        server.close()
+        self._clear()
+        if rollout.adapter_dir is None:
+            with suppress(OSError):  # the run may have written none
+                self._parent.rmdir()
+
+    def _servers(self, rollout: RolloutOptions) -> CompletionServers:
+        vocabulary = self._training.source.model.decoder.vocab_size
+        return CompletionServers(rollout, vocabulary=vocabulary, key=secret(KEY_VARIABLE))
+
+    def _name(self, step: int) -> str:
+        return f"{self._start}step{step}"
+
+    def _publish(self, step: int, write: Callable[[Path], Any]) -> None:
+        """Has the server load an adapter, and give up the one before.
+
+        Args:
+            write: puts it into a folder, on rank 0.
+        """
+        folder, before = self._parent / self._name(step), self._loaded
+        server = self._server
+
+        def publish() -> None:
+            assert server is not None
+            if before is None:
+                server.unload_all(self._prefix)
+                self._clear()
+            with writing(folder):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+            write(folder)
+            server.load(self._name(step), str(folder))
+            if before is not None:
+                server.unload(self._name(before[0]))
+                shutil.rmtree(before[1], ignore_errors=True)
+
+        self._told(None if server is None else _InThread.begin(publish))
+        self._loaded = step, folder
+
+    def _clear(self) -> None:
+        """Deletes the adapters, also those that an earlier start of the run has left."""
+        for pattern in (f"{self._prefix}*", partial_folder(Path(f"{self._prefix}*")).name):
+            for folder in self._parent.glob(pattern):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _ask(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
+        asked = None
+        if self._server is not None:
+            members, seed = self._config.rollout.num_generations, self._config.train.seed
+            questions = [
+                Question(prompts[place // members].ids, completion_seed(seed, generation, place))
+                for place in range(len(prompts) * members)
+            ]
+            asked = self._server.ask(self._name(step), questions, self._settings)
+        self._begun = Begun(generation, step, asked)
+
+    def _told(self, work: _Work[Any] | None) -> Any:
+        """Returns on all ranks what rank 0's work came to; they wait in broadcasts of a few seconds each.
+
+        Raises:
+            UserError: it failed; on all ranks.
+        """
+        found: tuple[Any, str | None] | None = None
+        while found is None:
+            if work is not None and work.wait(self._beat):
+                try:
+                    found = work.result(), None
+                except UserError as error:
+                    found = None, str(error)
+            found = cast(tuple[Any, str | None] | None, broadcast_object(found))
+            LOG.progressed()
+        result, problem = found
+        if problem is not None:
+            raise UserError(problem)
+        return result
+
+    def _sampled(self, answer: Answer) -> Sampled:
+        return Sampled(
+            tokens=np.array(answer.tokens, dtype=np.int32),
+            logps=np.array(answer.logps, dtype=np.float32),
+            truncated=answer.tokens[-1] not in self._ends,
+        )

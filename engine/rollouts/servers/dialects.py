@@ -1,0 +1,355 @@
+"""How the two servers are asked, and how they answer: calls as JSON, without a connection.
+
+Fields as in vLLM 0.33 (`vllm/entrypoints/openai/completion/protocol.py`, `serve/lora/protocol.py`) and SGLang 0.5.23
+(`sglang/srt/managers/io_struct.py`, `sampling/sampling_params.py`). All that shapes a distribution is given, because
+both servers take what is left out from the model's generation_config.json or from their own options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from engine.choices import ServerKind
+from engine.errors import UserError
+from engine.foreign.fields import described, is_integer, is_number
+from engine.rollouts.servers.http import SMALL_ANSWER
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    """How tokens are sampled.
+
+    Args:
+        temperature, top_k, top_p, min_p, repetition_penalty: see `engine.config.rollout.RolloutOptions`.
+        max_tokens: of a completion.
+        ends: tokens that end one, ascending.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    max_tokens: int
+    ends: tuple[int, ...]
+
+
+class Question(NamedTuple):
+    """A completion to sample.
+
+    Args:
+        ids: of the prompt.
+        seed: of its noise, 0 to 2^31 - 1.
+    """
+
+    ids: tuple[int, ...]
+    seed: int
+
+
+class Answer(NamedTuple):
+    """A completion.
+
+    Args:
+        tokens: with the one that ended it.
+        logps: log-probability of each when it was sampled.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+
+
+class WrongValue(UserError):
+    """Raised where an answer has a value that cannot be.
+
+    Args:
+        sentence: with {} in place of the value, and no other word of the server's.
+        value: what the server gave.
+    """
+
+    def __init__(self, sentence: str, value: object) -> None:
+        super().__init__(sentence.format(described(value)))
+        self._sentence, self._value = sentence, value
+
+    def told(self, describe: Callable[[object], str]) -> str:
+        """Returns the sentence with another description of the value."""
+        return self._sentence.format(describe(self._value))
+
+
+class Call(NamedTuple):
+    """What is posted: a path and its JSON.
+
+    Args:
+        most_bytes: that the answer may have.
+    """
+
+    path: str
+    body: dict[str, Any]
+    most_bytes: int = SMALL_ANSWER
+
+
+class Dialect(Protocol):
+    """What differs between servers."""
+
+    name: str
+    """As people know it."""
+    owner: str
+    """What it calls itself in its list of models."""
+    logps_are_cut: bool
+    """Whether log-probabilities at the sampling temperature are of what top_k, top_p and min_p leave."""
+    how_to_scale: str
+    """What makes it give log-probabilities at the sampling temperature."""
+    how_to_load: str
+    """What makes it take adapters while it runs."""
+
+    def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        """Returns the call that samples one completion.
+
+        Args:
+            adapter: the name under which it was loaded.
+        """
+        ...
+
+    def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
+        """Returns the same call without adapter.
+
+        Args:
+            model: the name of the base.
+        """
+        ...
+
+    def completion(self, answer: Any) -> Answer:
+        """Reads the answer to `sample`.
+
+        Raises:
+            UserError: it lacks tokens or log-probabilities, or has others than there can be.
+        """
+        ...
+
+    def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
+        """Returns a call for the log-probabilities of the `LIKELIEST` tokens behind a prompt, without adapter."""
+        ...
+
+    def likeliest(self, answer: Any) -> list[float]:
+        """Reads the answer to `look`: the largest first.
+
+        Raises:
+            UserError: it has not that many numbers.
+        """
+        ...
+
+    def load(self, adapter: str, folder: str) -> Call:
+        """Returns the call that loads an adapter from a folder under a name."""
+        ...
+
+    def unload(self, adapter: str) -> Call:
+        """Returns the call that gives an adapter up."""
+        ...
+
+    def takes_adapters(self, status: int, words: str) -> bool:
+        """Returns whether a server takes adapters that refuses to give up one that it does not have."""
+        ...
+
+
+class Vllm:
+    """vLLM's OpenAI-compatible server."""
+
+    name, owner = "vLLM", "vllm"
+    logps_are_cut = True
+    how_to_scale = "start it with --logprobs-mode processed_logprobs"
+    how_to_load = (
+        "start it with --enable-lora, a --max-lora-rank of lora.rank or more, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+        "in its environment"
+    )
+
+    def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        return Call(
+            "/v1/completions",
+            {
+                "model": adapter,
+                "prompt": list(question.ids),
+                "max_tokens": settings.max_tokens,
+                "n": 1,
+                "temperature": settings.temperature,
+                "top_k": settings.top_k or 0,
+                "top_p": settings.top_p,
+                **_shaping(settings),
+                "seed": question.seed,
+                "logprobs": 0,  # of the sampled token alone
+                "return_token_ids": True,
+                "ignore_eos": True,  # the run's end tokens are below, and no others
+                "stop_token_ids": list(settings.ends),
+            },
+            _most_bytes(len(question.ids) + settings.max_tokens),
+        )
+
+    def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
+        return self.sample(model, question, settings)
+
+    def completion(self, answer: Any) -> Answer:
+        choice = _first(answer, "choices")
+        tokens = choice.get("token_ids")
+        if not isinstance(tokens, list):
+            raise UserError("the answer has no token_ids: use a vLLM that knows return_token_ids (0.10.2 or later)")
+        given = choice.get("logprobs")
+        logps = given.get("token_logprobs") if isinstance(given, dict) else None
+        if not isinstance(logps, list):
+            raise UserError("the answer has no token_logprobs: see that nothing between here and the server drops them")
+        return _completion(("token_ids", tokens), ("token_logprobs", logps))
+
+    def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
+        settings = {"temperature": temperature, "top_k": 0, "top_p": 1.0, **_NEUTRAL}
+        # two tokens may have the same text
+        settings |= {"logprobs": LIKELIEST, "return_tokens_as_token_ids": True}
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "n": 1, **settings}
+        return Call("/v1/completions", body, _most_bytes(len(ids) + 1))
+
+    def likeliest(self, answer: Any) -> list[float]:
+        given = _first(answer, "choices").get("logprobs")
+        # the sampled token is among them, wherever it ranks
+        return _largest(_first(given, "top_logprobs").values(), "top_logprobs")
+
+    def load(self, adapter: str, folder: str) -> Call:
+        return Call("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
+
+    def unload(self, adapter: str) -> Call:
+        return Call("/v1/unload_lora_adapter", {"lora_name": adapter})
+
+    def takes_adapters(self, status: int, words: str) -> bool:
+        # without runtime updating there is no such path
+        return not (status in (404, 405) and "cannot be found" not in words)
+
+
+class Sglang:
+    """SGLang's own interface, which takes and gives token ids."""
+
+    name, owner = "SGLang", "sglang"
+    logps_are_cut = False
+    how_to_scale = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+    how_to_load = "start it with --enable-lora, --max-lora-rank and --lora-target-modules"
+
+    def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
+        path, body, most_bytes = self.sample_base("", question, settings)
+        return Call(path, {**body, "lora_path": adapter}, most_bytes)
+
+    def sample_base(self, model: str, question: Question, settings: SamplingSettings) -> Call:
+        sampling = {
+            "max_new_tokens": settings.max_tokens,
+            "n": 1,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k or -1,
+            "top_p": settings.top_p,
+            **_shaping(settings),
+            "sampling_seed": question.seed,
+            # its ignore_eos would ignore these too
+            "stop_token_ids": list(settings.ends),
+        }
+        body = {"input_ids": list(question.ids), "sampling_params": sampling, "return_logprob": True}
+        return Call("/generate", body, _most_bytes(len(question.ids) + settings.max_tokens))
+
+    def completion(self, answer: Any) -> Answer:
+        tokens = answer.get("output_ids") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
+            raise UserError(
+                "the answer has no output_ids: see that rollout.server_kind is right, or use a later SGLang"
+            )
+        name = "output_token_logprobs"
+        return _completion(("output_ids", tokens), (name, self._logps(answer, name)))
+
+    def look(self, model: str, ids: Sequence[int], temperature: float) -> Call:
+        sampling = {"max_new_tokens": 1, "n": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, **_NEUTRAL}
+        body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True}
+        return Call("/generate", {**body, "top_logprobs_num": LIKELIEST}, _most_bytes(len(ids) + 1))
+
+    def likeliest(self, answer: Any) -> list[float]:
+        (first, *_) = self._entries(answer, "output_top_logprobs") or [None]
+        found = [one[0] for one in first if isinstance(one, list) and one] if isinstance(first, list) else []
+        return _largest(found, "output_top_logprobs")
+
+    def load(self, adapter: str, folder: str) -> Call:
+        return Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": folder})
+
+    def unload(self, adapter: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": adapter})
+
+    def takes_adapters(self, status: int, words: str) -> bool:
+        return status == 400 and "not enabled" not in words
+
+    def _logps(self, answer: Any, name: str) -> list[Any]:
+        found = self._entries(answer, name)
+        if found is None or not all(isinstance(one, list) and one for one in found):
+            raise UserError(f"the answer has no {name}: see that nothing between here and the server drops them")
+        return [one[0] for one in found]
+
+    def _entries(self, answer: Any, name: str) -> list[Any] | None:
+        facts = answer.get("meta_info") if isinstance(answer, dict) else None
+        found = facts.get(name) if isinstance(facts, dict) else None
+        return found if isinstance(found, list) else None
+
+
+LIKELIEST = 5
+"""Tokens whose log-probabilities are looked at; servers give these unless they were started with a lower limit."""
+LEAST_LOGP = -1000.0
+"""The least log-probability of a sampled token. A sampler in float32 draws none below -104; the rest is room for what
+penalties and temperature do between the distribution that is drawn from and the one that is told of."""
+ROUNDING = 1e-3
+"""By how much a log-probability may lie above 0."""
+_BYTES_PER_TOKEN = 1 << 10
+"""Of an answer: a token's id, its log-probability, and its text up to three times."""
+_NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def _shaping(settings: SamplingSettings) -> dict[str, float]:
+    return _NEUTRAL | {"min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty}
+
+
+def _most_bytes(tokens: int) -> int:
+    """Returns the bytes that an answer on so many tokens may have."""
+    return SMALL_ANSWER + _BYTES_PER_TOKEN * tokens
+
+
+def _first(answer: Any, name: str) -> dict[str, Any]:
+    """Returns the first of a list of objects under a name."""
+    found = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(found, list) or not found or not isinstance(found[0], dict):
+        raise UserError(f"the answer has no {name}: see that rollout.server_kind is right")
+    return found[0]
+
+
+def _completion(tokens: tuple[str, list[Any]], logps: tuple[str, list[Any]]) -> Answer:
+    """Returns a completion of two fields, each with its name.
+
+    Raises:
+        UserError: they are not tokens and their log-probabilities.
+    """
+    (name, ids), (name_of_logps, values) = tokens, logps
+    for one in ids:
+        if not is_integer(one):
+            raise WrongValue(f"{name} has {{}}, where tokens are expected as integers", one)
+    if len(ids) != len(values):
+        raise UserError(f"a completion has {len(ids)} tokens and {len(values)} log-probabilities")
+    for one in values:
+        if not is_number(one) or not LEAST_LOGP <= one <= ROUNDING:
+            raise WrongValue(
+                f"{name_of_logps} has {{}} for a log-probability, and {LEAST_LOGP:g} to 0 are expected of tokens that "
+                "were sampled",
+                one,
+            )
+    return Answer(tuple(ids), tuple(map(float, values)))
+
+
+def _largest(found: Iterable[object], name: str) -> list[float]:
+    """Returns the largest log-probabilities of an answer's."""
+    values = [float(value) for value in found if is_number(value)]
+    if len(values) < LIKELIEST:
+        raise UserError(
+            f"the answer has {len(values)} {name}, and {LIKELIEST} were asked for: let the server give that many "
+            "(--max-logprobs), and see that nothing between here and the server drops them"
+        )
+    return sorted(values, reverse=True)[:LIKELIEST]
+
+
+def dialect_of(kind: ServerKind) -> Dialect:
+    """Returns how a kind of server is spoken to."""
+    return Vllm() if kind == "vllm" else Sglang()

@@ -1,0 +1,377 @@
+"""A server of completions, as a run uses it: looked at once, given adapters now and then, asked many things at a time.
+
+What a wrong server would do to a run is refused: no token ids, log-probabilities of another distribution, other ends of
+completions, another tokenizer. Whether it computes with the weights that it was given only the trainer can tell, by
+comparing log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from engine.config.rollout import RolloutOptions
+from engine.errors import UserError
+from engine.foreign.deadline import Deadline
+from engine.foreign.fields import is_integer
+from engine.rollouts.servers.dialects import Answer, Call, Question, SamplingSettings, WrongValue, dialect_of
+from engine.rollouts.servers.http import SMALL_ANSWER, CallRefused, HttpServer
+from engine.sentences import listed
+
+_HOT = 2.0
+"""The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
+_HALVED = 0.75
+"""The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
+_NOBODY = "rankfold-looks"
+"""An adapter that no server has."""
+_LIST_BYTES = 1 << 20
+"""Of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
+_TOKEN_BYTES = 16
+"""Of a token in a list of ids."""
+
+
+_CARD_FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("id", str, "a text"),
+    ("owned_by", str | None, "a text"),
+    ("parent", str | None, "a text or null"),
+    ("max_model_len", int | None, "an integer"),
+)
+"""What is read of a model in the list: the field, its kind in Python, and in words."""
+
+
+class Shown(NamedTuple):
+    """What of a run a server is looked at with.
+
+    Args:
+        length: of prompt and completion together.
+        text, tokens: a text, and what it is made of.
+        prompt: tokens of a prompt.
+    """
+
+    length: int
+    text: str
+    tokens: Sequence[int]
+    prompt: Sequence[int]
+
+
+class Asked:
+    """Completions under way.
+
+    Args:
+        answers: what becomes of each.
+    """
+
+    def __init__(self, answers: Sequence[Future[Answer]]) -> None:
+        self.answers = answers
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether all are there, or one failed, within some seconds."""
+        done, left = wait(self.answers, seconds, return_when=FIRST_EXCEPTION)
+        return not left or any(one.exception() is not None for one in done)
+
+    def result(self) -> list[Answer]:
+        """Returns the completions, in the order of the questions; waits for them.
+
+        Raises:
+            UserError: one failed.
+        """
+        done, _ = wait(self.answers, return_when=FIRST_EXCEPTION)
+        failed = [one for one in done if one.exception() is not None]
+        return [one.result() for one in failed or self.answers]
+
+
+class CompletionServer:
+    """A server.
+
+    Args:
+        url: its address.
+        options: what goes with rollout.server.
+        vocabulary: entries of the trained model's.
+        key: that it asks for; None for none.
+    """
+
+    def __init__(self, url: str, options: RolloutOptions, *, vocabulary: int, key: str | None = None) -> None:
+        self._options, self._vocabulary = options, vocabulary
+        self._dialect = dialect_of(options.server_kind)
+        self._http = HttpServer(url, timeout=options.server_timeout, key=key)
+        self._pool = ThreadPoolExecutor(options.slots, thread_name_prefix="rollout")
+        self._model: str | None = None
+
+    # looking
+
+    def check(self, shown: Shown, settings: SamplingSettings) -> list[str]:
+        """Looks whether the server can take part in a run.
+
+        Args:
+            shown: of the run.
+            settings: how it samples.
+
+        Returns:
+            Notes on what could not be looked at.
+
+        Raises:
+            UserError: it cannot.
+        """
+        self._require_model(shown.length)
+        notes = self._compare_tokens(shown.text, shown.tokens)
+        self._sample_one(Question(tuple(shown.prompt), 0), settings)
+        self._require_scale(shown.prompt)
+        self._require_adapters()
+        return notes
+
+    @property
+    def model(self) -> str:
+        """The model's name on the server.
+
+        Raises:
+            UserError: there is none, or several without a choice.
+        """
+        if self._model is None:
+            self._require_model(0)
+        assert self._model is not None
+        return self._model
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """Returns what the server says of its models and adapters, by name."""
+        answer = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            raise UserError(
+                f"{self._http.url}/v1/models lists no models: give the address of a {self._dialect.name} server."
+            )
+        for card in cards:
+            for name, kind, expected in _CARD_FIELDS:
+                if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
+                    given = self._http.described(card[name])
+                    raise UserError(
+                        f"{self._http.url}/v1/models gives {given} as {name} of a model, and {expected} is expected: "
+                        f"give the address of a {self._dialect.name} server."
+                    )
+        return {card["id"]: card for card in cards}
+
+    def _require_model(self, length: int) -> None:
+        url, options = self._http.url, self._options
+        bases = {name: card for name, card in self._cards().items() if not card.get("parent")}
+        owners = {card.get("owned_by") for card in bases.values()} & {"vllm", "sglang"}
+        if owners and self._dialect.owner not in owners:
+            raise UserError(
+                f"rollout.server_kind is {options.server_kind}, and {url} says that it is {owners.pop()}: change "
+                "rollout.server_kind."
+            )
+        name = options.server_model
+        if name is None and len(bases) == 1:
+            (name,) = bases
+        if name not in bases:
+            asked = "rollout.server_model is not set" if name is None else f"rollout.server_model is {name}"
+            served = f"{len(bases) or 'no'} model{'s' if len(bases) != 1 else ''}{self._http.repeated(listed(bases))}"
+            raise UserError(f"{asked}, and {url} serves {served}: name the one that is trained.")
+        limit = bases[name].get("max_model_len")
+        if limit is not None and limit < length:
+            facts = self._http.repeated(f"{listed([name])}: {limit} tokens")
+            raise UserError(
+                f"{url} serves a context that is shorter than data.seq_length, which is {length}{facts}: raise the "
+                "server's, or lower data.seq_length."
+            )
+        self._model = name
+
+    def _compare_tokens(self, text: str, own: Sequence[int]) -> list[str]:
+        """Refuses a server whose tokenizer gives a text other tokens."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            most = SMALL_ANSWER + _TOKEN_BYTES * len(text.encode())
+            answer = self._http.call("/tokenize", body, most_bytes=most)
+        except CallRefused as refusal:
+            return [f"the server's tokenizer could not be compared: {refusal}"]
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if tokens != list(own):
+            raise UserError(
+                f"{self._http.url} has another tokenizer, which makes other tokens of prompts that are {_few(own)}"
+                f"{self._http.repeated(_few(tokens))}: serve the model of model.path, with its tokenizer."
+            )
+        return []
+
+    def _sample_one(self, question: Question, settings: SamplingSettings) -> None:
+        """Refuses a server that does not sample as the run asks it to, which shows before any adapter is there."""
+        try:
+            one = replace(settings, max_tokens=1)
+            self._completion(self._dialect.sample_base(self.model, question, one), one)
+        except CallRefused as refusal:
+            raise UserError(f"{refusal}: change the option that it names, or serve the model of model.path.") from None
+
+    def _require_scale(self, prompt: Sequence[int]) -> None:
+        """Refuses log-probabilities of another distribution than that whose ratios training takes."""
+        options, dialect, url = self._options, self._dialect, self._http.url
+        looked = [
+            dialect.likeliest(self._answer(dialect.look(self.model, prompt, temperature)))
+            for temperature in (1.0, _HOT)
+        ]
+        if (largest := max(map(max, looked))) > 0:
+            told = self._http.described(largest)
+            raise UserError(f"{url} gives {told} for a log-probability: {dialect.how_to_scale}.")
+        cold, hot = (max(one) - min(one) for one in looked)
+        scaled = hot < _HALVED * cold
+        if options.temperature != 1 and not scaled:
+            raise UserError(
+                f"rollout.temperature is {options.temperature:g}, and {url} gives log-probabilities of temperature 1: "
+                f"{dialect.how_to_scale}, or set rollout.temperature to 1."
+            )
+        cuts = options.top_k is not None or options.top_p != 1 or options.min_p != 0
+        shaped = (cuts and dialect.logps_are_cut) or options.repetition_penalty != 1
+        if scaled and shaped:
+            raise UserError(
+                "rollout.top_k, rollout.top_p, rollout.min_p or rollout.repetition_penalty is set, and "
+                f"{url} gives log-probabilities of what they leave, while training sees the whole distribution: remove "
+                "them, or set rollout.temperature to 1 and start a vLLM server with --logprobs-mode raw_logprobs."
+            )
+
+    def _require_adapters(self) -> None:
+        try:
+            self._tell(self._dialect.unload(_NOBODY))
+        except CallRefused as refusal:
+            if not self._dialect.takes_adapters(refusal.status, refusal.words):
+                raise UserError(
+                    f"{self._http.url} takes no adapters while it runs ({refusal}): {self._dialect.how_to_load}."
+                ) from None
+
+    # adapters
+
+    def unload_all(self, prefix: str) -> None:
+        """Gives up the adapters whose names begin so, which a run that was killed has left there.
+
+        Raises:
+            UserError: the server is gone, or too slow.
+        """
+        deadline = Deadline(self._options.server_timeout)
+        for name, card in self._cards().items():
+            if card.get("parent") and name.startswith(prefix):
+                if not deadline.has(0):
+                    raise UserError(
+                        f"{self._http.url} did not give up the run's adapters within {deadline.seconds:g} seconds: "
+                        "start it again, or raise rollout.server_timeout."
+                    )
+                self.unload(name)
+
+    def load(self, adapter: str, folder: str) -> None:
+        """Loads an adapter.
+
+        Args:
+            adapter: its name.
+            folder: as the server sees it.
+
+        Raises:
+            UserError: the server does not take it.
+        """
+        call = self._dialect.load(adapter, folder)
+        try:
+            try:
+                self._tell(call)
+            except CallRefused as refusal:
+                if "already" not in refusal.words:
+                    raise
+                # an attempt before this one came through, and its answer was lost
+                self.unload(adapter)
+                self._tell(call)
+        except CallRefused as refusal:
+            raise UserError(
+                f"the server did not load the adapter in {folder} ({refusal}): it reads that folder itself, so it "
+                f"must see it under this path (rollout.adapter_dir); {self._dialect.how_to_load}."
+            ) from None
+
+    def unload(self, adapter: str) -> None:
+        """Gives an adapter up; one that the server does not have is none to give up.
+
+        Raises:
+            UserError: the server is gone.
+        """
+        try:
+            self._tell(self._dialect.unload(adapter))
+        except CallRefused as refusal:
+            if not self._dialect.takes_adapters(refusal.status, refusal.words):
+                raise
+
+    # sampling
+
+    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked:
+        """Begins to sample completions, as many at a time as rollout.slots says.
+
+        Args:
+            adapter: loaded under this name.
+            questions: of them.
+            settings: how they are sampled.
+        """
+        return Asked([self._pool.submit(self._sampled, adapter, one, settings) for one in questions])
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        self._http.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _sampled(self, adapter: str, question: Question, settings: SamplingSettings) -> Answer:
+        try:
+            return self._completion(self._dialect.sample(adapter, question, settings), settings)
+        except CallRefused as refusal:
+            advice = "see its log"
+            if refusal.status == HTTPStatus.NOT_FOUND:
+                advice = "where the server was started again, start the run again, which loads its adapter"
+            raise UserError(f"{refusal}: {advice}.") from None
+
+    def _completion(self, call: Call, settings: SamplingSettings) -> Answer:
+        answer = self._post(call)
+        try:
+            found = self._dialect.completion(answer)
+            self._check(found, settings)
+        except UserError as error:
+            told = error.told(self._http.described) if isinstance(error, WrongValue) else str(error)
+            raise UserError(f"{self._http.url} cannot be sampled from: {told.rstrip('.')}.") from None
+        return found
+
+    def _check(self, found: Answer, settings: SamplingSettings) -> None:
+        """Refuses a completion that cannot be trained on.
+
+        Raises:
+            UserError: what is wrong with it.
+        """
+        tokens, ends, longest = found.tokens, settings.ends, settings.max_tokens
+        if not 1 <= len(tokens) <= longest:
+            raise UserError(f"a completion has {len(tokens)} tokens, and 1 to {longest} were asked for")
+        strange = [one for one in tokens if not 0 <= one < self._vocabulary]
+        if strange:
+            raise WrongValue(
+                f"a completion has {{}} for a token, and the model's vocabulary {self._vocabulary} entries: serve the "
+                "model of model.path",
+                strange[0],
+            )
+        if any(token in ends for token in tokens[:-1]):
+            raise UserError(
+                "a completion continues after a token that ends one here: serve the model of model.path, with its "
+                "generation_config.json"
+            )
+        if len(tokens) < longest and tokens[-1] not in ends:
+            raise WrongValue(
+                f"a completion ended after {len(tokens)} of {longest} tokens with {{}} for a token, which ends none "
+                "here: serve the model of model.path, with its generation_config.json and tokenizer",
+                tokens[-1],
+            )
+
+    def _answer(self, call: Call) -> Any:
+        try:
+            return self._post(call)
+        except CallRefused as refusal:
+            raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
+
+    def _post(self, call: Call) -> Any:
+        return self._http.call(call.path, call.body, most_bytes=call.most_bytes)
+
+    def _tell(self, call: Call) -> None:
+        self._http.tell(call.path, call.body)
+
+
+def _few(ids: object) -> str:
+    """Returns some tokens for a sentence."""
+    if not isinstance(ids, Sequence) or not all(map(is_integer, ids)):
+        return "no tokens"
+    shown = ", ".join(str(one) for one in list(ids)[:6])
+    return f"[{shown}{', ...' if len(ids) > 6 else ''}]"

@@ -1,0 +1,60 @@
+"""Several servers of completions as one: each has every adapter, and groups of completions are dealt out in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from engine.config.rollout import RolloutOptions
+from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
+from engine.rollouts.servers.server import Asked, CompletionServer, Shown
+
+
+class CompletionServers:
+    """The servers of a run. The calls are those of `CompletionServer`, which has their docstrings; what fails on one of
+    them fails.
+
+    Args:
+        options: rollout.server and what goes with it.
+        vocabulary: entries of the trained model's.
+        key: that the servers ask for; None for none.
+    """
+
+    def __init__(self, options: RolloutOptions, *, vocabulary: int, key: str | None) -> None:
+        self._servers = [CompletionServer(url, options, vocabulary=vocabulary, key=key) for url in options.servers]
+        self._group = options.num_generations
+
+    def check(self, shown: Shown, settings: SamplingSettings) -> list[str]:
+        given = [one.check(shown, settings) for one in self._servers]
+        return [note for notes in given for note in notes]
+
+    def unload_all(self, prefix: str) -> None:
+        self._each(lambda one: one.unload_all(prefix))
+
+    def load(self, adapter: str, folder: str) -> None:
+        self._each(lambda one: one.load(adapter, folder))
+
+    def unload(self, adapter: str) -> None:
+        self._each(lambda one: one.unload(adapter))
+
+    def ask(self, adapter: str, questions: Sequence[Question], settings: SamplingSettings) -> Asked:
+        """Begins to sample completions, as many at a time on each server as rollout.slots says. All of a group go to
+        one server, which then runs their prompt once."""
+        count, answers = len(self._servers), dict[int, Future[Answer]]()
+        for number, server in enumerate(self._servers):
+            places = [place for place in range(len(questions)) if place // self._group % count == number]
+            asked = server.ask(adapter, [questions[place] for place in places], settings)
+            answers |= dict(zip(places, asked.answers, strict=True))
+        return Asked([answers[place] for place in range(len(questions))])
+
+    def close(self) -> None:
+        for one in self._servers:
+            one.close()
+
+    def _each(self, call: Callable[[CompletionServer], None]) -> None:
+        """Calls all servers at once, and raises what the first of them in their order raised."""
+        with ThreadPoolExecutor(len(self._servers), thread_name_prefix="servers") as pool:
+            outcomes = [pool.submit(call, one) for one in self._servers]
+            wait(outcomes)
+        for outcome in outcomes:
+            outcome.result()

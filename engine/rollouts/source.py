@@ -1,0 +1,485 @@
+"""The steps of a run that samples what it is trained on: prompts in, completions, rewards, advantages, rows out.
+
+A buffer is filled between two steps, on all ranks, and emptied by the steps that follow. Completions become ordinary
+documents in ordinary rows, so that every layout trains on them as on any other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.run import RunConfig
+from engine.data.collate import round_up
+from engine.data.dataset import TokenDataset
+from engine.data.loader import DataLoader
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+from engine.rollouts.buffer import FILE, Buffer
+from engine.rollouts.data.completions import Completion
+from engine.rollouts.data.prompts import Prompt, PromptLoader
+from engine.rollouts.ends import completion_ends
+from engine.rollouts.figures import OVERLONG, step_figures, told
+from engine.rollouts.mismatch import mismatch
+from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
+from engine.rollouts.objective.policy import row_weight
+from engine.rollouts.rewards.pool import Sample
+from engine.rollouts.sampler import Sampled, Sampler
+from engine.rollouts.scorer import Scorer
+from engine.rollouts.served import ServedSampler
+from engine.rollouts.token_logps import token_logps
+from engine.rollouts.totals import overlong_penalties, total_rewards
+from engine.runtime.launch import Launch
+from engine.telemetry.format import counted
+from engine.telemetry.metrics import MetricsWriter
+from engine.training.build import Training
+from engine.training.data import loader_options, mesh_position
+from engine.training.step_source import SourceState, StepRows
+
+ROLLOUT, REWARD = "rollout_seconds", "reward_seconds"
+
+
+class RolloutSource:
+    """Steps on the model's own completions; see `engine.training.step_source.StepSource`. Also a context manager,
+    which ends the processes that call reward functions.
+
+    Args:
+        config, launch, training: of the run.
+        loader: of its prompts.
+        tokenizer: of the model.
+        metrics: gets completions with their rewards.
+        say: prints a line on rank 0.
+        run_dir: the run's folder.
+
+    Raises:
+        UserError: no token ends a completion.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        training: Training,
+        loader: PromptLoader,
+        tokenizer: Tokenizer,
+        *,
+        metrics: MetricsWriter,
+        say: Callable[[str], None],
+        run_dir: Path,
+    ) -> None:
+        self._config, self._training, self._loader, self._tokenizer = config, training, loader, tokenizer
+        self._metrics, self._say = metrics, say
+        model = training.source.model
+        ends = completion_ends(model.path, tokenizer)
+        if outside := sorted(end for end in ends if not 0 <= end < model.decoder.vocab_size):
+            say(
+                f"warning: {model.path} names token {outside[0]} as one that ends completions, but its vocabulary has "
+                f"{model.decoder.vocab_size} entries: none ends with it"
+            )
+        self._sampler: Sampler | None = None
+        self._served: ServedSampler | None = None
+        if config.rollout.server is None:
+            self._sampler = Sampler(config, training, ends=ends, longest_prompt=loader.prompts.longest)
+        else:
+            self._served = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
+        self._scorer = Scorer(config, launch, columns=loader.prompts.columns)
+        self._buffer: Buffer | None = None
+        self._first_consumed = 0
+        """The data cursor before the first step of the buffer."""
+        self._generation, self._prompts_answered = 0, 0
+        """The number of the next buffer, and the prompts that earlier ones have taken."""
+        self.num_micro_batches, self.stalled = loader.num_micro_batches, 0.0
+        self.work_seconds: dict[str, float] = {ROLLOUT: 0.0, REWARD: 0.0}
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """The buffer that the steps come from; None before the first."""
+        return self._buffer
+
+    def sentence(self) -> str:
+        return self._loader.sentence()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._scorer.close()
+        if self._served is not None:
+            self._served.close(failed=error[0] is not None)
+
+    def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
+        for number in range(step, step + num_steps):
+            if self._buffer is None or self._taken(consumed) >= self._buffer.total_steps:
+                self._fill(number, consumed, last=step + num_steps)
+            yield self._rows(self._taken(consumed))
+            consumed += self._config.train.global_batch_size
+
+    def _taken(self, consumed: int) -> int:
+        """Returns the steps that were trained from the buffer."""
+        return (consumed - self._first_consumed) // self._config.train.global_batch_size
+
+    def state(self, consumed: int) -> SourceState:
+        buffer = self._buffer
+        values: dict[str, Any] = {"generation": self._generation, "prompts": self._prompts_answered}
+        files: dict[str, bytes] = {}
+        if self._served is not None and (begun := self._served.under_way) is not None:
+            values["begun_at"] = begun.step
+            files |= self._served.files()
+        if buffer is not None and self._taken(consumed) < buffer.total_steps:
+            values |= {
+                "taken": self._taken(consumed),
+                "num_steps": buffer.num_steps,
+                "iterations": buffer.iterations,
+                "lag": buffer.lag,
+                "options": self._buffer_options(),
+            }
+            files[FILE] = buffer.to_bytes()
+        return SourceState({"rollout": values}, files)
+
+    def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
+        values = checkpoint.state.get("rollout")
+        if values is None:
+            raise UserError(
+                f"{checkpoint.folder} is of a run that did not sample its completions: start a new run from its "
+                "adapter with lora.init_from, or from its merged model."
+            )
+        if not _is_state(values):
+            raise UserError(f"{checkpoint.folder} is damaged: training.state.rollout is no state of rollouts.")
+        self._generation, self._prompts_answered = values["generation"], values["prompts"]
+        if "begun_at" in values:
+            self._begin_again(checkpoint, values["begun_at"])
+        if "taken" not in values:
+            return
+        self._require_unchanged(checkpoint, values["options"])
+        self._buffer = Buffer.from_bytes(
+            checkpoint.beside(FILE),
+            checkpoint.folder / FILE,
+            generation=self._generation - 1,
+            num_steps=values["num_steps"],
+            iterations=values["iterations"],
+            lag=values.get("lag", 0),
+        )
+        self._first_consumed = consumed - values["taken"] * self._config.train.global_batch_size
+
+    def _begin_again(self, checkpoint: TrainingCheckpoint, step: int) -> None:
+        """Begins once more to sample what was under way when a checkpoint was saved. Collective.
+
+        Args:
+            step: steps that the adapter had been trained for.
+        """
+        what = f"generation batch {self._generation + 1} was being sampled by the adapter of step {step} when "
+        if self._served is None or not self._config.rollout.overlap:
+            self._say(f"{what}{checkpoint.folder} was saved: it is sampled by the newest weights instead")
+            return
+        self._say(f"{what}{checkpoint.folder} was saved: it is sampled again, by the same adapter")
+        prompts = self._next_prompts()[1]
+        self._served.begin_again(prompts, checkpoint.beside, generation=self._generation, step=step)
+
+    def _buffer_options(self) -> dict[str, Any]:
+        """Returns the options that a buffer is read with as it was made with, as JSON values by their names."""
+        config = self._config
+        return {
+            "rollout.rewards": [[source.name, source.weight] for source in config.rollout.reward_sources],
+            "rollout.overlong_buffer": config.rollout.overlong_buffer,
+            "rollout.num_generations": config.rollout.num_generations,
+            "rollout.temperature": config.rollout.temperature,
+            "train.global_batch_size": config.train.global_batch_size,
+            "data.seq_length": config.data.seq_length,
+        }
+
+    def _require_unchanged(self, checkpoint: TrainingCheckpoint, saved: dict[str, Any]) -> None:
+        """Refuses to go on inside a buffer whose completions, rewards or rows would be taken for others.
+
+        Raises:
+            UserError: an option or the prompts have changed.
+        """
+        advice = "or resume from a checkpoint between two buffers"
+        for name, now in self._buffer_options().items():
+            if name in saved and saved[name] != now:
+                raise UserError(
+                    f"{checkpoint.folder} lies inside a buffer of completions that was made with {name} "
+                    f"{json.dumps(saved[name])}, and {name} is {json.dumps(now)} now: give the old value, {advice}."
+                )
+        if checkpoint.state["data"] != self._loader.fingerprint():
+            raise UserError(
+                f"{checkpoint.folder} lies inside a buffer of completions of other prompts than data.train has now: "
+                f"give the data that the buffer was made with, {advice}."
+            )
+
+    # filling
+
+    def _fill(self, step: int, consumed: int, *, last: int) -> None:
+        """Samples and scores the next generation batch. Collective.
+
+        Args:
+            step: steps that were taken.
+            last: after which the run ends.
+        """
+        config = self._config
+        device = self._training.stages.step.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the step before is not part of the rollout's time
+        begin = time.monotonic()
+        numbers, prompts = self._next_prompts()
+        completions, sampled_at = self._sample(prompts, step)
+        generation = self._generation
+        self._generation, self._prompts_answered = generation + 1, self._prompts_answered + len(prompts)
+        self._begin_next(step, last)
+        sampled = time.monotonic()
+        self.work_seconds[ROLLOUT] += sampled - begin
+        samples = self._samples(prompts, completions)
+        scores = self._scorer.score(samples)
+        for problem in scores.problems:
+            self._say(f"warning: step {step + 1}: reward {problem}")
+        rewards_NF = self._with_penalties(scores.rewards, completions)
+        found = self._advantages(rewards_NF)
+        buffer = Buffer(
+            generation=generation,
+            prompts=numbers,
+            completions=tuple(completions),
+            rewards_NF=rewards_NF,
+            advantages=found.of_completions,
+            uniform=~found.varies,
+            num_steps=config.rollout.steps_per_generation,
+            iterations=config.objective.num_iterations,
+            lag=step - sampled_at,
+        )
+        self.work_seconds[REWARD] += time.monotonic() - sampled
+        self._buffer, self._first_consumed = buffer, consumed
+        self._show(step, samples, buffer)
+        if buffer.total_steps > 1 or self._served is not None:
+            self._buffer = replace(buffer, old_logps=self._old_logps())
+            self._compare(step)
+
+    def _next_prompts(self) -> tuple[NDArray[np.int64], list[Prompt]]:
+        """Returns the prompts of the next generation batch, with their numbers."""
+        loader = self._loader
+        numbers = loader.prompt_order.rows(self._prompts_answered)
+        return numbers, [loader.prompts.prompts[number] for number in numbers.tolist()]
+
+    def _sample(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Sampled], int]:
+        """Returns the next completions, and the steps that what sampled them had been trained for. Collective."""
+        if self._served is not None:
+            return self._served.take(prompts, generation=self._generation, step=step)
+        assert self._sampler is not None
+        known = self._sampler.gathered
+        completions = self._sampler.sample(prompts, generation=self._generation)
+        if known is None and self._sampler.gathered is not None:
+            self._say(f"rollouts: {self._sampler.gathered}")
+        return completions, step
+
+    def _begin_next(self, step: int, last: int) -> None:
+        """Begins to sample the generation batch that follows the one at hand, where that is asked for. Collective."""
+        rollout = self._config.rollout
+        if self._served is None or not rollout.overlap:
+            return
+        if step + rollout.steps_per_generation * self._config.objective.num_iterations < last:
+            self._served.begin(self._next_prompts()[1], generation=self._generation, step=step)
+
+    def _compare(self, step: int) -> None:
+        """Acts on how far a server's log-probabilities lie from the trainer's, of the whole buffer.
+
+        Raises:
+            UserError: further than the run allows.
+        """
+        rollout, buffer = self._config.rollout, self._buffer
+        if self._served is None or buffer is None:
+            return
+        found = mismatch(buffer, range(len(buffer.prompts)), bound=rollout.mismatch_bound)
+        if found.mean <= rollout.mismatch_bound:
+            return
+        old = f", and its adapter is {counted(buffer.lag, 'step')} old" if buffer.lag else ""
+        line = f"step {step + 1}: {found.sentence(rollout.mismatch_bound)}{old}"
+        if rollout.mismatch == "stop":
+            raise UserError(
+                f"{line}: serve the model of model.path, in the precision of model.dtype, or raise "
+                "rollout.mismatch_bound."
+            )
+        self._say(f"warning: {line}{', for which losses are corrected' if rollout.corrects_sampler else ''}")
+
+    def _samples(self, prompts: Sequence[Prompt], completions: Sequence[Sampled]) -> list[Sample]:
+        members = self._config.rollout.num_generations
+        found = []
+        for place, completion in enumerate(completions):
+            prompt, ids = prompts[place // members], completion.tokens.tolist()
+            found.append(
+                Sample(
+                    place=str(prompt.place),
+                    prompt=prompt.given,
+                    completion=prompt.completion(self._tokenizer.decode(ids)),
+                    completion_ids=ids,
+                    columns=prompt.columns,
+                )
+            )
+        return found
+
+    def _advantages(self, rewards_NF: NDArray[np.float64]) -> Advantages:
+        """Returns the advantages of a generation batch's rewards and penalties."""
+        options, group = self._config.objective, self._config.rollout.num_generations
+        weights = [source.weight for source in self._config.rollout.reward_sources]
+        judged = ~np.isnan(rewards_NF[:, : len(weights)]).all(axis=1)
+        factors = [*weights, *[1.0] * (rewards_NF.shape[1] - len(weights))]
+        if options.reward_aggregation == "normalize_then_sum":
+            return advantages_of_each(rewards_NF, factors, judged=judged, group=group)
+        totals = np.where(judged, total_rewards(rewards_NF, factors), np.nan)
+        return advantages(totals, group=group, scale=options.scale_rewards)
+
+    def _with_penalties(self, rewards_NF: NDArray[np.float64], completions: Sequence[Sampled]) -> NDArray[np.float64]:
+        """Returns the rewards with a column for the penalty, where there is one."""
+        rollout = self._config.rollout
+        if rollout.overlong_buffer is None:
+            return rewards_NF
+        penalties = overlong_penalties(
+            np.array([len(one.tokens) for one in completions]),
+            longest=rollout.max_completion_length,
+            buffer=rollout.overlong_buffer,
+        )
+        return np.column_stack((rewards_NF, penalties))
+
+    def _old_logps(self) -> tuple[NDArray[np.float32], ...]:
+        """Returns what the trainer says of the completions before the first step on them. Collective."""
+        buffer = self._buffer
+        assert buffer is not None
+        # of truncated completions too, which are compared with what sampled them
+        dataset = self._dataset(range(len(buffer.prompts)), masks=False)
+        logps = token_logps(self._config, self._training, dataset)
+        ends = dataset.starts + dataset.lengths
+        return tuple(
+            logps[end - len(one.tokens) : end] for end, one in zip(ends.tolist(), buffer.completions, strict=True)
+        )
+
+    def _show(self, step: int, samples: Sequence[Sample], buffer: Buffer) -> None:
+        for number, line in enumerate(told(samples, buffer, self._names(), self._config.rollout.show), 1):
+            self._metrics.text(step=step + 1, name=f"completion/{number}", text=line)
+            self._say(f"step {step + 1}: {line}")
+
+    def _names(self) -> list[str]:
+        """Returns the names of the columns of a buffer's rewards."""
+        names = [source.name for source in self._config.rollout.reward_sources]
+        return names if self._config.rollout.overlong_buffer is None else [*names, OVERLONG]
+
+    # emptying
+
+    def _rows(self, taken: int) -> StepRows:
+        """Returns the rows of the next step.
+
+        Args:
+            taken: steps that were trained from the buffer.
+        """
+        buffer, train = self._buffer, self._config.train
+        assert buffer is not None
+        prompts = buffer.step_prompts(taken)
+        trained = self._trained(prompts)
+        dataset = self._dataset(trained)
+        loader = self._row_loader(dataset)
+        weights = [source.weight for source in self._config.rollout.reward_sources]
+        figures = step_figures(buffer, prompts, self._names(), weights, dropped=len(prompts) - len(trained))
+        figures["off_policy_steps"] = float(buffer.lag + taken)
+        if self._served is not None:
+            bound = self._config.rollout.mismatch_bound
+            figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
+        return StepRows(
+            batches=loader.batches(0),
+            targets=max(1, loader.target_count(0)),  # where all of them are masked, the loss is 0
+            samples=train.global_batch_size,
+            rows=len(dataset),
+            tokens=int(dataset.row_lengths.sum()),
+            figures=figures,
+            teaches=any(self._teaches(prompt) for prompt in prompts),
+            is_followed_by_work=taken + 1 == buffer.total_steps,
+        )
+
+    def _trained(self, prompts: range) -> list[int]:
+        """Returns the prompts of a step that are trained on; at least one, so that there are rows."""
+        buffer = self._buffer
+        assert buffer is not None
+        if not self._config.rollout.drop_uniform_groups:
+            return [*prompts]
+        return [prompt for prompt in prompts if not buffer.uniform[prompt]] or [prompts.start]
+
+    def _teaches(self, prompt: int) -> bool:
+        """Returns whether any completion of a prompt of the buffer has a gradient."""
+        buffer = self._buffer
+        assert buffer is not None
+        members = buffer.completions[prompt * buffer.group : (prompt + 1) * buffer.group]
+        return not buffer.uniform[prompt] and any(self._is_trained(one) for one in members)
+
+    def _is_trained(self, completion: Sampled) -> bool:
+        return not (completion.truncated and self._config.objective.mask_truncated)
+
+    def _dataset(self, prompts: Sequence[int], *, masks: bool = True) -> TokenDataset:
+        """Returns the completions of some prompts of the buffer as rows.
+
+        Args:
+            masks: whether what is not trained on has no targets.
+        """
+        buffer, config = self._buffer, self._config
+        assert buffer is not None
+        documents, old = [], []
+        for prompt in prompts:
+            for place in range(prompt * buffer.group, (prompt + 1) * buffer.group):
+                one = buffer.completions[place]
+                ids = self._loader.prompts.prompts[int(buffer.prompts[prompt])].ids
+                documents.append(
+                    Completion(
+                        prompt=ids,
+                        tokens=one.tokens.tolist(),
+                        sampled_logps=one.logps.tolist(),
+                        advantage=float(buffer.advantages[place]),
+                        trained=self._is_trained(one) or not masks,
+                    )
+                )
+                if buffer.old_logps is not None:
+                    old += [np.zeros(len(ids), dtype=np.float32), buffer.old_logps[place]]
+        dataset = TokenDataset.from_completions(
+            documents,
+            seq_length=config.data.seq_length,
+            packing=config.data.packing is True,
+            row_weight=row_weight(config.objective.loss_type),
+        )
+        if old:
+            assert dataset.completions is not None
+            dataset.completions = replace(dataset.completions, old_logps=np.concatenate(old))
+        return dataset
+
+    def _row_loader(self, dataset: TokenDataset) -> DataLoader:
+        """Returns what makes one global batch of all rows, filled up so that every rank has as many micro-batches."""
+        device, mesh, micro = (
+            self._training.stages.step.device,
+            self._training.mesh,
+            self._config.train.micro_batch_size,
+        )
+        return DataLoader(
+            dataset,
+            global_batch_size=round_up(len(dataset), micro * mesh.dp.size),
+            seed=0,
+            shuffle=False,
+            num_workers=0,
+            pin_memory=device.type == "cuda",
+            **loader_options(self._config, device, **mesh_position(mesh)),
+        )
+
+
+def _is_state(values: Any) -> bool:
+    """Returns whether this is the state of a source, between two buffers or inside one."""
+    if not isinstance(values, dict):
+        return False
+    numbers = {name: value for name, value in values.items() if name != "options"}
+    if not all(type(value) is int and value >= 0 for value in numbers.values()):
+        return False
+    names = numbers.keys() - {"begun_at", "lag"}
+    if names == {"generation", "prompts"}:
+        return "options" not in values
+    if names != {"generation", "prompts", "taken", "num_steps", "iterations"}:
+        return False
+    inside = numbers["generation"] >= 1 and 1 <= numbers["taken"] < numbers["num_steps"] * numbers["iterations"]
+    return inside and isinstance(values.get("options"), dict)

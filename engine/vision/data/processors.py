@@ -1,0 +1,402 @@
+"""Families whose pixels come from transformers' image processor for the model's folder: LLaVA, Qwen2.5-VL, Qwen3-VL,
+InternVL3 and Gemma 3. Conversations go through the model's chat template.
+
+The image processors of transformers that need only Pillow are taken. Its processors for text and pictures together are
+not: they need torchvision, for videos, and pixels where sizes are enough. What they put into the text for a picture
+is in the table here.
+
+Line breaks beside a marker in a text belong to the marker, because templates write their own; all others are the
+text's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from einops import rearrange
+from numpy.typing import NDArray
+
+from engine.data.chat import Message
+from engine.data.template import Learn
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+from engine.files.documents import read_json
+from engine.size_limits import check_sizes
+from engine.vision.data.anyres import anyres_grid, most_tiles, num_features
+from engine.vision.data.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily, with_picture_first
+from engine.vision.data.pixels import Grid, Size
+from engine.vision.data.placeholders import Placeholders
+from engine.vision.tower_defaults import CLIP, whole_tower
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What stands for a picture in a conversation's text.
+
+    Args:
+        mark: what the chat template writes.
+        feature: the token that stands for one feature.
+        before, behind: what is written around the features.
+    """
+
+    mark: str
+    feature: str
+    before: str = ""
+    behind: str = ""
+
+    def text(self, count: int) -> str:
+        return self.before + self.feature * count + self.behind
+
+
+STAND_INS = {
+    "llava": StandIn("<image>", "<image>"),
+    "llava_next": StandIn("<image>", "<image>"),
+    "llava_onevision": StandIn("<image>", "<image>"),
+    "qwen2_5_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
+    "qwen3_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
+    "internvl": StandIn("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    "gemma3": StandIn("<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
+}
+"""By model_type."""
+
+_BY_GRID = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose processor cuts patches itself, and whose positions are of three kinds."""
+
+_ONEVISION = "llava_onevision"
+"""A family that cuts a picture into tiles only if it is alone, and scales what is too much."""
+
+_IN_TILES = ("llava_next", _ONEVISION)
+"""Families whose features of all tiles of a picture are one map."""
+
+_BIDIRECTIONAL = ("gemma3",)
+"""Families in whose attention the tokens of a picture see the whole picture."""
+
+
+class ProcessorFamily(VisionFamily):
+    """The family.
+
+    Args:
+        config: config.json of the model.
+        folder: of the model, where its preprocessor_config.json is.
+        tokenizer: of the model.
+    """
+
+    turns_upright = True
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
+        self._kind = str(config["model_type"])
+        self.rotates_by_grid = self._kind in _BY_GRID
+        self.is_bidirectional = self._kind in _BIDIRECTIONAL
+        self._stand_in = STAND_INS[self._kind]
+        self._tokenizer = tokenizer
+        feature = tokenizer.added_tokens.get(self._stand_in.feature)
+        if feature is None or not tokenizer.has_chat_template:
+            lacks = "chat template" if feature is not None else f"token {self._stand_in.feature}"
+            raise UserError(
+                f"the tokenizer has no {lacks}, which the model needs for pictures; give data.tokenizer the folder "
+                "with the model's own files, or data.chat_template its template."
+            )
+        self._feature = feature
+        self._processor, self._file = _image_processor(folder), _settings_file(folder)
+        if getattr(self._processor, "do_pan_and_scan", None):
+            raise UserError(
+                f"{self._file} has do_pan_and_scan, which cuts pictures into crops, and that is not supported; set it "
+                "to false."
+            )
+        vision = whole_tower(config)
+        if vision is None:
+            raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
+        self._tower, self._config = vision, config
+        self._patch = _side(vision, "patch_size")
+        frames = _side(vision, "temporal_patch_size") if self.rotates_by_grid else 1
+        self.patch_features = 3 * self._patch**2 * frames  # a picture is as many equal frames
+        if self.rotates_by_grid:
+            self._check_patches(frames)
+        else:
+            self._check_size()
+        self._check_processing()
+
+    def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
+        chat = with_picture_first(chat, len(sizes))
+        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
+        ids, targets = self._tokenizer.apply_chat(
+            _messages(chat), learn=learn, pictures=self._placeholders(chat, counts)
+        )
+        bos = self._bos(ids)
+        yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
+
+    def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
+        chat = with_picture_first(chat, len(sizes))
+        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
+        ids = self._tokenizer.chat_prompt(_messages(chat), pictures=self._placeholders(chat, counts))
+        ids = self._bos(ids) + ids
+        return self._placed(chat, ids, [False] * len(ids), counts)
+
+    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+        if self._kind in _IN_TILES:
+            return (self._anyres(size, alone=alone),)
+        if self.rotates_by_grid:
+            return (self._grid(size),)
+        rows, columns = (side // self._patch for side in self._picture_size())
+        return ((rows, columns),) * (self._num_tiles(size) if self._kind == "internvl" else 1)
+
+    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+        found = self._processed(image, alone=alone)
+        pixels = np.asarray(found["pixel_values"], dtype=np.float32)
+        if self.rotates_by_grid:
+            return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
+        if self._kind in _IN_TILES:
+            pixels = pixels[0]
+        rows, columns = (length // self._patch for length in pixels.shape[-2:])
+        pixels = pixels[..., : rows * self._patch, : columns * self._patch]  # the convolution of a tower reads no more
+        patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
+        if self._kind in _IN_TILES:
+            return Tiles(patches, (self._anyres(image.size, alone=alone),))
+        return Tiles(patches, ((rows, columns),) * len(pixels))
+
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        if not self.rotates_by_grid:
+            return super().positions(length, spans, sizes)
+        positions = np.empty((3, length), dtype=np.int64)
+        at = after = 0
+        for (start, end), size in zip(spans, sizes, strict=True):
+            positions[:, at:start] = after + np.arange(start - at)
+            first = after + start - at
+            rows, columns = (side // self._processor.merge_size for side in self._grid(size))
+            row, column = np.divmod(np.arange(rows * columns), columns)
+            positions[:, start:end] = first + np.stack([np.zeros_like(row), row, column])
+            at, after = end, first + max(rows, columns)
+        positions[:, at:] = after + np.arange(length - at)
+        return positions
+
+    def _bos(self, ids: list[int]) -> list[int]:
+        """Returns what belongs in front: the tokenizer's first token, unless it adds none or the template wrote it."""
+        bos = self._tokenizer.bos_id
+        return [bos] if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos] else []
+
+    def _placeholders(self, chat: Conversation, counts: Sequence[int]) -> Placeholders:
+        return Placeholders(self._stand_in.mark, tuple(self._stand_in.text(counts[number]) for number in _order(chat)))
+
+    def _placed(self, chat: Conversation, ids: list[int], targets: list[bool], counts: Sequence[int]) -> EncodedChat:
+        """Returns the tokens with the places of features, which are no targets."""
+        places = [at for at, token in enumerate(ids) if token == self._feature]
+        if len(places) != sum(counts):
+            raise UserError(
+                f"the conversation has {len(places)} times the token {self._stand_in.feature}, but its pictures have "
+                f"{sum(counts)} features; remove the token from the text."
+            )
+        spans: list[list[Span]] = [[] for _ in counts]
+        first = 0
+        for number in _order(chat):
+            own = places[first : first + counts[number]]
+            assert own[-1] - own[0] + 1 == len(own), "features of a picture are side by side"
+            spans[number] = [(own[0], own[-1] + 1)]
+            first += len(own)
+        stand_ins = set(places)
+        targets = [target and at > 0 and at not in stand_ins for at, target in enumerate(targets)]
+        return EncodedChat(ids, targets, spans)
+
+    def _count(self, size: Size, *, alone: bool) -> int:
+        """Returns the features of a picture of this size; `alone` in its conversation or not."""
+        if self._kind in _IN_TILES:
+            return num_features(self._anyres(size, alone=alone))
+        if self.rotates_by_grid:
+            rows, columns = self._grid(size)
+            return rows * columns // int(self._processor.merge_size) ** 2
+        if self._kind == "gemma3":
+            return int(self._config.get("mm_tokens_per_image", 256))
+        rows, columns = (side // self._patch for side in self._picture_size())
+        if self._kind == "internvl":
+            ratio = float(self._config.get("downsample_ratio", 0.5))
+            return self._num_tiles(size) * round(rows * ratio) * round(columns * ratio)
+        # the first output of a CLIP tower is that of the class; "default" leaves the first out, whatever it is
+        return rows * columns + (self._tower["model_type"] == CLIP) - self._leaves_out_first
+
+    def _num_tiles(self, size: Size) -> int:
+        """Returns the tiles that InternVL's processor cuts a picture into."""
+        return int(self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True}))
+
+    @property
+    def _leaves_out_first(self) -> bool:
+        return self._config.get("vision_feature_select_strategy", "default") == "default"
+
+    def _picture_size(self) -> Size:
+        """Returns height and width in pixels of a picture, or of a tile, as the processor makes it."""
+        crop = self._processor.crop_size if getattr(self._processor, "do_center_crop", False) else None
+        size = dict(crop or self._processor.size)
+        if not (size.get("height") and size.get("width")) or not (crop or self._processor.do_resize):
+            raise UserError(
+                f"{self._file} makes pictures of no fixed height and width (size {size}, do_resize "
+                f"{self._processor.do_resize}), but the tower takes pictures of one size; copy the model's own file."
+            )
+        return int(size["height"]), int(size["width"])
+
+    def _check_patches(self, frames: int) -> None:
+        """Refuses patches, or blocks of them, of other sizes than the tower's."""
+        processor, limits = self._processor, self._processor.size
+        tower = (self._patch, frames, _side(self._tower, "spatial_merge_size"))
+        made = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
+        if made != tower or not processor.do_resize:
+            raise UserError(
+                f"{self._file} has patch_size, temporal_patch_size and merge_size {made} and do_resize "
+                f"{processor.do_resize}, but config.json has a tower for {tower} and pictures that are resized; copy "
+                "both files of one model."
+            )
+        if not (limits.get("shortest_edge") and limits.get("longest_edge")):
+            raise UserError(
+                f"{self._file} has size {dict(limits)}, but shortest_edge and longest_edge, or min_pixels and "
+                "max_pixels beside it, are expected: copy the model's own file."
+            )
+
+    def _check_size(self) -> None:
+        """Refuses pictures of another size than the tower's."""
+        if (edge := dict(self._processor.size).get("shortest_edge") or 0) > _LONGEST_SIDE:
+            raise UserError(f"{self._file} has size.shortest_edge {edge}, but at most {_LONGEST_SIDE:,} is expected.")
+        side = _side(self._tower, "image_size")
+        height, width = self._picture_size()
+        if (height, width) != (side, side):
+            raise UserError(
+                f"{self._file} makes pictures of {height} x {width} pixels, but config.json has a tower for {side} x "
+                f"{side}; copy both files of one model."
+            )
+        if self._kind in _IN_TILES:
+            self._check_pinpoints()
+
+    def _check_processing(self) -> None:
+        """Processes a picture, because transformers looks at most of the settings only then."""
+        from PIL.Image import new
+
+        try:
+            with np.errstate(all="ignore"):
+                tiles = self.tiles(new("RGB", _TRIED))
+            fault = "numbers that are not finite" if not np.isfinite(tiles.patches_PF).all() else ""
+            if tiles.grids != self.grids(_TRIED):
+                fault = f"patches of {tiles.grids} where {self.grids(_TRIED)} are expected"
+        except UserError:  # says itself what is wrong, and is a ValueError, too
+            raise
+        except _OF_PROCESSORS as error:
+            fault = str(error)
+        if fault:
+            raise UserError(
+                f"{self._file} has settings with which transformers makes no picture of {_TRIED[0]} x {_TRIED[1]} "
+                f"({fault}); copy the model's own file."
+            )
+
+    def _check_pinpoints(self) -> None:
+        tile, _ = self._picture_size()
+        pinpoints = [list(one) for one in self._processor.image_grid_pinpoints]
+        if any(length % tile or length < tile for one in pinpoints for length in one):
+            raise UserError(
+                f"{self._file} has image_grid_pinpoints that are not whole tiles of {tile} pixels; copy the model's "
+                "own file."
+            )
+        if self._config.get("image_grid_pinpoints") not in (None, pinpoints):
+            raise UserError(
+                f"{self._file} and config.json have other image_grid_pinpoints; copy both files of one model."
+            )
+
+    def _grid(self, size: Size) -> Grid:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        limits, merged = self._processor.size, self._patch * int(self._processor.merge_size)
+        try:
+            height, width = smart_resize(size[1], size[0], merged, limits["shortest_edge"], limits["longest_edge"])
+        except ValueError as error:
+            raise UserError(f"the model's processor refuses a picture of {size[0]} x {size[1]} ({error}).") from error
+        return height // self._patch, width // self._patch
+
+    def _anyres(self, size: Size, *, alone: bool) -> Grid:
+        tile, _ = self._picture_size()
+        side = tile // self._patch
+        most = None
+        if self._kind == _ONEVISION:
+            if not alone:
+                return side, side
+            most = most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
+        return anyres_grid(size, self._processor.image_grid_pinpoints, tile=tile, side=side, most=most)
+
+    def _processed(self, image: Image, *, alone: bool) -> Mapping[str, Any]:
+        options = {"crop_to_patches": True} if self._kind == "internvl" else {}
+        images = [image] if alone or self._kind != _ONEVISION else [[image, image.resize((1, 1))]]
+        found: Mapping[str, Any] = self._processor(images=images, return_tensors="np", **options)
+        return found
+
+
+def _image_processor(folder: Path) -> Any:
+    """Opens the image processor in a model's folder."""
+    # the name at the top of transformers 5.17 asks for torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor, get_image_processor_config
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    file = _settings_file(folder)
+    if file.is_file():
+        check_sizes(read_json(file, "copy it again"), str(file))
+    opened: Any = AutoImageProcessor
+    try:
+        kind = get_image_processor_config(str(folder), local_files_only=True).get("image_processor_type")
+        if str(kind).removesuffix("Fast") == _FORMER_QWEN:
+            return Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
+        return opened.from_pretrained(str(folder), backend="pil", local_files_only=True)
+    except (OSError, ImportError, *_OF_PROCESSORS) as error:
+        raise UserError(f"{file} is none that transformers can open ({error}); copy the model's own file.") from error
+
+
+_OF_PROCESSORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What becomes of settings that transformers' processors do not check."""
+_LONGEST_SIDE = 1 << 12
+"""Pixels of the shorter side of a picture, before it is cropped to what the tower takes."""
+_TRIED = (64, 64)
+"""Width and height of the picture that is processed for a trial."""
+_FORMER_QWEN = "Qwen2_5_VLImageProcessor"
+"""Its name in folders from before the release of transformers that has Qwen2.5-VL, where it is Qwen2-VL's."""
+
+
+def _settings_file(folder: Path) -> Path:
+    """Returns the file with the image processor's settings, which transformers 5 writes into those of the whole."""
+    whole = folder / "processor_config.json"
+    nested = whole.is_file() and "image_processor" in read_json(whole, "copy it again")
+    return whole if nested else folder / "preprocessor_config.json"
+
+
+def _side(vision: Mapping[str, Any], key: str) -> int:
+    """Returns a length in `vision_config`, which may be given as two equal ones."""
+    given = vision.get(key)
+    side = given[0] if isinstance(given, list | tuple) and len(set(given)) == 1 else given
+    if not isinstance(side, int) or isinstance(side, bool) or side < 1:
+        raise UserError(
+            f"config.json has vision_config.{key} {given!r}, but a whole number above 0 is expected: correct it or "
+            "copy it again."
+        )
+    return side
+
+
+def _order(chat: Conversation) -> list[int]:
+    """Returns the pictures of a conversation in the order of its text."""
+    return [number for turn in chat.turns for number in turn.pictures]
+
+
+def _messages(chat: Conversation) -> list[Message]:
+    return [{"role": turn.role, "content": _content(turn, chat)} for turn in chat.turns]
+
+
+def _content(turn: Turn, chat: Conversation) -> str | list[dict[str, str]]:
+    if not turn.pictures:
+        return turn.text
+    found = []
+    for before, part, behind in zip((None, *turn.parts), turn.parts, (*turn.parts[1:], None), strict=False):
+        if isinstance(part, int):
+            found.append({"type": "image"})
+            continue
+        if chat.placing != "parts":
+            part = part.lstrip("\n") if isinstance(before, int) else part
+            part = part.rstrip("\n") if isinstance(behind, int) else part
+        if part:
+            found.append({"type": "text", "text": part})
+    return found

@@ -1,0 +1,233 @@
+"""The pictures of a micro-batch: decoded where its rows are built, each once, and placed among its tokens.
+
+A rank decodes what it encodes: the pictures that have a tile in its share (`engine.vision.tile_shares`). The tiles of
+the others follow from their sizes.
+
+Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K feature rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import BidirectionalSpans, ExpertTokens, Images
+from engine.vision.data.columns import PlacedPicture, VisionColumns
+from engine.vision.data.family import Span, Tiles, VisionFamily
+from engine.vision.data.files import read_picture
+from engine.vision.data.pixels import Grid, Size
+from engine.vision.tile_shares import EncoderRank
+
+_PICTURE_TILES = 1 << 10
+"""More tiles than a picture has: tile n of the picture at token t has the dropout coordinate t * _PICTURE_TILES + n."""
+
+
+Decoded = dict[tuple[Path, bool], tuple[Tiles, Tiles | None]]
+"""The tiles of pictures for both towers, by file and whether it is alone in its conversation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionRows:
+    """The vision part of a micro-batch of whole rows; arguments of `engine.batch.Batch`."""
+
+    images: Images
+    cross_images: Images | None
+    experts: ExpertTokens | None
+    bidirectional: BidirectionalSpans | None
+
+
+class _Placed(NamedTuple):
+    """A picture of the micro-batch.
+
+    Args:
+        document: its number in the micro-batch.
+        index: the dropout coordinate of the first token that stands for the picture.
+    """
+
+    picture: PlacedPicture
+    document: int
+    index: int
+
+
+class RowPictures:
+    """Collects the documents of a micro-batch.
+
+    Args:
+        family: of the model.
+        columns: of the data set; None where its documents have tokens alone.
+        decoded: pictures that need not be decoded again, to which others are added; None keeps none.
+    """
+
+    def __init__(self, family: VisionFamily, columns: VisionColumns | None, decoded: Decoded | None = None) -> None:
+        self._family, self._columns = family, columns
+        self._known: Decoded = {} if decoded is None else decoded
+        self._pictures: list[_Placed] = []
+        self._places: list[Span] = []
+        self._experts: list[Span] = []
+
+    def add(
+        self,
+        document: int,
+        *,
+        number: int,
+        start: int,
+        length: int,
+        labels: NDArray[np.int64],
+        first_index: int = 0,
+    ) -> NDArray[np.int64]:
+        """Adds a document's pictures, writes its odd labels, and returns the positions of its tokens.
+
+        Args:
+            document: its number in the data set.
+            number: its number in the micro-batch.
+            start: its first token among the T of the micro-batch.
+            length: its tokens.
+            labels: int64 [length], what its positions must predict; written to.
+            first_index: dropout coordinate of its first token.
+        """
+        if self._columns is None:
+            return self._family.positions(length, (), ())
+        spans: list[Span] = []
+        sizes: list[Size] = []
+        for picture in self._columns.pictures(document):
+            self._pictures.append(_Placed(picture, number, first_index + picture.spans[0][0]))
+            spans += picture.spans
+            sizes.append(picture.size)
+        places, odd = self._columns.odd_labels(document)
+        labels[places] = odd
+        self._places += [(start + first, start + end) for first, end in spans]
+        self._experts += [(start + first, start + end) for first, end in self._family.expert_spans(spans)]
+        return self._family.positions(length, spans, sizes)
+
+    def collected(self, num_tokens: int, encoder: EncoderRank) -> VisionRows:
+        """Decodes the pictures of which `encoder` encodes a tile, and returns all with their places among `num_tokens`
+        tokens.
+
+        Raises:
+            UserError: one of those that it decodes cannot be read, or has changed.
+        """
+        family, sizes = self._family, [one.picture.size for one in self._pictures]
+        alone = [one.picture.alone for one in self._pictures]
+        grids = [family.grids(size, alone=only) for size, only in zip(sizes, alone, strict=True)]
+        tower = _Tower(grids, encoder, family.patch_features)
+        second = None
+        if family.cross_patch_features is not None:
+            second = _Tower(list(map(family.cross_grids, sizes)), encoder, family.cross_patch_features)
+        decoded = self._decoded(sorted({*tower.pictures, *(() if second is None else second.pictures)}), alone)
+        places = _indices(self._places)
+        cross_images = None
+        if second is not None:
+            cross_tiles = {at: cross for at, (_, cross) in decoded.items() if cross is not None}
+            cross_images = second.images(self._pictures, cross_tiles, _indices([]))
+        images = tower.images(self._pictures, {at: tiles for at, (tiles, _) in decoded.items()}, places)
+        return VisionRows(
+            images=replace(images, grids=family.grids_together(images.grids, images.documents)),
+            cross_images=cross_images,
+            experts=_expert_tokens(_indices(self._experts), num_tokens) if family.has_experts else None,
+            bidirectional=BidirectionalSpans.of(self._places) if family.is_bidirectional else None,
+        )
+
+    def _decoded(self, pictures: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
+        """Returns the tiles of these pictures for both towers, by the pictures' numbers."""
+        found = self._known
+        for at in pictures:
+            picture, key = self._pictures[at].picture, self._key(at, alone)
+            if key not in found:  # the answers of a pair share a picture
+                image = read_picture(picture.file, picture.size, picture.where, upright=self._family.turns_upright)
+                found[key] = self._family.tiles(image, alone=alone[at]), self._family.cross_tiles(image)
+        return {at: found[self._key(at, alone)] for at in pictures}
+
+    def _key(self, at: int, alone: Sequence[bool]) -> tuple[Path, bool]:
+        return self._pictures[at].picture.file, alone[at]
+
+
+class _Tower:
+    """The tiles of the pictures for one tower, of which this rank encodes a share.
+
+    Args:
+        grids: of the tiles of each picture.
+        encoder: this rank.
+        features: numbers of a patch.
+
+    Attributes:
+        pictures: the numbers of those with a tile in the share.
+    """
+
+    def __init__(self, grids: Sequence[tuple[Grid, ...]], encoder: EncoderRank, features: int) -> None:
+        self._grids, self._features = grids, features
+        self._all = tuple(grid for own in grids for grid in own)
+        self._share = encoder.share(self._all)
+        ends = list(accumulate(map(len, grids), initial=0))
+        wanted = self._share.tiles
+        self.pictures = [at for at in range(len(grids)) if max(ends[at], wanted.start) < min(ends[at + 1], wanted.stop)]
+
+    def images(self, pictures: Sequence[_Placed], tiles: Mapping[int, Tiles], places: Tensor) -> Images:
+        """Returns the record with the patches of the share.
+
+        Args:
+            pictures: of the micro-batch.
+            tiles: those of `self.pictures`.
+            places: the tokens that features replace.
+        """
+        assert all(tiles[at].grids == self._grids[at] for at in self.pictures), "tiles that do not follow from sizes"
+        assert all(len(own) < _PICTURE_TILES for own in self._grids)
+        parts = [tiles[at].patches_PF for at in self.pictures]
+        patches = np.concatenate(parts) if parts else np.empty((0, self._features), np.float32)
+        first, wanted = _num_patches(self._grids[: self.pictures[0]]) if parts else 0, self._share.patches
+        numbered = [(one, at) for one, own in zip(pictures, self._grids, strict=True) for at in range(len(own))]
+        return Images(
+            patches_PF=torch.from_numpy(patches[wanted.start - first : wanted.stop - first] if parts else patches),
+            grids=self._all,
+            documents=tuple(one.document for one, _ in numbered),
+            places_K=places,
+            tile_index_N=torch.tensor([one.index * _PICTURE_TILES + at for one, at in numbered], dtype=torch.int64),
+            first_patch=wanted.start,
+        )
+
+
+def _num_patches(pictures: Sequence[tuple[Grid, ...]]) -> int:
+    return sum(grid[0] * grid[1] for own in pictures for grid in own)
+
+
+def held_images(images: Images, columns: Tensor, row_length: int) -> Images:
+    """Returns the pictures of whole rows with the places among some columns of every row.
+
+    Args:
+        columns: int64, the columns that are held, in order.
+        row_length: S of the whole rows.
+    """
+    places, kept = _held(images.places_K, columns, row_length)
+    return replace(images, places_K=places, features_K=kept)
+
+
+def held_experts(experts: ExpertTokens, columns: Tensor, row_length: int) -> ExpertTokens:
+    """Returns which of the tokens in some columns of every row take which weights."""
+    vision, language = (_held(tokens, columns, row_length)[0] for tokens in (experts.vision_V, experts.language_L))
+    return ExpertTokens(vision_V=vision.sort().values, language_L=language.sort().values)
+
+
+def _held(places: Tensor, columns: Tensor, row_length: int) -> tuple[Tensor, Tensor]:
+    """Returns the places among the held columns, and which of all places these are."""
+    here = torch.full((row_length,), -1, dtype=torch.int64)
+    here[columns] = torch.arange(len(columns))
+    column = here[places % row_length]
+    kept = (column >= 0).nonzero()[:, 0]
+    return places[kept] // row_length * len(columns) + column[kept], kept
+
+
+def _expert_tokens(vision: Tensor, num_tokens: int) -> ExpertTokens:
+    is_language = torch.ones(num_tokens, dtype=torch.bool)
+    is_language[vision] = False
+    return ExpertTokens(vision_V=vision, language_L=is_language.nonzero()[:, 0])
+
+
+def _indices(spans: Sequence[Span]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*span) for span in spans)])

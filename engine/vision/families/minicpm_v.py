@@ -1,0 +1,48 @@
+"""MiniCPM-V: a language model of another family, with a SigLIP tower and a resampler.
+
+2.0 has MiniCPM, MiniCPM-Llama3-V 2.5 has Llama 3, 2.6 has Qwen2. All keep the language model's sizes at the top of
+`config.json`, and its tensors below `llm.`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine.models.decoder_config import DecoderConfig
+from engine.models.families import llama, minicpm, qwen2
+from engine.models.families.reading import PRE_NORM_MODULES
+from engine.models.names import NameMap
+from engine.vision.layers.encoder import VisionConfig
+from engine.vision.minicpm_versions import minicpm_v_version
+
+NAMES = NameMap(
+    layer_modules=PRE_NORM_MODULES,
+    body="llm.model.",
+    head="llm.lm_head",
+    vision={"vpm": "vpm", "resampler": "resampler"},
+)
+
+_BY_VERSION = {"2.0": minicpm.config_from_hf, "2.5": llama.config_from_hf, "2.6": qwen2.config_from_hf}
+"""Reads the language model."""
+
+
+def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a MiniCPM-V `config.json`.
+
+    Raises:
+        UserError: a required key is missing, or it is another version.
+    """
+    if "vision_config" not in hf and "vision_encoder" not in hf and hf.get("version") is None:
+        return minicpm.config_from_hf({"tie_word_embeddings": False, **hf})
+    version = minicpm_v_version(hf)
+    text = {"tie_word_embeddings": False, **hf} if version == "2.0" else hf
+    return replace(_BY_VERSION[version](text), vision=_vision(hf, version))
+
+
+def _vision(hf: dict[str, Any], version: str) -> VisionConfig:
+    # where no picture is looked at, the packages that vision models need may be missing
+    from engine.vision.towers.minicpm_v2 import MiniCPMV2VisionConfig
+    from engine.vision.towers.minicpm_v2_6 import MiniCPMV26VisionConfig
+
+    return (MiniCPMV2VisionConfig if version == "2.0" else MiniCPMV26VisionConfig).from_hf(hf)

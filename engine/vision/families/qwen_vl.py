@@ -1,0 +1,124 @@
+"""Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 whose tokens of pictures are rotated by time, height and width.
+
+A head's pairs of features are shared out between the three: Qwen2.5-VL has them one after the other, Qwen3-VL in turn,
+so that each has high and low frequencies. Qwen3-VL's tower has features for its first layers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UserError
+from engine.models.decoder_config import DecoderConfig
+from engine.models.families import qwen2, qwen3
+from engine.models.families.checking import part_of
+from engine.models.names import Spelling
+from engine.vision.families.wrapping import Wrapping
+
+_DEFAULTS_2_5 = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+}  # fmt: skip
+_DEFAULTS_3 = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
+"""What transformers' classes have where config.json says nothing, and Qwen2's and Qwen3's have otherwise."""
+
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+
+
+def _sections(hf: Mapping[str, Any], default: list[int]) -> tuple[dict[str, Any], list[int]]:
+    """Returns the config with an ordinary rotary embedding, and how many pairs turn by time, height and width.
+
+    Raises:
+        UserError: the three numbers are something else.
+    """
+    changed, sections = dict(hf), default
+    for key in _ROPE_KEYS:
+        rope = part_of(hf, key)
+        if rope is None:
+            continue
+        sections = rope.get("mrope_section", sections)
+        if rope.get("rope_type", rope.get("type")) == "mrope":
+            changed[key] = {**rope, "rope_type": "default", "type": "default"}
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or not all(type(one) is int and one >= 0 for one in sections)
+    ):
+        raise UserError(
+            f"config.json has mrope_section {sections!r}, but three numbers of pairs that turn by time, height and "
+            "width are expected: correct it or copy it again."
+        )
+    return changed, sections
+
+
+def config_2_5(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads the language model of Qwen2.5-VL.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    changed, sections = _sections(hf, [16, 24, 24])
+    text = qwen2.config_from_hf({**_DEFAULTS_2_5, **changed})
+    pairs = text.head_dim // 2
+    if sum(sections) != pairs:
+        raise UserError(
+            f"config.json has mrope_section {sections} for heads of {pairs} pairs of features, which it should share "
+            "out: correct it or copy it again."
+        )
+    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return replace(text, family="qwen2_5_vl_text", rope_axes=axes)
+
+
+def config_3(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads the language model of Qwen3-VL.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    changed, sections = _sections(hf, [24, 20, 20])
+    text = qwen3.config_from_hf({**_DEFAULTS_3, **changed})
+    axes = [0] * (text.head_dim // 2)
+    for axis in (1, 2):  # every third pair, as far as there are enough of them
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return replace(text, family="qwen3_vl_text", rope_axes=tuple(axes))
+
+
+def _complete_2_5(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
+    # where no picture is looked at, the packages that vision models need may be missing
+    from engine.vision.towers.qwen2_5_vl import Qwen25VisionConfig
+
+    return replace(text, vision=Qwen25VisionConfig.from_hf(hf, text.hidden))
+
+
+def _complete_3(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
+    from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
+
+    vision = Qwen3VisionConfig.from_hf(hf, text.hidden)
+    if len(vision.deepstack) > text.num_layers:
+        raise UserError(
+            f"config.json has {len(vision.deepstack)} vision_config.deepstack_visual_indexes, whose features "
+            f"{text.num_layers} layers cannot all take: correct it or copy it again."
+        )
+    return replace(text, vision=vision, deepstack=len(vision.deepstack))
+
+
+_SPELLINGS = (
+    Spelling("model.language_model.", "lm_head", {"visual": "model.visual"}),
+    Spelling("model.", "lm_head", {"visual": "visual"}),
+)
+QWEN2_5_VL = Wrapping(
+    complete=_complete_2_5,
+    spellings=_SPELLINGS,
+    texts=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2_5_vl_text"),
+    text="qwen2_5_vl_text",
+    either_ties=True,
+)
+QWEN3_VL = Wrapping(
+    complete=_complete_3,
+    spellings=_SPELLINGS,
+    texts=dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), "qwen3_vl_text"),
+    text="qwen3_vl_text",
+)

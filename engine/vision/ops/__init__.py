@@ -1,0 +1,1 @@
+"""Ops of models that see images."""

@@ -1,0 +1,294 @@
+"""The state of a conversion: the engine's options so far, and a report row for each key."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, get_args
+
+from engine.config.model import ModelOptions
+from engine.config.objective import Name
+from engine.config.option_names import option_types
+from engine.errors import UserError
+from rankfold.migrating.given import PROGRAM, Given
+
+DTYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "torch.bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16", "half": "float16", "torch.float16": "float16",
+    "fp32": "float32", "float32": "float32", "float": "float32", "torch.float32": "float32",
+}  # fmt: skip
+"""Other trainers' names of dtypes -> the name here."""
+
+
+NOT_GIVEN = "not given"
+"""The source shown for what another trainer does by default."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A line of the report.
+
+    Args:
+        given: the key.
+        became: what it is now, or why it was dropped.
+        kind: "taken", "dropped" or "unknown".
+    """
+
+    given: Given
+    became: str
+    kind: str
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Options by their full name, and facts that are collected until all keys are read.
+
+    Args:
+        trainer: whose keys are read, by name.
+    """
+
+    trainer: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    to_fill: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _owner: dict[str, Row] = field(default_factory=dict)
+
+    def take(self, given: Given, option: str, value: Any, note: str = "") -> Row:
+        """Sets `option` to `value`; the row of a key that set another value before is marked as dropped."""
+        row = Row(given, f"{option}: {_text(value)}{f' ({note})' if note else ''}", "taken")
+        earlier = self._owner.get(option)
+        if earlier is not None and self.options[option] != value:
+            earlier.became, earlier.kind = (
+                f"dropped: {given.key} of {given.source} overrides it",
+                "dropped",
+            )
+        self.options[option] = value
+        self._owner[option] = row
+        self.rows.append(row)
+        return row
+
+    def know(self, given: Given, fact: str, value: Any, became: str) -> None:
+        """Records a fact that an option follows from once all keys are read."""
+        row = Row(given, became, "taken")
+        earlier = self._owner.get(f"({fact})")
+        if earlier is not None and self.facts[fact] != value:
+            earlier.became, earlier.kind = (
+                f"dropped: {given.key} of {given.source} overrides it",
+                "dropped",
+            )
+        self.facts[fact] = value
+        self._owner[f"({fact})"] = row
+        self.rows.append(row)
+
+    def drop(self, given: Given, why: str) -> None:
+        self.rows.append(Row(given, f"dropped: {why}", "dropped"))
+
+    def lack(self, given: Given, why: str) -> None:
+        """Reports a key that changes what is trained and has no counterpart: the run will differ."""
+        self.drop(given, f"no counterpart, {why}")
+        self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
+
+    def leave(self, given: Given, options: tuple[str, ...]) -> None:
+        """Reports a key whose value is not in the input."""
+        self.drop(given, "its value is only known when the script runs")
+        if options:
+            self.to_fill.append(f"{', '.join(options)}: {given.key} is {given.value}, which was not given")
+
+    def withdraw(self, option: str, why: str) -> None:
+        """Withdraws the value that `option` was given."""
+        del self.options[option]
+        row = self._owner.pop(option, None)
+        if row is not None:
+            row.became, row.kind = f"dropped: {why}", "dropped"
+
+    def given(self, *keys: str) -> bool:
+        """Returns whether one of `keys` was among what was read."""
+        return any(row.given.key in keys for row in self.rows)
+
+    def miss(self, given: Given, why: str) -> None:
+        """Reports a key that may matter and is not known."""
+        self.rows.append(Row(given, f"not known: {why}", "unknown"))
+
+    def imply(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
+        """Sets an option that is not in the input to what the other trainer does by default."""
+        if option not in self.options:
+            self.take(Given(source=source, key=key, value=NOT_GIVEN), option, value, note)
+
+    def has(self, option: str) -> bool:
+        """Returns whether this engine has such an option."""
+        return option in option_types()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule for one key of another trainer.
+
+    Args:
+        apply: writes it into the conversion.
+        options: full names of this engine's options that the key may set, at once or when all keys are read.
+    """
+
+    apply: Callable[[Conversion, Given], None]
+    options: tuple[str, ...] = ()
+
+
+def sets(*options: str) -> Callable[[Callable[[Conversion, Given], None]], Rule]:
+    """Makes a function the rule of keys that set `options`."""
+    return lambda apply: Rule(apply, options)
+
+
+def option(name: str, kind: Callable[[Given], Any], note: str = "") -> Rule:
+    """Returns the rule of a key that is an option of this engine."""
+    return Rule(lambda conversion, given: _take(conversion, given, name, kind(given), note), (name,))
+
+
+def _take(conversion: Conversion, given: Given, name: str, value: Any, note: str) -> None:
+    conversion.take(given, name, value, note)
+
+
+def fact(name: str, kind: Callable[[Given], Any], *options: str, became: str = "") -> Rule:
+    """Returns the rule of a key that `options` follow from; `became` is its text in the report, by default their
+    names.
+    """
+    said = became or ", ".join(options)
+    return Rule(lambda conversion, given: conversion.know(given, name, kind(given), said), options)
+
+
+def dropped(why: str) -> Rule:
+    """Returns the rule of a key without a counterpart."""
+    return Rule(lambda conversion, given: conversion.drop(given, why))
+
+
+def number(given: Given) -> float:
+    """Raises: UserError: it is none."""
+    try:
+        value = float(given.value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise _wrong(given, "a number") from None
+    if isinstance(given.value, bool) or not isfinite(value):
+        raise _wrong(given, "a finite number")
+    return value
+
+
+def whole(given: Given) -> int:
+    """Raises: UserError: it is no whole number."""
+    value = number(given)
+    if value != int(value):
+        raise _wrong(given, "a whole number")
+    return int(value)
+
+
+def names(given: Given) -> list[str]:
+    """Returns the names in a list, or in text with commas or spaces between them."""
+    found = given.value
+    if isinstance(found, str) and found.startswith("[") and found.endswith("]"):  # a list in quotes
+        with suppress(ValueError, SyntaxError, RecursionError):
+            found = ast.literal_eval(found)
+    if isinstance(found, list):
+        return [str(name).strip() for name in found]
+    return [name for name in str(given.value).replace(",", " ").split() if name]
+
+
+def whole_numbers(given: Given) -> list[int]:
+    """Returns the whole numbers in a list, or the only one.
+
+    Raises:
+        UserError: one of them is none.
+    """
+    found = given.value if isinstance(given.value, list) else names(given)
+    return [whole(Given(source=given.source, key=given.key, value=one)) for one in found]
+
+
+def text(given: Given) -> str:
+    """Returns a value as it was written.
+
+    Raises:
+        UserError: it is none.
+    """
+    if given.value is None or isinstance(given.value, bool):
+        raise _wrong(given, "a name or path")
+    return str(given.value)
+
+
+def truth(given: Given) -> bool:
+    """Raises: UserError: it is neither true nor false."""
+    if isinstance(given.value, bool):
+        return given.value
+    word = str(given.value).lower()
+    if word in ("1", "yes", "on", "true", "0", "no", "off", "false", "none"):
+        return word in ("1", "yes", "on", "true")
+    raise _wrong(given, "true or false")
+
+
+def other_objective(given: Given, what: str) -> UserError:
+    """Returns the refusal of a key, or of a program, that trains another objective than any that is available here.
+
+    Args:
+        given: the key.
+        what: the objective, or its part that has no counterpart, such as "a reward model".
+    """
+    known = f"objectives are {', '.join(get_args(Name))}"
+    if given.key == PROGRAM:
+        return UserError(f"{given.source} starts {given.value}, which trains {what}, and nothing here does: {known}.")
+    return UserError(
+        f"{given.source} gives {given.key} as {_text(given.value)}, {what}, and nothing here trains that: {known}. If "
+        f"the run should train without it, take {given.key} out."
+    )
+
+
+def _wrong(given: Given, expected: str) -> UserError:
+    return UserError(
+        f"{given.source} gives {given.key} as {given.value!r}, but {expected} is expected: correct it there, or "
+        "leave the key out."
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
+    """Sets model.dtype; a 16-bit dtype that this engine does not have becomes bfloat16."""
+    try:
+        ModelOptions(path="model", dtype=dtype)  # type: ignore[arg-type]
+    except UserError:
+        conversion.take(given, "model.dtype", "bfloat16", f"{dtype} is not available here")
+        return
+    conversion.take(given, "model.dtype", dtype)
+
+
+def dtype_switch(dtype: str) -> Rule:
+    """Returns the rule of a key that switches a dtype on."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        on = given.value is not None and truth(given)
+        if given.value is not None:
+            conversion.facts["bf16" if dtype == "bfloat16" else "fp16"] = on
+        if on:
+            set_dtype(conversion, given, dtype)
+        else:
+            conversion.drop(given, "switched off")
+
+    return Rule(rule, ("model.dtype",))
+
+
+def named_file(conversion: Conversion, given: Given) -> None:
+    """Reports a file of DeepSpeed's or accelerate's that another one names."""
+    if given.file_read:
+        conversion.drop(given, "read, and converted key by key")
+    elif given.value in (None, "", "null", "none"):
+        conversion.drop(given, "none")
+    else:
+        conversion.drop(given, "no such file beside this one")
+        conversion.to_fill.append(f"what {given.value} says: it is not beside the input; convert it too")

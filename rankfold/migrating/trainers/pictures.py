@@ -1,0 +1,21 @@
+"""What trainers of vision-language models have in common: rules for pictures, and for what trains."""
+
+from __future__ import annotations
+
+from rankfold.migrating.conversion import Conversion, Rule, truth
+from rankfold.migrating.given import Given
+
+LANGUAGE_MODEL = ["embed_tokens", "layers", "norm", "lm_head"]
+"""All modules of a language model, with a vision model beside it or without."""
+PROCESSOR = "the model's own config.json and processor say how pictures are cut"
+SIZES = "pictures are read in the size that they have, and cut as the model's own processor does"
+VIDEOS = "videos are not read"
+
+
+def switch(fact: str, became: str) -> Rule:
+    """Returns the rule of a switch that says what of the model trains."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        conversion.know(given, fact, truth(given), f"{became}: {'yes' if truth(given) else 'no'}")
+
+    return Rule(rule, ("trainable",))

@@ -1,0 +1,1 @@
+"""Helpers that tests share: see README.md beside this file."""

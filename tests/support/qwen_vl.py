@@ -1,0 +1,142 @@
+"""Small random Qwen2.5-VL and Qwen3-VL models as stock transformers saves them, with records about real pictures.
+
+Everything goes the way of a run: the folder has the model's tokenizer and image processor, the records are read by the
+engine's data side, and stock transformers computes the same documents one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import IGNORE_LABEL, Batch
+from engine.data.collate import rank_batch
+from engine.data.dataset import TokenDataset
+from engine.data.tokenizer import load_tokenizer
+from engine.vision.data.families import read_vision_family
+from engine.vision.data.reader import PictureReader
+from tests.unit.test_vision_data_processors import MESSAGES, pictures, written
+
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+PAD = "<|image_pad|>"
+_TEXT = {
+    "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+_TOWER = {
+    "depth": 4, "hidden_size": 24, "intermediate_size": 20, "num_heads": 3, "patch_size": 14, "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+}  # fmt: skip
+RECORDS: list[dict[str, Any]] = [
+    {"images": ["0.png", "1.png"], "messages": MESSAGES},
+    {"messages": MESSAGES[2:]},
+    {"images": ["1.png"], "messages": [{"role": "user", "content": "<image>Who?"}, MESSAGES[1]]},
+]
+
+
+def make_model(kind: str, folder: Path) -> Any:
+    """The model, every parameter drawn, saved in `folder` with its tokenizer, its processor, pictures and records."""
+    import transformers
+
+    tokenizer, _ = written(kind, folder)
+    pictures(folder)
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in (
+            ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
+            ("vision_end", "vision_end"),
+        )
+    }  # fmt: skip
+    text = {**_TEXT, "vocab_size": len(tokenizer)}
+    if kind == "qwen2_5_vl":
+        config = transformers.Qwen2_5_VLConfig(
+            text_config={**text, "rope_parameters": {**_ROPE, "mrope_section": [1, 2, 3]}},
+            vision_config={**_TOWER, "window_size": 56, "fullatt_block_indexes": [1, 3]},
+            **ids,
+        )
+        make = transformers.Qwen2_5_VLForConditionalGeneration
+    else:
+        config = transformers.Qwen3VLConfig(
+            text_config={**text, "head_dim": 14, "rope_parameters": {**_ROPE, "mrope_section": [3, 2, 2]}},
+            vision_config={
+                **_TOWER,
+                "patch_size": 16,
+                "num_position_embeddings": 25,
+                "deepstack_visual_indexes": [2, 0, 1],
+            },
+            tie_word_embeddings=True,
+            **ids,
+        )
+        make = transformers.Qwen3VLForConditionalGeneration
+    torch.manual_seed(len(kind))
+    model = make(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, mean=1.0 if "norm" in key and "bias" not in key else 0.0, std=0.2)
+            else:
+                # token embeddings that a head is not tied to are large, so that texts differ in what follows them
+                large = "embed_tokens" in key and not config.tie_word_embeddings
+                nn.init.normal_(parameter, std=1.0 if large else 0.8 * parameter[0].numel() ** -0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def dataset_of(folder: Path, *, packing: bool, seq_length: int = 256) -> TokenDataset:
+    tokenizer = load_tokenizer(folder)
+    family = read_vision_family(folder, tokenizer)
+    assert family is not None
+    return TokenDataset.build(
+        folder / "records.jsonl", tokenizer=tokenizer, seq_length=seq_length, packing=packing,
+        pictures=PictureReader(family),
+    )  # fmt: skip
+
+
+def batch_of(folder: Path, *, packing: bool) -> Batch:
+    """All records in one micro-batch: a row each, or packed in one."""
+    dataset = dataset_of(folder, packing=packing)
+    rows = list(range(len(dataset)))
+    assert len(rows) == (1 if packing else len(RECORDS))
+    return rank_batch(dataset, rows, rows, pad_multiple=4, pad_token=0, context_size=1, context_rank=0)
+
+
+def stock_outputs(model: Any, batch: Batch, pad: int) -> list[tuple[slice, Tensor, Tensor]]:
+    """For each document its tokens in the flat batch, transformers' logits, and the labels.
+
+    Args:
+        pad: the token that stands for a feature.
+    """
+    assert batch.images is not None
+    images, found, start, patch = batch.images, [], 0, 0
+    patches = list(images.patches_PF.split([rows * columns for rows, columns in images.grids]))
+    for number, length in enumerate(batch.document_lengths):
+        ids = batch.tokens_BS.flatten()[start : start + length][None]
+        own = [index for index, owner in enumerate(images.documents) if owner == number]
+        more: dict[str, Any] = {}
+        if own:
+            more = {
+                "pixel_values": torch.cat([patches[index] for index in own]).to(model.dtype),
+                "image_grid_thw": torch.tensor([(1, *images.grids[index]) for index in own]),
+                "mm_token_type_ids": (ids == pad).int(),
+            }
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more).logits[0]
+        span = slice(start, start + length)
+        found.append((span, logits, batch.labels_BS.flatten()[span]))
+        start, patch = start + length, patch + len(own)
+    return found
+
+
+def stock_loss(model: Any, batch: Batch, pad: int) -> Tensor:
+    """The mean loss of all targets."""
+    losses = [
+        nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_LABEL)
+        for _, logits, labels in stock_outputs(model, batch, pad)
+    ]
+    return torch.stack(losses).sum() / batch.loss_weights_BS.sum()

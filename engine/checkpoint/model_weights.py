@@ -28,8 +28,8 @@ from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.verification import PieceChecks
 from engine.errors import UserError
-from engine.experts.conversion.stacked_experts import ExpertPart
 from engine.models.names import nest
+from engine.models.stacked_parts import ExpertPart
 from engine.quantization import mxfp4
 from engine.sentences import listed
 from engine.telemetry.format import counted

@@ -41,8 +41,8 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from engine.choices import VISION
-from engine.experts.conversion.stacked_experts import ExpertPart, StackedPart, stacked
 from engine.models.decoder_config import DecoderConfig
+from engine.models.stacked_parts import ExpertPart, StackedPart, stacked
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?(?=[a-z])")

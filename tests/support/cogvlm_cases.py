@@ -13,7 +13,8 @@ from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.models.decoder import Decoder
-from engine.models.families import Family, family_of
+from engine.models.families import family_of
+from engine.models.families.family import Family
 from engine.models.names import NameMap
 from engine.ops.attention.token_context import Encoded
 from engine.vision.ops.cross_attention import document_spans, pair_spans

@@ -11,7 +11,10 @@ from engine.errors import UserError
 from engine.layers.context import TensorLayout
 from engine.models.decoder import Decoder
 from engine.models.describe import meta_model, module_names, num_parameters
-from engine.models.families import family_of
+from engine.models.families import FAMILIES, WRAPPINGS, family_of
+from engine.models.families.family import Family
+from engine.seams import resolve
+from engine.vision.families.wrapping import Wrapping
 from tests.distributed.cases import Case, make_batch, small_config
 from tests.distributed.gradient_table import FUSED
 from tests.distributed.stock_models import STOCK_MODELS, decoder_config, stock_model
@@ -66,3 +69,10 @@ def test_counts_and_names_equal_transformers(name: str):
     assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
     names = module_names(config)
     assert len(names) == len(set(names)) and "lm_head" in names
+
+
+@pytest.mark.parametrize("table", [FAMILIES, WRAPPINGS])
+def test_each_row_of_the_tables_names_a_family(table: dict[str, str]) -> None:
+    assert list(table) == sorted(table)
+    for name in table.values():
+        assert isinstance(resolve(name), Family | Wrapping), name

@@ -23,6 +23,7 @@ from engine.conversion.peft_write import export_peft
 from engine.errors import UserError
 from engine.models.describe import num_parameters
 from engine.models.families import WRAPPINGS, family_of, vision_left_out
+from engine.seams import resolve
 from engine.vision.tower_defaults import MODEL_TOWERS, TOWER_DEFAULTS
 from tests.support.stock_vision import make_model
 
@@ -128,7 +129,7 @@ def test_what_is_missing_or_beside_is_refused(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(kind, text) for kind, one in WRAPPINGS.items() for text in dict.fromkeys(one.texts.values())],
+    [(kind, text) for kind, one in WRAPPINGS.items() for text in dict.fromkeys(resolve(one).texts.values())],
 )
 def test_what_a_config_leaves_out_is_what_transformers_has(kind: str, text: str) -> None:
     """LLaVA 1.5 is published without the sizes that are the class's own, and fine-tuned Qwen2.5-VL without most of
@@ -181,7 +182,7 @@ def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inn
     }
     stock = made(text_config=dict(text_config), **given)
     hf = {"model_type": stock.model_type, "vision_config": {}, **given}
-    found = WRAPPINGS[stock.model_type].text_config({**hf, "text_config": text_config})
+    found = resolve(WRAPPINGS[stock.model_type]).text_config({**hf, "text_config": text_config})
     assert found.get("tie_word_embeddings", False) == stock.tie_word_embeddings
 
 

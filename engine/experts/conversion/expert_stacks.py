@@ -23,9 +23,9 @@ from torch import Tensor
 
 from engine.checkpoint.reader import TensorReader
 from engine.errors import UserError
-from engine.experts.conversion.stacked_experts import StackedPart
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap
+from engine.models.stacked_parts import StackedPart
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 PEFT_LEAVES = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}

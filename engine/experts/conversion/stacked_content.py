@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.checkpoint.copying.contents import Content, block_tensor
 from engine.checkpoint.copying.direct_io import BLOCK_BYTES, Scratch
 from engine.checkpoint.safetensors_file import num_bytes, raw_bytes
-from engine.experts.conversion.stacked_experts import ExpertPart
+from engine.models.stacked_parts import ExpertPart
 
 
 class Member(NamedTuple):

@@ -16,12 +16,14 @@ from engine.experts.families.routed import (
     GLM4_NAMES,
     balanced_sizes,
     compared_by_group,
+    later_tokens,
     read_routed,
     routed_sizes,
 )
 from engine.experts.layers.latent_attention import LatentSizes
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import decoder_config
 from engine.models.names import NameMap
 
@@ -134,3 +136,7 @@ def _decoder(
         attention_scale=_attention_scale(hf, head_dim),
         routed=sizes,
     )
+
+
+V2 = Family(v2_config_from_hf, NAMES)
+V3 = Family(config_from_hf, NAMES, unused=later_tokens)

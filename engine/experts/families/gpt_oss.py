@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.experts.conversion.stacked_experts import stacked
 from engine.experts.families.routed import asked_balance, read_routed, routed_sizes
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, decoder_config, windows_from_hf
 from engine.models.names import NameMap
+from engine.models.stacked_parts import stacked
 
 NAMES = NameMap(
     layer_modules={
@@ -55,3 +56,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     layers = range(int(hf.get("num_hidden_layers") or 0))
     types = ["full_attention" if index % 2 else "sliding_attention" for index in layers]
     return decoder_config(hf, "gpt_oss", layer_kinds=windows_from_hf(hf, types), attention_sinks=True, routed=sizes)
+
+
+FAMILY = Family(config_from_hf, NAMES)

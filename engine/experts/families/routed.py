@@ -12,6 +12,7 @@ from engine.errors import UserError
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.experts.ops.routing import RoutingRule
 from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.families.family import Family
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
     check_activation,
@@ -288,3 +289,10 @@ def glm4_moe(hf: dict[str, Any]) -> DecoderConfig:
     sizes = balanced_sizes(hf, usual=128)
     config = decoder_config(hf, "glm4_moe", qk_norm=bool(hf["use_qk_norm"]), out_bias=False, routed=sizes)
     return rotating_part(config, hf, usual=0.5)
+
+
+GLM4_MOE = Family(glm4_moe, GLM4_NAMES, unused=later_tokens)
+MIXTRAL = Family(mixtral, MIXTRAL_NAMES)
+OLMOE = Family(olmoe, NAMES)
+QWEN2_MOE = Family(qwen2_moe, NAMES)
+QWEN3_MOE = Family(qwen3_moe, NAMES)

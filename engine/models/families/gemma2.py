@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import (
     BOTH_NORMS_MODULES,
     check_activation,
@@ -70,3 +71,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         layer_kinds=windows_from_hf(hf, types),
         **gemma_switches(hf),
     )
+
+
+FAMILY = Family(config_from_hf, NAMES)

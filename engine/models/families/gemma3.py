@@ -8,7 +8,8 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Rope
-from engine.models.families.gemma2 import check_gemma, gemma_switches
+from engine.models.families.family import Family
+from engine.models.families.gemma2 import NAMES, check_gemma, gemma_switches
 from engine.models.families.reading import check_required, decoder_config, rope_from_hf, windows_from_hf
 
 _DEFAULTS = {
@@ -72,3 +73,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         layer_kinds=tuple(replace(kind, second_rope=kind.window is not None) for kind in kinds),
         **gemma_switches(hf),
     )
+
+
+FAMILY = Family(config_from_hf, NAMES)

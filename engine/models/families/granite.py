@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, decoder_config
 
 
@@ -24,3 +25,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         attention_scale=float(hf.get("attention_multiplier", 1.0)),
         logits_divisor=float(hf.get("logits_scaling", 1.0)),
     )
+
+
+FAMILY = Family(config_from_hf)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import NAMES, check_activation, decoder_config, rope_from_hf
 
 __all__ = ["NAMES", "config_from_hf", "rope_from_hf"]
@@ -22,3 +23,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """
     check_activation(hf, "hidden_act", "silu")
     return decoder_config(hf, "llama", mlp_bias=bool(hf.get("mlp_bias", False)))
+
+
+FAMILY = Family(config_from_hf)

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config
 
 _FACTORS = ("scale_emb", "scale_depth", "dim_model_base")
@@ -36,3 +37,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         residual_multiplier=float(hf["scale_depth"]) / math.sqrt(hf["num_hidden_layers"]),
         head_input_divisor=float(hf["hidden_size"]) / float(hf["dim_model_base"]),
     )
+
+
+FAMILY = Family(config_from_hf)

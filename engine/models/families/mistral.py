@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
@@ -22,3 +23,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     window = hf["sliding_window"]
     kinds = () if window is None else (LayerKind(window=int(window)),) * int(hf["num_hidden_layers"])
     return decoder_config(hf, "mistral", qkv_bias=False, out_bias=False, layer_kinds=kinds)
+
+
+FAMILY = Family(config_from_hf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import BOTH_NORMS_MODULES, check_activation, decoder_config
 from engine.models.names import NameMap
 
@@ -26,3 +27,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     hf = {**_DEFAULTS, **hf}
     check_activation(hf, "hidden_act", "silu")
     return decoder_config(hf, "olmo2", norms="outputs", qk_norm=True, qk_norm_over="all")
+
+
+FAMILY = Family(config_from_hf, NAMES)

@@ -12,6 +12,7 @@ from typing import Any
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
 from engine.models.families.checking import rope_value
+from engine.models.families.family import Family
 from engine.models.families.reading import (
     check_activation,
     check_required,
@@ -83,3 +84,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
             f"expected {rotary_dim // 2}: correct it or copy it again."
         )
     return config
+
+
+FAMILY = Family(config_from_hf, fused=FUSED)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config, windows_from_hf
 
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -29,3 +30,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     hf = {**_DEFAULTS, **hf}
     check_activation(hf, "hidden_act", "silu")
     return decoder_config(hf, "qwen2", qkv_bias=True, out_bias=False, layer_kinds=upper_windows(hf))
+
+
+FAMILY = Family(config_from_hf)

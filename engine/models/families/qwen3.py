@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.qwen2 import upper_windows
 from engine.models.families.reading import check_activation, decoder_config
 
@@ -20,3 +21,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     hf = {**_DEFAULTS, **hf}
     check_activation(hf, "hidden_act", "silu")
     return decoder_config(hf, "qwen3", qk_norm=True, layer_kinds=upper_windows(hf))
+
+
+FAMILY = Family(config_from_hf)

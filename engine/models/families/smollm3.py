@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, LayerKind, Rope
+from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config, windows_from_hf
 
 _DEFAULTS = {
@@ -35,3 +36,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         second_rope=Rope(theta=None),
         layer_kinds=tuple(replace(kind, second_rope=not turns) for kind, turns in zip(kinds, turned, strict=True)),
     )
+
+
+FAMILY = Family(config_from_hf)

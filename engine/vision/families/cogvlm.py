@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
+from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config
 from engine.models.names import KEY_VALUE, QKV, VISION_QKV, NameMap
 from engine.vision.towers.cogagent import CrossVisionConfig
@@ -95,3 +96,7 @@ def unused(hf: dict[str, Any]) -> tuple[str, ...]:
     """Returns patterns of the tensors that a checkpoint has and nothing is computed with."""
     tables = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
     return tables if hf.get("cross_hidden_size") is None else tables + CrossVisionConfig.from_hf(hf).not_computed
+
+
+COGVLM = Family(config_from_hf, NAMES, FUSED, unused)
+COGAGENT = Family(config_from_hf, AGENT_NAMES, AGENT_FUSED, unused)

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import llama, minicpm, qwen2
+from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES
 from engine.models.names import NameMap
 from engine.vision.layers.encoder import VisionConfig
@@ -46,3 +47,6 @@ def _vision(hf: dict[str, Any], version: str) -> VisionConfig:
     from engine.vision.towers.minicpm_v2_6 import MiniCPMV26VisionConfig
 
     return (MiniCPMV2VisionConfig if version == "2.0" else MiniCPMV26VisionConfig).from_hf(hf)
+
+
+FAMILY = Family(config_from_hf, NAMES)

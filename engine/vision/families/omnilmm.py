@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import mistral
+from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES
 from engine.models.names import NameMap
 
@@ -26,3 +27,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     from engine.vision.towers.omnilmm import OmniLMMVisionConfig
 
     return replace(mistral.config_from_hf(hf), vision=OmniLMMVisionConfig.from_hf(hf))
+
+
+FAMILY = Family(config_from_hf, NAMES)

@@ -14,6 +14,7 @@ from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import qwen2, qwen3
 from engine.models.families.checking import part_of
+from engine.models.families.family import Family
 from engine.models.names import Spelling
 from engine.vision.families.wrapping import Wrapping
 
@@ -122,3 +123,7 @@ QWEN3_VL = Wrapping(
     texts=dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), "qwen3_vl_text"),
     text="qwen3_vl_text",
 )
+
+
+QWEN2_5_VL_TEXT = Family(config_2_5)
+QWEN3_VL_TEXT = Family(config_3)

@@ -8,12 +8,14 @@ its modules. Here is what they share; a family of them is a `Wrapping`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.checking import part_of
+from engine.models.families.family import Family
 from engine.models.names import Spelling
 
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -94,6 +96,17 @@ class Wrapping(NamedTuple):
         own, inner = hf.get("tie_word_embeddings"), given.get("tie_word_embeddings")
         tied = inner if own is None or (self.either_ties and inner) else own
         return text if tied is None else {**text, "tie_word_embeddings": tied}
+
+    def family(self, inner: Family, hf: dict[str, Any]) -> Family:
+        """Returns the family of the language model `inner` with the vision model that config.json describes."""
+
+        def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+            return self.complete(inner.config_from_hf(self.text_config(hf)), hf)
+
+        names = replace(inner.names, spellings=self.spellings, parameters=self.parameters)
+        if self.unused is not None:
+            names = replace(names, unused=self.unused(hf))
+        return inner._replace(config_from_hf=config_from_hf, names=names.live)
 
 
 def spellings(roots: tuple[str, ...], *, inner: Mapping[str, str] | None = None) -> tuple[Spelling, ...]:

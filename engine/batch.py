@@ -3,7 +3,7 @@
 Rows are slots of the global batch, columns are positions in a row. Layers see the rows flattened to T = B * S tokens,
 row after row. Nothing here knows about ranks: a rank's batch is a selection of slots.
 
-Legend: B rows (micro-batch), S columns (row length), T = B * S, D documents; of pictures P patches, F numbers of a
+Legend: B rows (micro-batch), S columns (row length), T = B * S, D documents; of images P patches, F numbers of a
 patch, K feature rows.
 """
 
@@ -26,7 +26,7 @@ Record = TypeVar("Record", "Answers", "Completions", "Batch", "Images", "ExpertT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Images:
-    """The pictures of a micro-batch for one vision tower, as tiles that are cut into patches.
+    """The images of a micro-batch for one vision tower, as tiles that are cut into patches.
 
     Tensor- and context-parallel ranks of one row know all tiles, because the tower's work is dealt out to them
     (`engine.vision.tile_shares`), but each has the patches of its own share, and places the features of its own
@@ -56,7 +56,7 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTokens:
-    """Which weights each token takes, where a model has others for pictures: a partition of the T tokens that this rank
+    """Which weights each token takes, where a model has others for images: a partition of the T tokens that this rank
     holds, so that no rank waits for the device to learn how many there are.
 
     Args:
@@ -70,7 +70,7 @@ class ExpertTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BidirectionalSpans:
-    """Runs of tokens that see all of themselves, beside what is before them: pictures, in models that have it so.
+    """Runs of tokens that see all of themselves, beside what is before them: images, in models that have it so.
 
     As documents are, they are those of whole rows, also where a context-parallel rank holds some columns only. No span
     crosses documents.
@@ -168,14 +168,14 @@ class Batch:
         embeddings_TH: optional input embeddings that replace the embedding lookup.
         answers: the answers to compare, where the objective compares answers; None otherwise.
         completions: the completions to train on, where the objective trains on a model's own; None otherwise.
-        images: the pictures of the rows, for a model that has a vision tower; None for others. Without pictures it has
+        images: the images of the rows, for a model that has a vision tower; None for others. Without images it has
             no tiles.
-        cross_images: the same pictures in a second resolution, for a model whose layers attend to it; None for others.
-        experts: which tokens take the weights for pictures, for a model that has such; None for others.
-        bidirectional: the tokens that see what comes after them too, for a model that has pictures so; None for others,
+        cross_images: the same images in a second resolution, for a model whose layers attend to it; None for others.
+        experts: which tokens take the weights for images, for a model that has such; None for others.
+        bidirectional: the tokens that see what comes after them too, for a model that has images so; None for others,
             and where there are none.
         grid_positions_3BS: int64 positions in time, height and width, for a model that rotates by all three; None for
-            others, and where there are no pictures: the three are equal then.
+            others, and where there are no images: the three are equal then.
         padding_BS: bool, whether a token is padding at a row's end; None where none is, or nobody asks.
         mismatched: the questions of the same rows with other questions' answers, where the objective needs their
             likelihoods; None otherwise.
@@ -225,7 +225,7 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def without_pixels(self) -> Batch:
-        """Returns the same batch without the numbers of its pictures, for a rank that encodes none of them."""
+        """Returns the same batch without the numbers of its images, for a rank that encodes none of them."""
         if self.images is None and self.cross_images is None:
             return self
         images, cross = (

@@ -52,7 +52,7 @@ _LIMITS: dict[str, int] = {
     ),
     **dict.fromkeys(("query_num", "num_query", "mm_tokens_per_image"), 1 << 14),
     **dict.fromkeys(("max_slice_nums", "max_patches", "min_patches"), 1 << 10),
-    **dict.fromkeys(("shortest_edge", "min_pixels"), 1 << 22),  # of Qwen's, pixels of a whole picture
+    **dict.fromkeys(("shortest_edge", "min_pixels"), 1 << 22),  # of Qwen's, pixels of a whole image
     **dict.fromkeys(("num_positions", "num_position_embeddings", "vocab_size"), 1 << 24),
 }  # fmt: skip
 """Key -> the largest number below it, whichever part of the file it stands in."""

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--format", default="auto", choices=FORMATS, help="format of the records (default: recognised by their fields)"
     )
     parser.add_argument(
-        "--image-folder", type=path_text, metavar="DIR", help="with --show, as data.image_folder: where pictures are"
+        "--image-folder", type=path_text, metavar="DIR", help="with --show, as data.image_folder: where images are"
     )
     parser.add_argument("--no-mask-prompt", action="store_true", help="train on prompts too, not only on answers")
     parser.add_argument(
@@ -148,22 +148,22 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     from engine.data.tokenizer import load_tokenizer
     from engine.telemetry.format import counted
     from engine.vision.data.families import read_vision_family
-    from engine.vision.data.reader import PictureReader
+    from engine.vision.data.reader import ImageReader
 
     tokenizer = load_tokenizer(arguments.tokenizer, chat)
     for warning in tokenizer.chat_warnings(training=True):
         print(f"warning: {warning}", file=sys.stderr)
     family = read_vision_family(arguments.tokenizer, tokenizer)
-    pictures = None if family is None else PictureReader(family, arguments.image_folder)
+    images = None if family is None else ImageReader(family, arguments.image_folder)
     settings = {
         "data_format": arguments.format,
         "mask_prompt": not arguments.no_mask_prompt,
-        "pictures": pictures,
+        "images": images,
     }
     colour = sys.stdout.isatty()
     for document in first_documents(files, arguments.show, tokenizer, **settings):
         trained = int(document.targets.sum())
         print(f"{document.place}: {counted(len(document.tokens), 'token')}, {trained:,} trained on")
         spans = [] if document.extras is None else document.extras.spans
-        print(preview(document.tokens, document.targets, tokenizer, colour=colour, pictures=spans))
+        print(preview(document.tokens, document.targets, tokenizer, colour=colour, images=spans))
         print()

@@ -27,7 +27,7 @@ class DataOptions:
         validation: File with the samples for evaluation; null evaluates nothing.
         validation_split: Share of the rows of data.train held out for evaluation, instead of a data.validation file,
             such as 0.05; train.seed decides which rows. null holds none out.
-        image_folder: Folder that the paths of pictures in records are relative to; null for the folder of the records'
+        image_folder: Folder that the paths of images in records are relative to; null for the folder of the records'
             own file.
         format: Shape of a record. "text" has text; "completion" has prompt and completion; "alpaca" has
             instruction, input and output; "sharegpt" has conversations; "messages" has messages with roles, which go

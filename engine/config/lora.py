@@ -42,7 +42,7 @@ class LoraOptions:
         init: Initial values of A: "kaiming" is uniform, as PEFT has it by default; "gaussian" is normal with standard
             deviation 1 / rank. B starts at zero (for an embedding, A is zero and B is drawn).
         fused: Which projections share one adapter, with one A: "qkv" query, key and value, "gate_up" gate and up, "all"
-            both, and key and value of attention to encoded pictures, "none" none of them. "auto" does what PEFT would:
+            both, and key and value of attention to encoded images, "none" none of them. "auto" does what PEFT would:
             one adapter where the checkpoint stores several projections as one matrix (Phi-3's qkv_proj and
             gate_up_proj) and all of them are targets; with lora.init_from, wherever that adapter is fused.
         experts: Which factors the adapters of a layer's experts share, where a router chooses these: "per_expert" none,

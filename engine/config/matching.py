@@ -25,7 +25,7 @@ BLOCK_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 _LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 """Those of a block with latent attention, beside the others."""
 _CROSS_LINEARS = tuple(f"cross_attention.{name}" for name in ("query", "key", "value", "dense"))
-"""Those of a block that attends to encoded pictures, beside the others."""
+"""Those of a block that attends to encoded images, beside the others."""
 ALL_LINEARS = "all-linear"
 """PEFT's word for all linears but the head."""
 _EVERY_LINEAR = BLOCK_LINEARS + _LATENT_LINEARS + _CROSS_LINEARS

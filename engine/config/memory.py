@@ -35,7 +35,7 @@ class MemoryOptions:
             CPU to launch its kernels. "layer" is the forward and the backward of each layer; "step" is the whole step,
             reduction and optimizer included; "none" replays nothing. Needs a GPU and data.packing, whose rows are
             equally long. A micro-batch that does not fit runs without a graph, and is counted in the summary. A
-            vision-language model has "layer" at most, and none where its layers depend on the pictures.
+            vision-language model has "layer" at most, and none where its layers depend on the images.
         graph_documents: Maximum number of documents in a micro-batch that is replayed; unused ones cost a little.
             null means 32 per row, or fewer where the data has fewer; with data parallelism, as many as
             the data may ask for.

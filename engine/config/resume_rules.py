@@ -58,7 +58,7 @@ SILENT: dict[str, tuple[str, ...]] = {
     # a figure
     "objective": ("report_entropy",),
     # the content of the training data is compared by fingerprint, whatever its path, and the names and sizes of its
-    # pictures with it; printed samples
+    # images with it; printed samples
     "data": ("train", "image_folder", "tokenizer", "num_workers", "show"),
     # backends with the same update; when a run gives up; the initial loss scale, since the checkpoint has the current
     # one

@@ -390,7 +390,7 @@ def check_rollouts(config: RunConfig) -> None:
         ("data.learn_after_end is false", data.learn_after_end, "whose completions end where sampling ends"),
         (f"data.show is {data.show}", data.show == 0, "whose rows are not there before the first step: rollout.show "
          "logs completions"),
-        (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no pictures"),
+        (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no images"),
         ("train.last_batch is full", train.last_batch == "short", "whose batches are all full, since prompts continue "
          "over the ends of epochs"),
         (f"train.eval_samples is {train.eval_samples}", train.eval_samples is None, "which evaluates nothing"),

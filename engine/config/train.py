@@ -45,8 +45,8 @@ class TrainOptions:
         sample_tokens: Maximum number of new tokens in a sample.
         sample_chat: Render each prompt as a user's message, with the tokenizer's chat template or as the model's family
             writes conversations.
-        sample_images: Pictures that train.sample_prompts are about, one path for each prompt and "" for none; relative
-            to data.image_folder where that is set. A prompt with a picture is a user's message.
+        sample_images: Images that train.sample_prompts are about, one path for each prompt and "" for none; relative
+            to data.image_folder where that is set. A prompt with an image is a user's message.
         synthetic_steps: Steps on made-up tokens that warm the devices up before any data is read; their changes
             are undone. The data is then read after the model, so its errors are reported later.
         router_aux_loss_coef: Coefficient of the auxiliary loss that has the routers of a mixture of experts spread
@@ -129,7 +129,7 @@ class TrainOptions:
             len(self.sample_images) in (0, len(self.sample_prompts)),
             f"train.sample_images has {len(self.sample_images)} paths and train.sample_prompts has "
             f'{len(self.sample_prompts)} texts, but each prompt has its own: give as many, with "" for a prompt '
-            "without a picture.",
+            "without an image.",
         )
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
         require_not_negative("train.router_aux_loss_coef", self.router_aux_loss_coef, "use 0 to leave it out")

@@ -47,7 +47,7 @@ layers.
 """
 
 
-_NEEDS_PICTURES = "logits not compared: the model's layers attend to pictures, and the proof is text"
+_NEEDS_IMAGES = "logits not compared: the model's layers attend to images, and the proof is text"
 
 
 class Live(NamedTuple):
@@ -77,7 +77,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
         UserError: tensors are missing or unexpected to transformers, or logits differ.
     """
     if source.model.decoder.cross_attention is not None:
-        return _NEEDS_PICTURES
+        return _NEEDS_IMAGES
     live = Live(source.model.decoder, source, TrainingPlan())
     if isinstance(source, MergedSource):
         # without a base all is trained but what never trains, which the source knows
@@ -113,7 +113,7 @@ def prove_adapter(
     """
     model = base.model
     if model.decoder.cross_attention is not None:
-        return _NEEDS_PICTURES
+        return _NEEDS_IMAGES
     if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         return f"logits not compared: {missing[0]} is not installed"
     if model.manifest is not None and model.hf_path == model.path:
@@ -188,8 +188,8 @@ def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Pat
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    with_pictures = read_json(folder / CONFIG).get("model_type") in WRAPPINGS  # here only asked about text
-    auto: Any = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
+    with_images = read_json(folder / CONFIG).get("model_type") in WRAPPINGS  # here only asked about text
+    auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with _quiet():
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores
         model, info = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)

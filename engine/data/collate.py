@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.batch import IGNORE_LABEL, Answers, Batch, Completions
 from engine.data.dataset import TokenDataset
-from engine.vision.data.row_images import RowPictures, held_experts, held_images
+from engine.vision.data.row_images import RowImages, held_experts, held_images
 from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
@@ -84,13 +84,13 @@ def build_batch(
         length: S, at least the longest row.
         pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
             continue.
-        encoder: which pictures this rank encodes, and so decodes.
+        encoder: which images this rank encodes, and so decodes.
 
     Raises:
-        UserError: a picture that cannot be read.
+        UserError: an image that cannot be read.
     """
-    assert dataset.family is not None or dataset.vision is None, "pictures need a family that reads them"
-    pictures = None if dataset.family is None else RowPictures(dataset.family, dataset.vision, dataset.decoded)
+    assert dataset.family is not None or dataset.vision is None, "images need a family that reads them"
+    images = None if dataset.family is None else RowImages(dataset.family, dataset.vision, dataset.decoded)
     shape = (len(rows), length)
     tokens_BS = np.full(shape, pad_token, dtype=np.int64)
     labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
@@ -110,8 +110,8 @@ def build_batch(
             tokens_BS[b, start:end] = tokens
             np.copyto(labels_BS[b, start : end - 1], tokens[1:], where=targets[1:])
             positions = columns[: end - start]
-            if pictures is not None:
-                positions = pictures.add(
+            if images is not None:
+                positions = images.add(
                     document,
                     number=len(document_lengths),
                     start=b * length + start,
@@ -124,7 +124,7 @@ def build_batch(
         positions_DBS[:, b, end:] = after + columns[: length - end]
         document_lengths.append(length - start)
         padding_BS[b, end:] = True
-    found = None if pictures is None else pictures.collected(labels_BS.size, encoder)
+    found = None if images is None else images.collected(labels_BS.size, encoder)
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
     return Batch(
         tokens_BS=torch.from_numpy(tokens_BS),

@@ -34,8 +34,8 @@ class DatasetReport:
         dropped_prompt_only: units dropped because truncation leaves nothing of their answer.
         dropped_without_target: units dropped because they have no target.
         dropped_alike: pairs dropped because both answers are the same.
-        dropped_in_picture: units dropped because truncation would cut through a picture.
-        first_in_picture: the record of the first of them.
+        dropped_in_image: units dropped because truncation would cut through an image.
+        first_in_image: the record of the first of them.
         packing_efficiency: tokens over rows times row length, or None without packing.
         left_over: tokens that concatenation drops, because they fill no row or are in one without a target.
         seconds: time it took.
@@ -56,8 +56,8 @@ class DatasetReport:
     dropped_prompt_only: int = 0
     dropped_without_target: int = 0
     dropped_alike: int = 0
-    dropped_in_picture: int = 0
-    first_in_picture: str = ""
+    dropped_in_image: int = 0
+    first_in_image: str = ""
     packing_efficiency: float | None = None
     left_over: int = 0
     seconds: float = 0.0
@@ -65,7 +65,7 @@ class DatasetReport:
     @property
     def dropped(self) -> int:
         whole = self.dropped_overlong + self.dropped_prompt_only + self.dropped_without_target
-        return whole + self.dropped_alike + self.dropped_in_picture
+        return whole + self.dropped_alike + self.dropped_in_image
 
     def summary(self) -> str:
         """Returns one line for a log."""
@@ -80,7 +80,7 @@ class DatasetReport:
             (self.dropped_prompt_only, "dropped with no answer token left"),
             (self.dropped_without_target, "dropped with no token to train on"),
             (self.dropped_alike, "dropped with two equal answers"),
-            (self.dropped_in_picture, "dropped where a picture would be cut"),
+            (self.dropped_in_image, "dropped where an image would be cut"),
         ):
             if count:
                 parts.append(f"{count:,} {what}")
@@ -107,10 +107,10 @@ class DatasetReport:
                 f"the prompt alone fills data.seq_length {self.limit}, so none of the answer is left to train on; the "
                 f"longest {self.unit} has {counted(self.longest, 'token')}"
             )
-        if self.dropped_in_picture:
+        if self.dropped_in_image:
             found.append(
-                f"{self.dropped_in_picture:,} of {counted(total, self.unit)} {_is(self.dropped_in_picture)} dropped: "
-                f"data.seq_length {self.limit} would cut inside a picture, first in {self.first_in_picture}; the "
+                f"{self.dropped_in_image:,} of {counted(total, self.unit)} {_is(self.dropped_in_image)} dropped: "
+                f"data.seq_length {self.limit} would cut inside an image, first in {self.first_in_image}; the "
                 f"longest {self.unit} has {counted(self.longest, 'token')}"
             )
         return found
@@ -130,19 +130,19 @@ class DatasetReport:
                 (self.dropped_prompt_only, "has", "have", f"a prompt that alone fills {limit}"),
                 (self.dropped_without_target, "has", "have", "no token to train on"),
                 (self.dropped_alike, "has", "have", "two equal answers"),
-                (self.dropped_in_picture, "has", "have", f"a picture that {limit} would cut"),
+                (self.dropped_in_image, "has", "have", f"an image that {limit} would cut"),
             )
             if count
         ]
         whole = f"of {counted(self.documents + self.dropped, self.unit)} " if reasons else ""
         advice = f"raise data.seq_length (the longest {self.unit} has {counted(self.longest, 'token')})"
-        if not (self.dropped_overlong or self.dropped_prompt_only or self.dropped_in_picture):
+        if not (self.dropped_overlong or self.dropped_prompt_only or self.dropped_in_image):
             advice = "give records with tokens to train on"
         return f"{names} leaves {expected}: {whole}{' and '.join(reasons)}{'; ' if reasons else ''}{advice}."
 
 
 class DroppedPlaces:
-    """Counts records that are dropped because truncation would cut through a picture, and keeps the first."""
+    """Counts records that are dropped because truncation would cut through an image, and keeps the first."""
 
     def __init__(self) -> None:
         self._count, self._first = 0, ""
@@ -153,7 +153,7 @@ class DroppedPlaces:
 
     def told(self, report: DatasetReport) -> DatasetReport:
         """Returns a report with these counts."""
-        return replace(report, dropped_in_picture=self._count, first_in_picture=self._first)
+        return replace(report, dropped_in_image=self._count, first_in_image=self._first)
 
 
 def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -> str | None:

@@ -35,7 +35,7 @@ from engine.rollouts.data.completions import Completion, CompletionColumns, RowW
 from engine.sentences import listed
 from engine.vision.data.columns import Extras, VisionColumns, vision_columns
 from engine.vision.data.family import VisionFamily
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from engine.vision.data.row_images import Decoded
 
 CHUNK = 1024
@@ -99,7 +99,7 @@ class TokenDataset:
             needs none.
         completions: what is known of the documents, where they are completions to train on; None otherwise.
         report: counts of the records so far; completed here.
-        vision: pictures and odd labels of the documents, of a vision-language model; None where there are none.
+        vision: images and odd labels of the documents, of a vision-language model; None where there are none.
         stored: how much of a token store each document is, where the arrays are mapped from files and must not be read
             as a whole.
 
@@ -151,9 +151,9 @@ class TokenDataset:
         self.vision = vision
         """What the documents have beside their tokens."""
         self.family: VisionFamily | None = None
-        """What reads the pictures, of a vision-language model; see `read_with`."""
+        """What reads the images, of a vision-language model; see `read_with`."""
         self.decoded: Decoded | None = None
-        """Pictures that are kept once they are decoded; None keeps none."""
+        """Images that are kept once they are decoded; None keeps none."""
         self.signs = np.ones(len(lengths), dtype=np.float32) if signs is None else signs
         self.reference_logps: NDArray[np.float32] | None = None
         """float32 [D], log-likelihood of each answer under the reference, where it was computed before training."""
@@ -181,24 +181,24 @@ class TokenDataset:
         )
 
     @property
-    def num_without_pictures(self) -> int:
+    def num_without_images(self) -> int:
         """Documents of tokens alone."""
         if self.vision is None:
             return len(self.lengths)
-        return int((np.diff(self.vision.picture_offsets) == 0).sum())
+        return int((np.diff(self.vision.image_offsets) == 0).sum())
 
     def read_with(self, family: VisionFamily | None, decoded: Decoded | None = None) -> None:
-        """Sets the family of a vision-language model, which reads pictures and places features; it is no data.
+        """Sets the family of a vision-language model, which reads images and places features; it is no data.
 
         Args:
-            decoded: where pictures are kept, for few of them that are read often; None keeps none.
+            decoded: where images are kept, for few of them that are read often; None keeps none.
         """
         self.family, self.decoded = family, decoded
         if self.mismatched is not None:
             self.mismatched.read_with(family, decoded)
 
     def most_features(self) -> int:
-        """Returns how many tokens features of pictures replace in the row where they are most."""
+        """Returns how many tokens features of images replace in the row where they are most."""
         if self.vision is None or not len(self):
             return 0
         return int(_sum_rows(self.vision.feature_counts[self.rows.documents], self.rows.offsets).max())
@@ -307,7 +307,7 @@ class TokenDataset:
         overlong: str = "truncate",
         mask_prompt: bool = True,
         progress: Callable[[int, int], None] | None = None,
-        pictures: PictureReader | None = None,
+        images: ImageReader | None = None,
     ) -> TokenDataset:
         """Reads and tokenises files.
 
@@ -322,7 +322,7 @@ class TokenDataset:
                 stream is cut into rows and never overlong.
             mask_prompt: train only on completions and assistant turns.
             progress: called with (records done, records in all) now and then.
-            pictures: as for `engine.data.tokenize.tokenize_samples`.
+            images: as for `engine.data.tokenize.tokenize_samples`.
 
         Raises:
             UserError: a file or record that cannot be used, or nothing left to train on.
@@ -341,7 +341,7 @@ class TokenDataset:
         for _, samples in sources:
             for chunk in _chunks(samples):
                 for document in tokenize_samples(
-                    chunk, tokenizer, mask_prompt=mask_prompt, stream_length=stream_length, pictures=pictures
+                    chunk, tokenizer, mask_prompt=mask_prompt, stream_length=stream_length, images=images
                 ):
                     collected.add(document)
                 collected.records += len(chunk)
@@ -354,7 +354,7 @@ class TokenDataset:
             report = replace(report, left_over=left_over)
         dataset = cls(*arrays, seq_length=seq_length, packing=bool(packing), vision=vision, report=report)
         dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
-        dataset.read_with(None if pictures is None else pictures.family)
+        dataset.read_with(None if images is None else images.family)
         return dataset
 
 
@@ -369,7 +369,7 @@ class _Collector:
         self.tokens: list[NDArray[np.int32]] = []
         self.targets: list[NDArray[np.bool_]] = []
         self.extras: list[Extras | None] = []
-        self.in_picture = DroppedPlaces()
+        self.in_image = DroppedPlaces()
         self.documents = self.cut = self.longest = self.truncated = self.lost_tokens = 0
         self.dropped_overlong = self.dropped_prompt_only = self.dropped_without_target = 0
 
@@ -380,7 +380,7 @@ class _Collector:
         elif self.concatenated and document.extras is not None:
             raise document.place.error(
                 "the conversation is for a vision-language model, but data.packing concatenate cuts documents "
-                "anywhere, pictures too; set data.packing to true."
+                "anywhere, images too; set data.packing to true."
             )
         elif len(document.tokens) <= self.seq_length or self._continues(document):
             self._keep(document)
@@ -402,7 +402,7 @@ class _Collector:
             self.cut += 1
             self._keep(*pieces)
         elif (beginning := document.beginning(self.seq_length)) is None:
-            self.in_picture.add(document.place)
+            self.in_image.add(document.place)
         elif not beginning.targets.any():
             self.dropped_prompt_only += 1
         else:
@@ -447,7 +447,7 @@ class _Collector:
             dropped_prompt_only=self.dropped_prompt_only,
             dropped_without_target=self.dropped_without_target,
         )
-        return self.in_picture.told(report)
+        return self.in_image.told(report)
 
 
 def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:

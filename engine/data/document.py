@@ -19,7 +19,7 @@ class Document:
         place: the record it came from.
         tokens: int32 ids.
         targets: bool; whether the token is a target. The first never is.
-        extras: pictures and odd labels; None where it has neither.
+        extras: images and odd labels; None where it has neither.
     """
 
     place: Place
@@ -28,7 +28,7 @@ class Document:
     extras: Extras | None = None
 
     def beginning(self, length: int) -> Document | None:
-        """Returns the first tokens of the document; None where the cut would go through a picture."""
+        """Returns the first tokens of the document; None where the cut would go through an image."""
         extras = self.extras
         if extras is not None and len(self.tokens) > length and (extras := extras.cut(length)) is None:
             return None

@@ -10,7 +10,7 @@
 | messages   | JSON, JSONL | messages: turns of {role, content, and whatever the chat template reads}                |
 | tokens     | JSON, JSONL | input_ids, and optionally labels: the same ids, or -100 where a token is no target       |
 
-Conversations may have pictures (image, images, or content in parts); see engine.vision.data.records.
+Conversations may have images (image, images, or content in parts); see engine.vision.data.records.
 
 `auto` looks at the fields of a file's first record. Other fields (ids, sources) are ignored, but a field that
 carries content which the format cannot use (videos, an earlier history) is an error, because ignoring it would
@@ -34,8 +34,8 @@ from engine.data.named_templates import ALPACA_TASK
 from engine.data.record_files import Place, Record, read_records, read_text
 from engine.errors import UserError
 from engine.sentences import listed
-from engine.vision.data.records import FIELDS as PICTURE_FIELDS
-from engine.vision.data.records import PictureSample, has_pictures, picture_sample
+from engine.vision.data.records import FIELDS as IMAGE_FIELDS
+from engine.vision.data.records import ImageSample, has_images, image_sample
 
 ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (
@@ -97,7 +97,7 @@ class TokenSample:
     answers: NDArray[np.bool_]
 
 
-Sample = TextSample | CompletionSample | ChatSample | PictureSample | TokenSample
+Sample = TextSample | CompletionSample | ChatSample | ImageSample | TokenSample
 
 
 def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
@@ -138,7 +138,7 @@ def parse_record(place: Place, record: Record, data_format: str) -> Sample:
     refuse_unusable(place, record)
     if data_format in ("messages", "sharegpt"):
         return _conversation(place, record, data_format)
-    refuse_pictures(place, record, f"the format {data_format}")
+    refuse_images(place, record, f"the format {data_format}")
     if data_format == "text":
         return TextSample(place, string_field(place, record, "text", data_format))
     if data_format == "completion":
@@ -164,16 +164,16 @@ def refuse_unusable(place: Place, record: Record) -> None:
             raise place.error(f"field '{field}' is not supported; remove it, or remove such records from the data.")
 
 
-def refuse_pictures(place: Place, record: Record, what: str) -> None:
-    """Refuses a record that names pictures where what it is written in has no place for them.
+def refuse_images(place: Place, record: Record, what: str) -> None:
+    """Refuses a record that names images where what it is written in has no place for them.
 
     Raises:
         UserError: it names one.
     """
-    for field in PICTURE_FIELDS:
+    for field in IMAGE_FIELDS:
         if record.get(field):
             raise place.error(
-                f"field '{field}' names a picture, for which {what} has no place; write conversations or messages."
+                f"field '{field}' names an image, for which {what} has no place; write conversations or messages."
             )
 
 
@@ -276,7 +276,7 @@ def _token_ids(place: Place, record: Record, field: str) -> NDArray[np.int32]:
     return numbers.astype(np.int32)[: len(value)]
 
 
-def _conversation(place: Place, record: Record, data_format: str) -> ChatSample | PictureSample:
+def _conversation(place: Place, record: Record, data_format: str) -> ChatSample | ImageSample:
     field = _FIELDS[data_format][0]
     messages = conversation_turns(place, record, field, data_format)
     if all(message["role"] != "assistant" for message in messages):
@@ -286,14 +286,14 @@ def _conversation(place: Place, record: Record, data_format: str) -> ChatSample 
     return conversation_sample(place, record, messages)
 
 
-def conversation_sample(place: Place, record: Record, messages: tuple[Message, ...]) -> ChatSample | PictureSample:
-    """Returns a conversation, with the pictures that its record names.
+def conversation_sample(place: Place, record: Record, messages: tuple[Message, ...]) -> ChatSample | ImageSample:
+    """Returns a conversation, with the images that its record names.
 
     Raises:
-        UserError: a picture and its place do not find each other.
+        UserError: an image and its place do not find each other.
     """
-    if has_pictures(record, messages):
-        return picture_sample(place, record, messages)
+    if has_images(record, messages):
+        return image_sample(place, record, messages)
     return ChatSample(place, messages)
 
 
@@ -337,7 +337,7 @@ def _message_turn(place: Place, turn: dict[str, Any], prefix: str) -> Message:
     if role not in _MESSAGE_ROLES:
         raise place.error(f"field '{prefix}role' is '{role}', expected one of {', '.join(_MESSAGE_ROLES)}; rename it.")
     content = turn.get("content")
-    if isinstance(content, list):  # parts are checked where pictures are looked for
+    if isinstance(content, list):  # parts are checked where images are looked for
         return turn if len(content) != 1 or not _is_text(content[0]) else {**turn, "content": content[0]["text"]}
     # A turn that only calls tools may have no content.
     if not (turn.get("tool_calls") and turn.get("content") is None):

@@ -57,7 +57,7 @@ class DataLoader:
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
         length_multiple: and of this, where rows are not packed and stay within `seq_length`.
         context_rank, context_size: this rank's place among those that hold parts of each row.
-        encoder: which pictures of a micro-batch this rank encodes, and so decodes.
+        encoder: which images of a micro-batch this rank encodes, and so decodes.
         pad_token: fills the ends of rows.
         last_batch: the last batch of an epoch, see `DataOrder`.
         shuffle: False reads in the dataset's order, in every epoch.
@@ -128,7 +128,7 @@ class DataLoader:
 
     @property
     def family(self) -> VisionFamily | None:
-        """What reads the pictures, of a vision-language model."""
+        """What reads the images, of a vision-language model."""
         return self.dataset.family
 
     def fingerprint(self) -> str:

@@ -104,17 +104,17 @@ class HuggingFaceTokenizer:
         return None if self._template is None else self._template.source
 
     def apply_chat(
-        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
+        self, messages: Sequence[Message], *, learn: Learn = "answers", images: Placeholders | None = None
     ) -> tuple[list[int], list[bool]]:
         template = self._required_template()
         if learn == "last" and len(messages) > 1:
-            return self._last_answer(template, messages, pictures)
+            return self._last_answer(template, messages, images)
         if learn == "all":
-            ids, _ = self._encode(_expanded(template.render(messages), pictures))
+            ids, _ = self._encode(_expanded(template.render(messages), images))
             return ids, [True] * len(ids)
         text, spans = template.render_with_targets(messages)
-        if pictures is not None:
-            text, spans = pictures.put_into(text, spans)
+        if images is not None:
+            text, spans = images.put_into(text, spans)
         ids, offsets = self._encode(text)
         return ids, self._cut(covered_tokens(spans[-1:] if learn == "last" else spans, offsets), text, ids, offsets)
 
@@ -139,16 +139,16 @@ class HuggingFaceTokenizer:
             "vicuna and alpaca end answers with the end token."
         ]
 
-    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
-        return self.encode(_expanded(self._required_template().render(messages, prompt=True), pictures))
+    def chat_prompt(self, messages: Sequence[Message], *, images: Placeholders | None = None) -> list[int]:
+        return self.encode(_expanded(self._required_template().render(messages, prompt=True), images))
 
     def _last_answer(
-        self, template: ChatTemplate, messages: Sequence[Message], pictures: Placeholders | None
+        self, template: ChatTemplate, messages: Sequence[Message], images: Placeholders | None
     ) -> tuple[list[int], list[bool]]:
         """Returns targets for the last answer: the tokens after its prompt's, or from where the two differ."""
-        text = _expanded(template.render(messages), pictures)
+        text = _expanded(template.render(messages), images)
         ids, offsets = self._encode(text)
-        prompt = self.chat_prompt(messages[:-1], pictures=pictures)
+        prompt = self.chat_prompt(messages[:-1], images=images)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt, strict=False)))
         return ids, self._cut([at >= same for at in range(len(ids))], text, ids, offsets)
 
@@ -194,8 +194,8 @@ class HuggingFaceTokenizer:
         return ChatTemplate(source, where, tokens, self._chat.arguments, control, limits)
 
 
-def _expanded(text: str, pictures: Placeholders | None) -> str:
-    return text if pictures is None else pictures.put_into(text)[0]
+def _expanded(text: str, images: Placeholders | None) -> str:
+    return text if images is None else images.put_into(text)[0]
 
 
 def open_tokenizer(

@@ -15,7 +15,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.data.work_units import plan_units, unit_records
 from engine.errors import UserError
 from engine.vision.data.family import Span
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 
 MOST_TOKENS = 2000
 """Maximum tokens of one sample that are shown."""
@@ -30,7 +30,7 @@ def first_documents(
     *,
     data_format: str,
     mask_prompt: bool,
-    pictures: PictureReader | None = None,
+    images: ImageReader | None = None,
 ) -> Iterator[Document]:
     """Yields the first documents of some files, reading no more of these than necessary.
 
@@ -42,7 +42,7 @@ def first_documents(
         document
         for sample in samples
         for document in tokenize_samples(
-            [sample], tokenizer, mask_prompt=mask_prompt, stream_length=MOST_TOKENS, pictures=pictures
+            [sample], tokenizer, mask_prompt=mask_prompt, stream_length=MOST_TOKENS, images=images
         )
     )
     yield from islice(documents, count)
@@ -62,7 +62,7 @@ def preview(
     tokenizer: Tokenizer,
     *,
     colour: bool,
-    pictures: Sequence[Span] = (),
+    images: Sequence[Span] = (),
 ) -> str:
     """Returns a document's text, with target tokens in colour or in ⟦brackets⟧; line breaks show as ↵ too.
 
@@ -71,12 +71,12 @@ def preview(
         targets: whether each is a target.
         tokenizer: decodes them, control tokens too.
         colour: for a terminal.
-        pictures: the tokens that features of pictures replace, which are counted instead of shown.
+        images: the tokens that features of images replace, which are counted instead of shown.
     """
     mark, given, plain = (_TARGET, _GIVEN, _PLAIN) if colour else ("⟦", "", "")
     text, ids, before = "", list[int](), ""
     kinds = np.asarray(targets[:MOST_TOKENS]).astype(np.int64)
-    for number, (start, end) in enumerate(pictures):
+    for number, (start, end) in enumerate(images):
         kinds[start:end] = -1 - number  # tiles side by side are shown apart
     for kind, run in groupby(zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), kinds.tolist(), strict=True), _kind):
         part = [token for token, _ in run]

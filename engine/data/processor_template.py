@@ -1,7 +1,7 @@
-"""The chat template of a model's processor for text and pictures, where it is apart from the tokenizer's.
+"""The chat template of a model's processor for text and images, where it is apart from the tokenizer's.
 
 Releases of transformers before chat_template.jinja wrote it into processor_config.json or chat_template.json, and
-today's read these first. The tokenizer beside it may have another template, which writes no pictures.
+today's read these first. The tokenizer beside it may have another template, which writes no images.
 """
 
 from __future__ import annotations

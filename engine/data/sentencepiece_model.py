@@ -93,7 +93,7 @@ class SentencePieceTokenizer:
         return "".join(piece if isinstance(piece, str) else self.decode(piece) for piece in pieces)
 
     def apply_chat(
-        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
+        self, messages: Sequence[Message], *, learn: Learn = "answers", images: Placeholders | None = None
     ) -> tuple[list[int], list[bool]]:
         raise UserError(no_template(self._path))
 
@@ -103,5 +103,5 @@ class SentencePieceTokenizer:
     def chat_warnings(self, *, training: bool = False) -> list[str]:
         return []
 
-    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], *, images: Placeholders | None = None) -> list[int]:
         raise UserError(no_template(self._path))

@@ -22,9 +22,9 @@ from engine.data.record_files import Place
 from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.vision.data.families import PICTURE_MODELS
-from engine.vision.data.reader import PictureReader
-from engine.vision.data.records import PictureSample
+from engine.vision.data.families import IMAGE_MODELS
+from engine.vision.data.reader import ImageReader
+from engine.vision.data.records import ImageSample
 
 SEGMENT_CHARACTERS = 1 << 22
 """A stream is encoded in pieces of about this many characters, cut after a line end, to bound the memory."""
@@ -37,7 +37,7 @@ def tokenize_samples(
     mask_prompt: bool,
     stream_length: int,
     last_answer: bool = False,
-    pictures: PictureReader | None = None,
+    images: ImageReader | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of some samples, in order; one each, but several for a stream, and for a conversation
     whose layout has room for one answer only.
@@ -48,7 +48,7 @@ def tokenize_samples(
         mask_prompt: train only on completions and assistant turns; otherwise on every token but the first.
         stream_length: tokens of one cut of a stream.
         last_answer: train on the last answer of a conversation only.
-        pictures: reads conversations, with pictures and without, where the model has its own layout for them; None
+        images: reads conversations, with images and without, where the model has its own layout for them; None
             where it reads none.
 
     Raises:
@@ -59,14 +59,14 @@ def tokenize_samples(
     begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     learn: Learn = "last" if last_answer else "answers" if mask_prompt else "all"
-    conversations = [one.messages for one in samples if isinstance(one, ChatSample)] if pictures is None else []
+    conversations = [one.messages for one in samples if isinstance(one, ChatSample)] if images is None else []
     chats = iter(tokenizer.apply_chats(conversations, learn=learn) if conversations else ())
     for sample in samples:
-        if isinstance(sample, PictureSample):
-            yield from _reader(sample, pictures).documents(sample, learn)
+        if isinstance(sample, ImageSample):
+            yield from _reader(sample, images).documents(sample, learn)
             continue
-        if isinstance(sample, ChatSample) and pictures is not None:
-            yield from pictures.text_documents(sample.place, sample.messages, learn)
+        if isinstance(sample, ChatSample) and images is not None:
+            yield from images.text_documents(sample.place, sample.messages, learn)
             continue
         if isinstance(sample, TokenSample):
             yield _document(sample.place, sample.ids, sample.answers, mask_prompt)
@@ -101,15 +101,15 @@ def _document(place: Place, ids: NDArray[np.int32], answers: NDArray[np.bool_], 
     return Document(place, ids, targets)
 
 
-def _reader(sample: PictureSample, pictures: PictureReader | None) -> PictureReader:
-    if pictures is None:
-        named = f"field '{sample.pictures[0].field}' names a picture" if sample.pictures else "the turns are parts"
+def _reader(sample: ImageSample, images: ImageReader | None) -> ImageReader:
+    if images is None:
+        named = f"field '{sample.images[0].field}' names an image" if sample.images else "the turns are parts"
         raise sample.place.error(
-            f"{named}, but only text is read here: pictures are read in training, by models of type "
-            f"{', '.join(PICTURE_MODELS)} (of InternVL the folder that ends in -hf); use one of these, or remove the "
-            "pictures."
+            f"{named}, but only text is read here: images are read in training, by models of type "
+            f"{', '.join(IMAGE_MODELS)} (of InternVL the folder that ends in -hf); use one of these, or remove the "
+            "images."
         )
-    return pictures
+    return images
 
 
 def _texts(sample: Sample) -> tuple[str, ...]:

@@ -99,14 +99,14 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat(
-        self, messages: Sequence[Message], *, learn: Learn = "answers", pictures: Placeholders | None = None
+        self, messages: Sequence[Message], *, learn: Learn = "answers", images: Placeholders | None = None
     ) -> tuple[list[int], list[bool]]:
         """Renders a conversation with the chat template and tokenises it.
 
         Args:
             messages: each with "role" and "content", and whatever else the template reads.
             learn: "answers" renders the template's training form, where it has one; the others what a server renders.
-            pictures: stand-ins to be put into the rendered text.
+            images: stand-ins to be put into the rendered text.
 
         Returns:
             Token ids, and for each whether it is a target, which includes what ends an answer.
@@ -132,11 +132,11 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def chat_prompt(self, messages: Sequence[Message], *, pictures: Placeholders | None = None) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], *, images: Placeholders | None = None) -> list[int]:
         """Returns token ids of a conversation up to where the assistant's next turn begins.
 
         Args:
-            messages, pictures: as for `apply_chat`.
+            messages, images: as for `apply_chat`.
 
         Raises:
             UserError: no template, or one that refuses these messages.
@@ -145,7 +145,7 @@ class Tokenizer(Protocol):
 
 
 def encoded_chat(
-    tokenizer: Tokenizer, conversation: Conversation, learn: Learn, pictures: Placeholders | None = None
+    tokenizer: Tokenizer, conversation: Conversation, learn: Learn, images: Placeholders | None = None
 ) -> EncodedChat | UserError:
     """Returns the tokens and targets of one conversation, or why it is refused.
 
@@ -153,7 +153,7 @@ def encoded_chat(
         Runaway: the template exceeds its limits.
     """
     try:
-        ids, targets = tokenizer.apply_chat(conversation, learn=learn, pictures=pictures)
+        ids, targets = tokenizer.apply_chat(conversation, learn=learn, images=images)
     except Runaway:
         raise
     except UserError as refusal:
@@ -215,9 +215,9 @@ class _ConfinedTokenizer:
         return str(self._call("show", [int(token_id) for token_id in ids]))
 
     def apply_chat(
-        self, messages: Conversation, *, learn: Learn = "answers", pictures: Placeholders | None = None
+        self, messages: Conversation, *, learn: Learn = "answers", images: Placeholders | None = None
     ) -> tuple[list[int], list[bool]]:
-        (found,) = self._chats([_json(messages)], learn, pictures)
+        (found,) = self._chats([_json(messages)], learn, images)
         if isinstance(found, UserError):
             raise found
         return found[0].tolist(), found[1].tolist()
@@ -229,15 +229,15 @@ class _ConfinedTokenizer:
     def chat_warnings(self, *, training: bool = False) -> list[str]:
         return list(self._call("chat_warnings", training=training))
 
-    def chat_prompt(self, messages: Conversation, *, pictures: Placeholders | None = None) -> list[int]:
-        given = None if pictures is None else asdict(pictures)
-        ids: list[int] = self._call("chat_prompt", messages, pictures=given)
+    def chat_prompt(self, messages: Conversation, *, images: Placeholders | None = None) -> list[int]:
+        given = None if images is None else asdict(images)
+        ids: list[int] = self._call("chat_prompt", messages, images=given)
         return ids
 
     def _chats(
-        self, conversations: Sequence[str], learn: Learn, pictures: Placeholders | None
+        self, conversations: Sequence[str], learn: Learn, images: Placeholders | None
     ) -> list[EncodedChat | UserError]:
-        given = _json({"learn": learn, "pictures": None if pictures is None else asdict(pictures)})
+        given = _json({"learn": learn, "images": None if images is None else asdict(images)})
         request = f"[{given},[{','.join(conversations)}]]".encode("utf-8", "surrogatepass")
         answers = self._ask(calls.CHATS, request, len(conversations))
         return [_error(kind, data) if kind == calls.REFUSAL else calls.unpack_chat(data) for kind, data in answers]

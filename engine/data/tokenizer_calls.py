@@ -5,7 +5,7 @@
 | OPEN    | JSON: path, options of chats, limits     | VALUE: what `Tokenizer` has as attributes        |
 | CALL    | JSON: a method's name and its arguments  | VALUE: what it returns                           |
 | ENCODE  | texts (`pack_texts`)                     | TEXT_IDS: lengths and ids                        |
-| CHATS   | JSON: conversations, learn, pictures     | for each CHAT_IDS: ids and targets, or REFUSAL   |
+| CHATS   | JSON: conversations, learn, images     | for each CHAT_IDS: ids and targets, or REFUSAL   |
 
 In place of an answer comes REFUSAL, a sentence and whether it is a `Runaway`, or DEFECT, a traceback. TEMPLATE and
 TOKENIZER come in between: what the process works with from there on, and is to blame where it ends.

@@ -108,8 +108,8 @@ class _Worker:
 
     def _call(self, data: bytes) -> None:
         method, arguments, keywords = json.loads(data)
-        if keywords.get("pictures") is not None:
-            keywords["pictures"] = _placeholders(keywords["pictures"])
+        if keywords.get("images") is not None:
+            keywords["images"] = _placeholders(keywords["images"])
         with limited(*self._limits.of_text(len(data)), threads=True):
             answer = _json(getattr(self._tokenizer, method)(*arguments, **keywords))
         self._answer(calls.VALUE, answer)
@@ -122,10 +122,10 @@ class _Worker:
 
     def _chats(self, data: bytes) -> None:
         options, conversations = json.loads(data)
-        learn, pictures = options["learn"], _placeholders(options["pictures"])
+        learn, images = options["learn"], _placeholders(options["images"])
         for conversation in conversations:
             with limited(*self._limits.of_text(len(data)), threads=True):
-                found = encoded_chat(self._tokenizer, conversation, learn, pictures)
+                found = encoded_chat(self._tokenizer, conversation, learn, images)
             if isinstance(found, UserError):
                 self._refuse(found)
             else:

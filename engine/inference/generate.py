@@ -31,7 +31,7 @@ from engine.inference.options import Limits
 from engine.inference.text import TextStream, TokenDecoder, push_all
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
-from engine.vision.data.columns import PlacedPicture
+from engine.vision.data.columns import PlacedImage
 from engine.vision.data.family import VisionFamily
 from engine.vision.inference import prompt_coordinates
 
@@ -44,13 +44,13 @@ class Request:
 
     Args:
         row: its number in the run; a coordinate of its random numbers.
-        ids: its tokens, those that stand for features of pictures included.
-        pictures: in the order of their tokens.
+        ids: its tokens, those that stand for features of images included.
+        images: in the order of their tokens.
     """
 
     row: int
     ids: tuple[int, ...]
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class _Row:
 
     @property
     def position(self) -> int:
-        """The position of the last token, where a picture's tokens may share one."""
+        """The position of the last token, where an image's tokens may share one."""
         return self.next_position + self.launched - 1
 
 
@@ -132,7 +132,7 @@ def check_requests(requests: Sequence[Request], config: DecoderConfig, max_new_t
     """Refuses prompts that the model cannot continue.
 
     Raises:
-        UserError: one is empty, has a token that the model does not know or no picture where its layers attend to one,
+        UserError: one is empty, has a token that the model does not know or no image where its layers attend to one,
             or does not fit the context.
     """
     limit = context_limit(config)
@@ -140,9 +140,9 @@ def check_requests(requests: Sequence[Request], config: DecoderConfig, max_new_t
         number, length = request.row + 1, len(request.ids)
         if not length:
             raise UserError(f"prompt {number} has no tokens, and a model continues at least one: write a text.")
-        if config.cross_attention is not None and not request.pictures:
+        if config.cross_attention is not None and not request.images:
             raise UserError(
-                f"prompt {number} has no picture, but every layer of this {config.family} model attends to one: ask "
+                f"prompt {number} has no image, but every layer of this {config.family} model attends to one: ask "
                 "about one with rankfold generate --image."
             )
         if (largest := max(request.ids)) >= config.vocab_size:
@@ -167,7 +167,7 @@ class Generator:
         limits: when rows end.
         tokenizer: of the model.
             None makes no text.
-        family: of a model with a vision tower, which reads pictures; None where no prompt has any.
+        family: of a model with a vision tower, which reads images; None where no prompt has any.
         speed: figures to add to; None for new ones.
         in_step_with: ranks with other prompts that must run as many passes as this one, because they gather weights
             from each other in each, or send each other tokens; None where there are none.
@@ -218,7 +218,7 @@ class Generator:
             The answers in the order of `requests`.
 
         Raises:
-            UserError: a picture that cannot be read; on all ranks.
+            UserError: an image that cannot be read; on all ranks.
         """
         waiting, rows, answers = deque(requests), list[_Row](), dict[int, Answer]()
         unread = deque[_Pass]()
@@ -335,9 +335,9 @@ class Generator:
     def _members(self, waiting: deque[Request]) -> int:
         """Returns how many of the next requests continue the first one's prompt, and may share what is kept of it."""
         first = waiting[0]
-        if self.stage.group == 1 or first.pictures:
+        if self.stage.group == 1 or first.images:
             return 1
-        return sum(1 for _ in takewhile(lambda one: one.ids == first.ids and not one.pictures, waiting))
+        return sum(1 for _ in takewhile(lambda one: one.ids == first.ids and not one.images, waiting))
 
     def _room(self, prompt: Request, *, waits: bool) -> int:
         return self.stage.cache.room(len(prompt.ids), self._limits.max_new_tokens, waits=waits)
@@ -346,11 +346,11 @@ class Generator:
         """Runs prompts; their rows are the last of `rows`."""
         prompts = [members[0] for members in starting]
         began = self.stage.now()
-        # ranks that encode nothing read pictures too, so that a broken one ends all of them
+        # ranks that encode nothing read images too, so that a broken one ends all of them
         coordinates = prompt_coordinates(
             self._family,
             [len(request.ids) for request in prompts],
-            [request.pictures for request in prompts],
+            [request.images for request in prompts],
         )
         chosen = self.stage.prefill(
             [request.ids for request in prompts],

@@ -4,7 +4,7 @@ A layer has a pool of pages, [places, K, D] of keys and of values, and a row's t
 `engine.inference.pages` say. Its capacity is the length that rows may reach, or the layer's window where that is
 shorter: then keys that have left the window are overwritten, and every kept key is visible. Keys are rotated before
 they are kept, so their order does not matter to attention. Rows that continue one prompt share its pages, so that it
-is run once. Keys and values of encoded pictures, which layers with cross attention attend to, are kept beside the
+is run once. Keys and values of encoded images, which layers with cross attention attend to, are kept beside the
 pools as long as each prompt has them.
 
 Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
@@ -46,7 +46,7 @@ class _LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _EncodedPictures:
+class _EncodedImages:
     """What the tokens of a row attend to in a layer with cross attention: [encoded rows, H, D] of each."""
 
     keys: Tensor
@@ -114,11 +114,11 @@ class KeyValues:
             keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers[attention.prefix] = _LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
-        self._encoded: dict[str, dict[int, _EncodedPictures]] = {}
+        self._encoded: dict[str, dict[int, _EncodedImages]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all pools, and of encoded pictures."""
+        """The bytes of all pools, and of encoded images."""
         pools = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
         return pools + sum(kept.num_bytes for layer in self._encoded.values() for kept in layer.values())
 
@@ -181,14 +181,14 @@ class KeyValues:
             if source in encoded:
                 encoded[target] = encoded.pop(source)
 
-    def keep_encoded(self, layer: str, slot: int, pictures: _EncodedPictures | None) -> None:
+    def keep_encoded(self, layer: str, slot: int, images: _EncodedImages | None) -> None:
         """Takes what a row attends to beside its tokens; None for nothing."""
         kept = self._encoded.setdefault(layer, {})
         kept.pop(slot, None)
-        if pictures is not None:
-            kept[slot] = pictures
+        if images is not None:
+            kept[slot] = images
 
-    def encoded(self, layer: str, slot: int) -> _EncodedPictures | None:
+    def encoded(self, layer: str, slot: int) -> _EncodedImages | None:
         """Returns what `keep_encoded` took."""
         return self._encoded.get(layer, {}).get(slot)
 
@@ -251,7 +251,7 @@ class FirstPass:
         if rows is None:
             return torch.zeros_like(q_TND)
         for span in rows.spans:  # of whole prompts; what is kept must not keep the other prompts' with it
-            own = _EncodedPictures(rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone())
+            own = _EncodedImages(rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone())
             self._cache.keep_encoded(layer, self._slot_of[span.tokens.start], own)
         return cross_attention(q_TND, rows)
 
@@ -354,7 +354,7 @@ class NextPass:
         return out.reshape(q_THD.shape)
 
     def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        assert rows is None, "pictures belong to prompts"
+        assert rows is None, "images belong to prompts"
         parts = []
         for slot, q_1ND in enumerate(q_TND.split(1)):
             kept = self._cache.encoded(layer, slot)

@@ -163,7 +163,7 @@ class InferenceStage:
 
         Args:
             prompts: token ids, at least one each.
-            coordinates: their positions and pictures.
+            coordinates: their positions and images.
             first_slot: of the rows, which are in one after the other; `cache.begin` gave them their pages.
             rows: numbers in the run of the rows that continue each prompt, at least one each.
             waits: the last prompt waits for `start`.
@@ -237,7 +237,7 @@ class InferenceStage:
 
         Args:
             places: of the row's newest token, from 0.
-            positions: its position for rotary embeddings, where tokens of a picture may share one.
+            positions: its position for rotary embeddings, where tokens of an image may share one.
             rows: numbers of the rows in the run.
 
         Returns:

@@ -38,7 +38,7 @@ class AttentionKind:
         rope, num_ropes: which of the model's rotary tables it takes.
         qk_norm_over: queries and keys are normalised within a head, or over all heads together.
         norm_offset: added to the weights of norms within a head.
-        bidirectional: tokens of a picture see the whole picture.
+        bidirectional: tokens of an image see the whole image.
         sinks: each head has a score of its own in every softmax; see ops.attention.sinks.
     """
 
@@ -121,7 +121,7 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: b
 
 def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
     if layout.cp.size > 1 and layout.context_method == "ring":
-        what = "tokens of pictures that see what comes after them"
+        what = "tokens of images that see what comes after them"
         if kind.softcap is not None:
             what = f"a soft cap of {kind.softcap:g} on scores"
         elif kind.window is not None:
@@ -186,7 +186,7 @@ class Attention(nn.Module):
         prefix: engine module name, such as `layers.3.attention`.
         first_site: dropout site of the input; the output projection's is the next one.
         kind: what sets it apart from plain attention.
-        vision_qkv_bias: tokens of pictures have linears of their own, below `<prefix>.vision`, and whether their q/k/v
+        vision_qkv_bias: tokens of images have linears of their own, below `<prefix>.vision`, and whether their q/k/v
             has biases; None where all tokens have the same.
 
     Raises:

@@ -19,7 +19,7 @@ def _attention_kind(config: DecoderConfig, index: int) -> AttentionKind:
         num_ropes=len(config.ropes),
         qk_norm_over=config.qk_norm_over,
         norm_offset=config.norm_offset,
-        bidirectional=config.bidirectional_pictures,
+        bidirectional=config.bidirectional_images,
         sinks=config.attention_sinks,
     )
 

@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
 
     Families may have norms on what is added to x too, or there alone, and a factor on it. Attention and MLP may have
-    other weights for tokens of pictures, and cross attention to encoded pictures may stand between them. A mixture of
+    other weights for tokens of images, and cross attention to encoded images may stand between them. A mixture of
     experts may stand in the place of the MLP.
     """
 
@@ -295,7 +295,7 @@ class Decoder(nn.Module):
             yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
         if self.part.embedding and config.cross_attention is not None:
             self.cross_vision = self._build_cross_vision(config.cross_attention, build, memory)
-            # it stays whole: ranks whose micro-batch has no pictures do not run it, and would not gather it
+            # it stays whole: ranks whose micro-batch has no images do not run it, and would not gather it
             whole = tuple(shard_entries(self.cross_vision))
             yield StorageUser(module=nn.Module(), resident=whole, needs_backward=False)
         self.layers = nn.ModuleList()
@@ -354,7 +354,7 @@ class Decoder(nn.Module):
         """Returns the token coordinates of a batch, shared by all layers.
 
         Args:
-            encoded_KC: the encoded pictures of the part before; the first part encodes them here.
+            encoded_KC: the encoded images of the part before; the first part encodes them here.
             balance: the auxiliary loss of routers.
 
         Raises:
@@ -386,7 +386,7 @@ class Decoder(nn.Module):
             adapters=adapters,
             experts=_experts(batch, token_index) if self.config.token_experts else None,
             encoded=self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
-            bidirectional=batch.bidirectional if self.config.bidirectional_pictures else None,
+            bidirectional=batch.bidirectional if self.config.bidirectional_images else None,
             padding_T=None if batch.padding_BS is None or balance is None else batch.padding_BS.flatten(),
             balance=balance,
         )

@@ -58,7 +58,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossAttentionSizes:
-    """The attention of every layer to encoded pictures.
+    """The attention of every layer to encoded images.
 
     Args:
         encoded: features of an encoded row.
@@ -97,7 +97,7 @@ class DecoderConfig:
         num_layers, num_heads, num_kv_heads, head_dim, vocab_size: counts; head_dim need not be hidden / num_heads.
         norm_eps: epsilon of every RMSNorm.
         rope_theta, rope_scaling: rotary embedding base and optional scaling.
-        rope_axes: of that embedding, for a model that rotates tokens of pictures by time, height and width; see `Rope`.
+        rope_axes: of that embedding, for a model that rotates tokens of images by time, height and width; see `Rope`.
         tied_embeddings: lm_head shares the embedding's matrix.
         qkv_bias, out_bias, mlp_bias: whether q/k/v, o, and the MLP's linears have biases.
         qk_norm: RMSNorm on queries and keys before rotation.
@@ -119,12 +119,12 @@ class DecoderConfig:
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
         latent: attention makes keys and values from one narrow vector; None for attention with linears of their own.
         attention_sinks: each head has a score of its own in every softmax of attention; see ops.attention.sinks.
-        token_experts: tokens of pictures have linears of their own in attention and MLP.
+        token_experts: tokens of images have linears of their own in attention and MLP.
         vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
-        cross_attention: of all tokens to encoded pictures, between attention and MLP; None for none.
+        cross_attention: of all tokens to encoded images, between attention and MLP; None for none.
         routed: the mixture of experts of most layers; None for MLPs alone.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
-        bidirectional_pictures: in attention the tokens of a picture see the whole picture.
+        bidirectional_images: in attention the tokens of an image see the whole image.
         deepstack: further features of each such token, which are added to the residual stream, those of index i behind
             layer i (DeepStack, arXiv 2406.04334).
     """
@@ -169,7 +169,7 @@ class DecoderConfig:
     cross_attention: CrossAttentionSizes | None = None
     routed: RoutedSizes | None = None
     vision: VisionConfig | None = None
-    bidirectional_pictures: bool = False
+    bidirectional_images: bool = False
     deepstack: int = 0
 
     @property
@@ -197,7 +197,7 @@ class DecoderConfig:
 
     @property
     def unread_modules(self) -> tuple[str, ...]:
-        """The modules whose weights never have a gradient: what the last layer makes of a picture's tokens is not read,
+        """The modules whose weights never have a gradient: what the last layer makes of an image's tokens is not read,
         but for their keys and values."""
         if not self.token_experts:
             return ()

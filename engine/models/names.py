@@ -13,14 +13,14 @@ The engine's names:
     layers.{i}.attention.{q_a_norm,kv_a_norm}.weight
     norm.weight
     lm_head.weight                         absent when embeddings are tied
-    layers.{i}.attention.vision.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}    experts: for tokens of pictures; the
+    layers.{i}.attention.vision.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}    experts: for tokens of images; the
     layers.{i}.mlp.vision.{gate_proj,up_proj,down_proj}.{weight,bias}          plain names are then those of text
     layers.{i}.mlp.router.{weight,bias,e_score_correction_bias}                a mixture of experts, in place of the
     layers.{i}.mlp.experts.{e}.{gate_proj,up_proj,down_proj}.{weight,bias}     MLP
     layers.{i}.mlp.shared_expert.{gate_proj,up_proj,down_proj}.weight
     layers.{i}.mlp.shared_expert_gate.weight
     layers.{i}.cross_attention_norm.weight
-    layers.{i}.cross_attention.{query,key,value,dense}.weight                  to encoded pictures
+    layers.{i}.cross_attention.{query,key,value,dense}.weight                  to encoded images
     vision.{...}                           of a vision model, the checkpoint's own names below `NameMap.vision`
 
 Adapters add `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; one adapter over query, key and value

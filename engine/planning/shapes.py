@@ -66,7 +66,7 @@ class LayerShape:
 
     Args:
         qkv, out, gate_up, down: the linears that every token meets, or those of text where there are two experts.
-        cross: query, key and value, and output of the attention to encoded pictures; empty without it.
+        cross: query, key and value, and output of the attention to encoded images; empty without it.
         vision: the linears of the vision expert; empty without one.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
@@ -144,7 +144,7 @@ class ModelShape:
         kinds: for each layer the number of the first one that is like it.
         layer_parameters: of each layer; of one with experts that are spread over other ranks, the others and theirs.
         embedding_trains: whether the embedding's matrix, an adapter on it, or anything of a vision model does.
-        encoder_trains: whether anything of the encoder of pictures that layers attend to does.
+        encoder_trains: whether anything of the encoder of images that layers attend to does.
         embedding_parameters: of the embedding, and of a vision model and an encoder, which are beside it on the first
             stage.
         decoded_experts: bytes in which experts that a router chooses are decoded; 0 where they are stored plainly.

@@ -2,7 +2,7 @@
 
 Beside a piece's own memory a stage holds what the pieces before it keep for backward, the residual stream between two
 pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next stage sends.
-Features of pictures for later layers lie below the stream that enters a stage, in one memory with it.
+Features of images for later layers lie below the stream that enters a stage, in one memory with it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def stage_bytes(
         defers: whether backward defers the weight gradients.
     """
     shape, stream = model.shape, model.stream
-    tables, pictures = model.tables(), {ACTIVATIONS: model.encoded}
+    tables, images = model.tables(), {ACTIVATIONS: model.encoded}
     first = model.embedding(memory.level(0), saved=trains) if stage.embedding else None
     encoder = None
     if stage.embedding and model.encoded:
@@ -86,12 +86,12 @@ def stage_bytes(
     needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
     last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
     below = _Below(*(max(0, model.deepstack - layer) * stream for layer in (stage.first, stage.last)))
-    forward, kept = _forward([tables, encoder], pictures, first, runs, last, stream, below, trains)
+    forward, kept = _forward([tables, encoder], images, first, runs, last, stream, below, trains)
     away = sum(run.trace.away * run.count for run in runs)
     if not trains:
         return StageBytes(forward=forward, kept={}, backward={})
-    if shape.encoder_trains:  # the gradient of the encoded pictures adds up while backward runs
-        kept_in_backward = added(kept, pictures)
+    if shape.encoder_trains:  # the gradient of the encoded images adds up while backward runs
+        kept_in_backward = added(kept, images)
     else:
         kept_in_backward = kept
     backward, left = _backward(encoder, first, runs, last, kept_in_backward, stream, below)
@@ -119,7 +119,7 @@ def _layer_groups(
 
 def _forward(
     shared: list[Trace | None],
-    pictures: Parts,
+    images: Parts,
     first: Trace | None,
     runs: list[_LayerGroup],
     last: Trace | None,
@@ -130,10 +130,10 @@ def _forward(
     """Returns the peak of forward, and what is kept at its end.
 
     Args:
-        shared: what makes the coordinates of all layers, and the encoded pictures.
-        pictures: those that all layers attend to, which live as long as the coordinates.
+        shared: what makes the coordinates of all layers, and the encoded images.
+        images: those that all layers attend to, which live as long as the coordinates.
     """
-    moments, base = list[Parts](), pictures
+    moments, base = list[Parts](), images
     for trace in shared:
         if trace is not None:
             moments.append(added(base, trace.forward))
@@ -157,8 +157,8 @@ def _forward(
     if last is not None:
         moments.append(added(base, held, flow, last.forward))
         base = added(base, last.kept)
-    if last is None and pictures[ACTIVATIONS]:  # which are sent on in one message with the stream
-        moments.append(added(base, held, flow, pictures, {COMMUNICATION: stream}))
+    if last is None and images[ACTIVATIONS]:  # which are sent on in one message with the stream
+        moments.append(added(base, held, flow, images, {COMMUNICATION: stream}))
     if not trains:
         return most(moments), {}
     kept = [base]

@@ -236,7 +236,7 @@ class _Times:
         return self._end(self._model.head(needs=True, saved=True, defers=False).launches)
 
     def embedding(self, level: Level, *, trains: bool) -> PieceTime:
-        """Returns the work of the embedding, of a vision model, and of an encoder of pictures for all layers."""
+        """Returns the work of the embedding, of a vision model, and of an encoder of images for all layers."""
         found = self._end(self._model.embedding(level, saved=trains).launches)
         if not self._model.encoded:
             return found

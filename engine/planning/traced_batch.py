@@ -1,5 +1,5 @@
 """The micro-batch that a piece of a model is traced with, on the meta device: full rows of documents of one length, and
-as many tiles of pictures as the workload has."""
+as many tiles of images as the workload has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(workload: Workload, ranks: int) -> Batch:
 
 
 def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | None:
-    """Gives the vision expert as many tokens as the pictures have features, spread over context ranks."""
+    """Gives the vision expert as many tokens as the images have features, spread over context ranks."""
     vision = workload.decoder.vision
     if not workload.decoder.token_experts or vision is None:
         return None
@@ -77,7 +77,7 @@ def pixels(images: Images, ranks: int) -> int:
 
 
 def cross_images(workload: Workload, num_documents: int) -> Images | None:
-    """Makes the patches of the same pictures for the encoder that layers attend to."""
+    """Makes the patches of the same images for the encoder that layers attend to."""
     sizes = workload.decoder.cross_attention
     if sizes is None:
         return None
@@ -92,13 +92,13 @@ def cross_images(workload: Workload, num_documents: int) -> Images | None:
     )
 
 
-def _documents(num_pictures: int, num_documents: int) -> tuple[int, ...]:
-    """Deals pictures out to documents, in order."""
-    return tuple(picture * num_documents // num_pictures for picture in range(num_pictures))
+def _documents(num_images: int, num_documents: int) -> tuple[int, ...]:
+    """Deals images out to documents, in order."""
+    return tuple(image * num_documents // num_images for image in range(num_images))
 
 
 def encoded_shape(workload: Workload) -> tuple[int, int]:
-    """Returns the encoded rows of a micro-batch, and their width; of a picture a tile, as models with such have it."""
+    """Returns the encoded rows of a micro-batch, and their width; of an image a tile, as models with such have it."""
     sizes = workload.decoder.cross_attention
     if sizes is None:
         return 0, 0
@@ -108,7 +108,7 @@ def encoded_shape(workload: Workload) -> tuple[int, int]:
 def _bidirectional(workload: Workload, document_lengths: tuple[int, ...]) -> BidirectionalSpans | None:
     """Makes a span of each tile, as many in a document as fit there; of the device's tensors, the shapes."""
     decoder, spans, start = workload.decoder, list[tuple[int, int]](), 0
-    if decoder.vision is None or not decoder.bidirectional_pictures:
+    if decoder.vision is None or not decoder.bidirectional_images:
         return None
     left = [decoder.vision.num_features(tile) for tile in workload.tiles]
     for length in document_lengths:

@@ -128,9 +128,9 @@ class RankModel:
         shape: its parameters.
         tokens: of a micro-batch, after context parallelism.
         stream: bytes of the residual stream between two pieces.
-        encoded: bytes of the encoded pictures of a micro-batch that all layers attend to.
+        encoded: bytes of the encoded images of a micro-batch that all layers attend to.
         pixels: bytes of a micro-batch's patches, for all towers, on the rank that encodes most.
-        deepstack: layers for which features of the pictures come in with the stream, each as large as it.
+        deepstack: layers for which features of the images come in with the stream, each as large as it.
 
     Raises:
         UserError: the model's sizes do not fit the ranks.
@@ -202,7 +202,7 @@ class RankModel:
         return self._once(key, part, body, memory=memory, needs=needs, saved=saved, defers=defers)
 
     def embedding(self, level: Level, *, saved: bool) -> Trace:
-        """Traces the embedding, from token ids and the pictures' patches to the residual stream.
+        """Traces the embedding, from token ids and the images' patches to the residual stream.
 
         Args:
             level: of the first layer, which a vision model follows.
@@ -215,7 +215,7 @@ class RankModel:
         return self._front("the embedding", decoder, body, level, saved=saved and self.shape.embedding_trains)
 
     def encoder(self, level: Level, *, saved: bool) -> Trace:
-        """Traces the encoder of the pictures that layers attend to, from their patches.
+        """Traces the encoder of the images that layers attend to, from their patches.
 
         Args:
             level: of the first layer, which the encoder follows.
@@ -372,7 +372,7 @@ class _Tracer:
         return model
 
     def _context(self, model: Decoder, batch: Batch) -> TokenContext:
-        """Makes the coordinates; pieces behind the embedding find the encoded pictures there."""
+        """Makes the coordinates; pieces behind the embedding find the encoded images there."""
         step = torch.zeros((), dtype=torch.int64, device=META)
         balance = None
         if self._workload.balances and (routed := self._workload.decoder.routed) is not None:

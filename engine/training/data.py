@@ -41,7 +41,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.node_data import NodeData
 from engine.vision.data.families import vision_family
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 
 
@@ -60,7 +60,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     Under torchrun the first rank of each machine reads and tokenises; see `engine.training.node_data`.
 
     Args:
-        model: that is trained; its tower decides whether pictures are read.
+        model: that is trained; its tower decides whether images are read.
 
     Raises:
         UserError: a record or tokenizer that cannot be used.
@@ -77,13 +77,13 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     assert config.data.train is not None
     if (left_out := vision_left_out(model.hf_config)) is not None:
         log.warning(left_out)
-    pictures = _picture_reader(config, model, tokenizer)
-    if pictures is not None and pictures.family.remark is not None:
-        log.info(pictures.family.remark)
+    images = _image_reader(config, model, tokenizer)
+    if images is not None and images.family.remark is not None:
+        log.info(images.family.remark)
     if config.objective.samples_completions:
         prompts = _prompt_loader(config, launch, model, tokenizer, log)
         return RunData(tokenizer=tokenizer, train=prompts, validation=None)
-    source = _Source(config, tokenizer, pictures, decoder, log, NodeData.of_this_process(launch))
+    source = _Source(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch))
     train, held_out = source.training_set(config.data.train)
     show_samples(config, train, tokenizer, log)
     common = loader_options(config, launch.device, **data_position(config, launch))
@@ -124,7 +124,7 @@ def _prompt_loader(
     assert data.train is not None
     if decoder.cross_attention is not None:
         raise UserError(
-            f"every layer of this {decoder.family} model attends to a picture, and rollouts have text alone: choose "
+            f"every layer of this {decoder.family} model attends to an image, and rollouts have text alone: choose "
             "another model."
         )
     if data.seq_length > (limit := context_limit(decoder)):
@@ -172,12 +172,12 @@ def _prompt_loader(
     return loader
 
 
-def _picture_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> PictureReader | None:
+def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ImageReader | None:
     """Returns what reads conversations for a model with a vision tower."""
     if model.decoder.vision is None:
         return None
     family = vision_family(model.hf_config, model.path, tokenizer)
-    return None if family is None else PictureReader(family, config.data.image_folder)
+    return None if family is None else ImageReader(family, config.data.image_folder)
 
 
 def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
@@ -188,7 +188,7 @@ def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer,
         for document, (tokens, targets) in zip(dataset.rows.row(row).tolist(), dataset.documents(row), strict=True):
             spans = [] if dataset.vision is None else dataset.vision.spans_of(document)
             log.info(f"sample of row {row + 1}: {counted(len(tokens), 'token')}, {int(targets.sum()):,} trained on")
-            log.info(preview(tokens, targets, tokenizer, colour=log.live, pictures=spans))
+            log.info(preview(tokens, targets, tokenizer, colour=log.live, images=spans))
 
 
 def chat_options(config: RunConfig) -> ChatOptions:
@@ -231,7 +231,7 @@ def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokeniz
 
 
 class DataPosition(TypedDict):
-    """Which part of each global batch, of each row, and of a micro-batch's pictures a rank reads."""
+    """Which part of each global batch, of each row, and of a micro-batch's images a rank reads."""
 
     data_rank: int
     data_size: int
@@ -317,7 +317,7 @@ class _Source:
 
     config: RunConfig
     tokenizer: Tokenizer
-    pictures: PictureReader | None
+    images: ImageReader | None
     decoder: DecoderConfig
     log: Log
     node: NodeData
@@ -346,11 +346,11 @@ class _Source:
     def dataset(self, path: str, what: str) -> TokenDataset:
         """Returns the rows of a file of records, or of a token store."""
         dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
-        dataset.read_with(None if self.pictures is None else self.pictures.family)
-        if self.decoder.cross_attention is not None and (count := dataset.num_without_pictures):
+        dataset.read_with(None if self.images is None else self.images.family)
+        if self.decoder.cross_attention is not None and (count := dataset.num_without_images):
             raise UserError(
-                f"{path} has {counted(count, 'document')} without a picture, but every layer of this "
-                f"{self.decoder.family} model attends to one: give records with a picture each (token stores and "
+                f"{path} has {counted(count, 'document')} without an image, but every layer of this "
+                f"{self.decoder.family} model attends to one: give records with an image each (token stores and "
                 "answers that are plain texts have none)."
             )
         if dataset.max_token >= self.decoder.vocab_size:
@@ -396,7 +396,7 @@ class _Source:
                     packing=data.packing,
                     overlong=data.overlong,
                     progress=advance,
-                    pictures=self.pictures,
+                    images=self.images,
                 )
             return TokenDataset.build(
                 path,
@@ -407,5 +407,5 @@ class _Source:
                 overlong=data.overlong,
                 mask_prompt=data.mask_prompt,
                 progress=advance,
-                pictures=self.pictures,
+                images=self.images,
             )

@@ -49,8 +49,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     """
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
     # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same.
-    # Pictures whose tokens see each other are one more document each.
-    packed = config.data.fills_rows or config.objective.compares_pairs or decoder.bidirectional_pictures
+    # Images whose tokens see each other are one more document each.
+    packed = config.data.fills_rows or config.objective.compares_pairs or decoder.bidirectional_images
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     check_graphs(config, device, attention, decoder)
     if config.memory.offload_activations:
@@ -59,7 +59,7 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     blocks = attention_blocks(config, device, decoder)
     if config.parallel.context > 1:
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
-    if decoder.bidirectional_pictures:
+    if decoder.bidirectional_images:
         sentences.append(spans_sentence(attention.kernels.attention, blocks))
     if decoder.attention_sinks:
         sentences.append(sinks_sentence(attention.kernels.attention, blocks))
@@ -92,11 +92,11 @@ def choose_model_kernels(
 
 
 def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderConfig) -> AttentionBlocks:
-    """Chooses what attends between ranks, within pictures whose tokens see each other, and beside sinks.
+    """Chooses what attends between ranks, within images whose tokens see each other, and beside sinks.
 
     Where neither is needed, and where no other than the reference was asked for, it is the reference.
     """
-    ranks, merged = config.parallel.context > 1, decoder.bidirectional_pictures or decoder.attention_sinks
+    ranks, merged = config.parallel.context > 1, decoder.bidirectional_images or decoder.attention_sinks
     if not ranks and (config.model.kernels == "reference" or not merged):
         return REFERENCE_BLOCKS
     dtype = TORCH_DTYPES[config.model.dtype]

@@ -92,22 +92,22 @@ def end_tokens(folder: Path, tokenizer_end: int | None) -> frozenset[int]:
     return frozenset(() if tokenizer_end is None else (tokenizer_end,))
 
 
-def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, picture: str | None = None) -> OpenedModel:
+def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image: str | None = None) -> OpenedModel:
     """Builds this rank's part of the model and reads its weights. Collective.
 
     Args:
-        picture: what names a picture of a prompt, for a message; None where prompts are text alone.
+        image: what names an image of a prompt, for a message; None where prompts are text alone.
 
     Raises:
-        UserError: no such model or adapter, one that does not fit the other, a layout that does not fit the model, or a
-            picture for a model of text alone.
+        UserError: no such model or adapter, one that does not fit the other, a layout that does not fit the model, or
+            an image for a model of text alone.
     """
     tensor = choice.tensor_size(launch.world_size)
     source, live, tokenizer, full = _sources(choice, log)
-    if picture is not None and live.config.vision is None:
+    if image is not None and live.config.vision is None:
         raise UserError(
-            f"{picture} names a picture, but the model reads text alone: give a vision-language model, or leave "
-            "pictures out."
+            f"{image} names an image, but the model reads text alone: give a vision-language model, or leave "
+            "images out."
         )
     if (line := source.outside_note()) is not None:
         log.info(line)

@@ -1,7 +1,7 @@
 """Text from the model as it is, while it trains: what prompts are continued with, greedily.
 
 The passes are those of an evaluation, so that every layout that trains can do it: without a cache, each token is a
-pass through the whole of its row, with its pictures. A few short samples cost as much as evaluating a few hundred rows.
+pass through the whole of its row, with its images. A few short samples cost as much as evaluating a few hundred rows.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from engine.ops.attention.token_context import TokenContext
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
 from engine.training.generation import end_tokens
-from engine.vision.data.columns import Extras, PlacedPicture, vision_columns
+from engine.vision.data.columns import Extras, PlacedImage, vision_columns
 from engine.vision.data.family import VisionFamily
-from engine.vision.data.reader import PictureReader
-from engine.vision.data.records import PictureSample, plain_conversation, prompt_sample
+from engine.vision.data.reader import ImageReader
+from engine.vision.data.records import ImageSample, plain_conversation, prompt_sample
 from engine.vision.data.row_images import Decoded
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePrompt:
-    """The tokens of a prompt, and its pictures in their order."""
+    """The tokens of a prompt, and its images in their order."""
 
     ids: list[int]
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,15 +63,15 @@ def read_prompts(
         family: of a vision-language model, which writes its conversations.
 
     Raises:
-        UserError: the model needs a picture in each; one has no tokens, or no room in the model's context for
-            train.sample_tokens more; a chat template is wanted and missing; or a picture cannot be read, or is given to
+        UserError: the model needs an image in each; one has no tokens, or no room in the model's context for
+            train.sample_tokens more; a chat template is wanted and missing; or an image cannot be read, or is given to
             a model of text alone.
     """
     options = config.train
-    reader = None if family is None else PictureReader(family, config.data.image_folder)
+    reader = None if family is None else ImageReader(family, config.data.image_folder)
     if reader is None and any(options.sample_images):
         raise UserError(
-            "train.sample_images names a picture, but the model reads text alone: remove train.sample_images."
+            "train.sample_images names an image, but the model reads text alone: remove train.sample_images."
         )
     if options.sample_chat and reader is None and not tokenizer.has_chat_template:
         raise UserError(
@@ -82,9 +82,9 @@ def read_prompts(
     limit = context_limit(decoder)
     for number, text in enumerate(options.sample_prompts, 1):
         image = options.sample_images[number - 1] if options.sample_images else ""
-        # a model whose layers attend to a picture has no other prompts
-        needs_picture = reader is not None and reader.family.cross_patch_features is not None
-        if reader is not None and (options.sample_chat or image or needs_picture):
+        # a model whose layers attend to an image has no other prompts
+        needs_image = reader is not None and reader.family.cross_patch_features is not None
+        if reader is not None and (options.sample_chat or image or needs_image):
             prompt = _conversation(reader, text, image, number)
         elif options.sample_chat:
             prompt = SamplePrompt(list(tokenizer.chat_prompt([{"role": "user", "content": text}])))
@@ -100,16 +100,16 @@ def read_prompts(
     return prompts
 
 
-def _conversation(reader: PictureReader, text: str, image: str, number: int) -> SamplePrompt:
-    """A user's message, with its picture if it has one, as the model's family writes it."""
+def _conversation(reader: ImageReader, text: str, image: str, number: int) -> SamplePrompt:
+    """A user's message, with its image if it has one, as the model's family writes it."""
     place, messages = Place(Path("train.sample_prompts"), "number", number), [{"role": "user", "content": text}]
-    sample = PictureSample(place, plain_conversation(messages), ())
+    sample = ImageSample(place, plain_conversation(messages), ())
     if image:
         sample = prompt_sample(place, {"images": [image]}, messages)
-        named = tuple(replace(picture, option="train.sample_images") for picture in sample.pictures)
-        sample = replace(sample, pictures=named)
-    ids, pictures = reader.prompt(sample)
-    return SamplePrompt(list(ids), pictures)
+        named = tuple(replace(image, option="train.sample_images") for image in sample.images)
+        sample = replace(sample, images=named)
+    ids, images = reader.prompt(sample)
+    return SamplePrompt(list(ids), images)
 
 
 class TextSamples:
@@ -145,7 +145,7 @@ class TextSamples:
     def run(self) -> list[tuple[str, str]]:
         """Each prompt and what it is continued with; the same on all ranks."""
         rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
-        decoded: Decoded = {}  # each picture once, though every token takes a pass over all of its text
+        decoded: Decoded = {}  # each image once, though every token takes a pass over all of its text
         while active := [row for row in rows if not row.ended]:
             found = list(zip(active, self._next(active, decoded), strict=True))
             push_all([(row.stream, token) for row, token in found if token not in self._ends])
@@ -161,11 +161,11 @@ class TextSamples:
         mesh, stages = self._training.mesh, self._training.stages
         texts = [row.prompt.ids + row.ids for row in rows]
         longest = round_up(max(map(len, texts)), self._length_multiple)
-        pictures = [row.prompt.pictures for row in rows]
+        images = [row.prompt.images for row in rows]
         dataset = TokenDataset.from_documents(
             [(ids, [False] * len(ids)) for ids in texts],
             seq_length=longest,
-            vision=vision_columns([Extras(own) if own else None for own in pictures]),
+            vision=vision_columns([Extras(own) if own else None for own in images]),
         )
         dataset.read_with(self._family, decoded)
         batches = [

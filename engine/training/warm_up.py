@@ -22,7 +22,7 @@ from engine.telemetry.format import counted, format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.data import data_position, loader_options
-from engine.vision.made_up_images import with_made_up_pictures
+from engine.vision.made_up_images import with_made_up_images
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
@@ -37,7 +37,7 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
     for number in range(steps):
         consumed = number * loader.order.batch
         batches = [
-            with_made_up_pictures(
+            with_made_up_images(
                 batch,
                 training.source.model.decoder,
                 context_size=config.parallel.context,

@@ -1,4 +1,4 @@
-"""Pictures of prompts: read where a prompt is prefilled, and placed among its tokens as in training."""
+"""Images of prompts: read where a prompt is prefilled, and placed among its tokens as in training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from engine.batch import BidirectionalSpans, ExpertTokens, Images
-from engine.vision.data.columns import Extras, PlacedPicture, vision_columns
+from engine.vision.data.columns import Extras, PlacedImage, vision_columns
 from engine.vision.data.family import VisionFamily
-from engine.vision.data.row_images import RowPictures
+from engine.vision.data.row_images import RowImages
 from engine.vision.tile_shares import ENCODES_ALL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCoordinates:
-    """What the tokens of prompts, one after the other, have beside their ids; the pictures as in `engine.batch.Batch`.
+    """What the tokens of prompts, one after the other, have beside their ids; the images as in `engine.batch.Batch`.
 
     Args:
         positions_T: int64, for rotary embeddings; those in time where there are others.
@@ -35,29 +35,29 @@ class PromptCoordinates:
 
 
 def prompt_coordinates(
-    family: VisionFamily | None, lengths: Sequence[int], pictures: Sequence[Sequence[PlacedPicture]]
+    family: VisionFamily | None, lengths: Sequence[int], images: Sequence[Sequence[PlacedImage]]
 ) -> PromptCoordinates:
-    """Returns the coordinates of prompts, whose pictures are decoded.
+    """Returns the coordinates of prompts, whose images are decoded.
 
     Args:
         family: of the model; None for a model of text alone.
         lengths: tokens of each prompt.
-        pictures: of each prompt.
+        images: of each prompt.
 
     Raises:
-        UserError: a picture that cannot be read.
+        UserError: an image that cannot be read.
     """
     if family is None:
-        assert not any(pictures), "pictures need a family that reads them"
+        assert not any(images), "images need a family that reads them"
         positions = torch.cat([torch.arange(length) for length in lengths])
         return PromptCoordinates(positions_T=positions, next_positions=tuple(lengths))
-    columns = vision_columns([Extras(tuple(own)) if own else None for own in pictures])
-    rows, parts, start = RowPictures(family, columns), [], 0
+    columns = vision_columns([Extras(tuple(own)) if own else None for own in images])
+    rows, parts, start = RowImages(family, columns), [], 0
     for number, length in enumerate(lengths):
         unlabelled = np.zeros(length, dtype=np.int64)
         parts.append(rows.add(number, number=number, start=start, length=length, labels=unlabelled))
         start += length
-    found = rows.collected(start, ENCODES_ALL)  # a session refuses a picture on all ranks, or on none
+    found = rows.collected(start, ENCODES_ALL)  # a session refuses an image on all ranks, or on none
     positions = torch.from_numpy(np.concatenate(parts, axis=-1))
     by_grid = family.rotates_by_grid
     return PromptCoordinates(

@@ -1,6 +1,6 @@
-"""Pictures that mean nothing, for steps on made-up tokens: towers and vision experts run as they will on real ones.
+"""Images that mean nothing, for steps on made-up tokens: towers and vision experts run as they will on real ones.
 
-One tile of the size that the model's family cuts most pictures into stands at the beginning of each row, where its
+One tile of the size that the model's family cuts most images into stands at the beginning of each row, where its
 features fit. Tiles of other sizes, and what a first step on them costs, are left to the data.
 """
 
@@ -18,7 +18,7 @@ from engine.vision.layers.encoder import VisionConfig
 from engine.zigzag import rank_columns
 
 
-def with_made_up_pictures(batch: Batch, decoder: DecoderConfig, *, context_size: int, context_rank: int) -> Batch:
+def with_made_up_images(batch: Batch, decoder: DecoderConfig, *, context_size: int, context_rank: int) -> Batch:
     """Returns the batch, of full rows of documents of one length, with a tile in the first document of each row; for a
     model of text alone, as it is.
 
@@ -34,7 +34,7 @@ def with_made_up_pictures(batch: Batch, decoder: DecoderConfig, *, context_size:
     images = cross_images = experts = None
     if vision is not None:
         count = vision.num_features(vision.usual_tile)
-        fits = count < length  # the first token is in front of a picture
+        fits = count < length  # the first token is in front of an image
         if fits:
             places = torch.cat([torch.arange(row * length + 1, row * length + 1 + count) for row in range(rows)])
         images = _tiles(vision, documents if fits else (), places)

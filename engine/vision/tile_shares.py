@@ -1,4 +1,4 @@
-"""Which rank encodes which tiles of a micro-batch, and so which pictures it decodes. No tensors."""
+"""Which rank encodes which tiles of a micro-batch, and so which images it decodes. No tensors."""
 
 from __future__ import annotations
 

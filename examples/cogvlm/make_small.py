@@ -1,9 +1,9 @@
-"""A tiny CogVLM2 with drawn weights, and pictures with questions.
+"""A tiny CogVLM2 with drawn weights, and images with questions.
 
     python make_small.py --out FOLDER
 
-writes FOLDER/model as the released folder has it, and the pictures and records of `examples/minicpm_v`, which have one
-picture each, as CogVLM takes them. Needs the repository's root in PYTHONPATH, as run.sh sets it.
+writes FOLDER/model as the released folder has it, and the images and records of `examples/minicpm_v`, which have one
+image each, as CogVLM takes them. Needs the repository's root in PYTHONPATH, as run.sh sets it.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def shapes() -> Iterator[Shape]:
 
 
 def write(out: Path) -> None:
-    """Writes pictures, records and model."""
+    """Writes images, records and model."""
     texts = write_records(out, random.Random(0))
     write_weights(out / "model", shapes(), CONFIG)
     write_sentencepiece(out / "model", [*texts, "Question: Answer:"], ADDED)
 
 
 if __name__ == "__main__":
-    write_as_asked(write, "a tiny CogVLM2, and pictures with questions")
+    write_as_asked(write, "a tiny CogVLM2, and images with questions")

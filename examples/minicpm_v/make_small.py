@@ -1,4 +1,4 @@
-"""A tiny MiniCPM-V 2.0 with drawn weights, and pictures with questions.
+"""A tiny MiniCPM-V 2.0 with drawn weights, and images with questions.
 
     python make_small.py --out FOLDER
 
@@ -33,7 +33,7 @@ COLOURS = {"red": "#d02020", "green": "#20a030", "blue": "#2040d0", "yellow": "#
 SHAPES = ("circle", "square", "triangle")
 QUESTIONS = ("What is in the picture?", "What do you see?", "Name the shape and its colour.")
 SIDES = (56, 72, 100, 128)
-"""Pixels; pictures of more than 56 x 56 are cut into tiles."""
+"""Pixels; images of more than 56 x 56 are cut into tiles."""
 
 ADDED = (
     "<image>", "</image>", "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<point>", "</point>", "<slice>",
@@ -115,7 +115,7 @@ def shapes() -> Iterator[Shape]:
         yield from norm(f"resampler.{name}", HIDDEN)
 
 
-def picture(rng: random.Random, colour: str, shape: str) -> Image.Image:
+def drawn_image(rng: random.Random, colour: str, shape: str) -> Image.Image:
     """One shape somewhere on a light ground."""
     width, height = rng.choice(SIDES), rng.choice(SIDES)
     image = Image.new("RGB", (width, height), (rng.randrange(200, 256),) * 3)
@@ -133,7 +133,7 @@ def picture(rng: random.Random, colour: str, shape: str) -> Image.Image:
 
 
 def write_records(out: Path, rng: random.Random) -> list[str]:
-    """Writes pictures and records, and returns their texts."""
+    """Writes images and records, and returns their texts."""
     (out / "images").mkdir(parents=True)
     texts: list[str] = []
     for name, count in (("train", TRAIN), ("validation", VALIDATION)):
@@ -141,7 +141,7 @@ def write_records(out: Path, rng: random.Random) -> list[str]:
         for number in range(count):
             colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
             path = f"images/{name}_{number:03}.png"
-            picture(rng, colour, shape).save(out / path)
+            drawn_image(rng, colour, shape).save(out / path)
             question, answer = rng.choice(QUESTIONS), f"A {colour} {shape}."
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             records.append({"id": str(number), "image": path, "conversations": turns})
@@ -151,11 +151,11 @@ def write_records(out: Path, rng: random.Random) -> list[str]:
 
 
 def write(out: Path) -> None:
-    """Writes pictures, records and model."""
+    """Writes images, records and model."""
     texts = write_records(out, random.Random(0))
     write_weights(out / "model", shapes(), CONFIG)
     write_sentencepiece(out / "model", texts, ADDED)
 
 
 if __name__ == "__main__":
-    write_as_asked(write, "a tiny MiniCPM-V 2.0, and pictures with questions")
+    write_as_asked(write, "a tiny MiniCPM-V 2.0, and images with questions")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a tiny MiniCPM-V 2.0 on pictures, on two ranks: bash examples/minicpm_v/run.sh OUT_DIR
+# Trains a tiny MiniCPM-V 2.0 on images, on two ranks: bash examples/minicpm_v/run.sh OUT_DIR
 # README.md says what happens and what comes out.
 set -euo pipefail
 

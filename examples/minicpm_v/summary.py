@@ -31,7 +31,7 @@ def table(out: Path) -> list[tuple[str, str]]:
     first, last = min(losses), max(losses)
     return [
         ("training loss", f"{losses[first]:.3f} (step {first}) -> {losses[last]:.3f} (step {last})"),
-        ("loss on held-out pictures", " -> ".join(f"{loss:.3f}" for loss in (held_out[0], held_out[-1]))),
+        ("loss on held-out images", " -> ".join(f"{loss:.3f}" for loss in (held_out[0], held_out[-1]))),
         ("adapter for PEFT", f"rank {settings['r']}, with {', '.join(settings['modules_to_save'])} in full"),
         ("changed in the merged model", ", ".join(changed(out / "model/model.safetensors", merged))),
     ]

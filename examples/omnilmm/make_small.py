@@ -1,8 +1,8 @@
-"""A tiny OmniLMM with drawn weights, and pictures with questions.
+"""A tiny OmniLMM with drawn weights, and images with questions.
 
     python make_small.py --out FOLDER
 
-writes FOLDER/model as the released folder has it, and the pictures and records of `examples/minicpm_v`. Needs the
+writes FOLDER/model as the released folder has it, and the images and records of `examples/minicpm_v`. Needs the
 repository's root in PYTHONPATH, as run.sh sets it.
 
 The released code has the sizes of its tower in itself, so config.json has no keys for them; a model of other sizes
@@ -107,11 +107,11 @@ def shapes() -> Iterator[Shape]:
 
 
 def write(out: Path) -> None:
-    """Writes pictures, records and model."""
+    """Writes images, records and model."""
     texts = write_records(out, random.Random(0))
     write_weights(out / "model", shapes(), CONFIG)
     write_sentencepiece(out / "model", [*texts, *[SYSTEM] * 20], ADDED)
 
 
 if __name__ == "__main__":
-    write_as_asked(write, "a tiny OmniLMM, and pictures with questions")
+    write_as_asked(write, "a tiny OmniLMM, and images with questions")

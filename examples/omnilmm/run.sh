@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a tiny OmniLMM, merges it in pieces and asks it about a picture, on two ranks:
+# Trains a tiny OmniLMM, merges it in pieces and asks it about an image, on two ranks:
 #   bash examples/omnilmm/run.sh OUT_DIR
 # README.md says what happens and what comes out.
 set -euo pipefail

@@ -1,9 +1,9 @@
-"""A tiny Qwen2.5-VL with drawn weights, and pictures with questions.
+"""A tiny Qwen2.5-VL with drawn weights, and images with questions.
 
     python make_small.py --out FOLDER
 
 writes FOLDER/model (config.json, model.safetensors, tokenizer and preprocessor_config.json, as the released folder has
-them), and the pictures and records of `examples/minicpm_v`. Needs the repository's root in PYTHONPATH, as run.sh sets
+them), and the images and records of `examples/minicpm_v`. Needs the repository's root in PYTHONPATH, as run.sh sets
 it.
 """
 
@@ -108,7 +108,7 @@ def shapes() -> Iterator[Shape]:
 
 
 def write(out: Path) -> None:
-    """Writes pictures, records and model."""
+    """Writes images, records and model."""
     texts, model = write_records(out, random.Random(0)), out / "model"
     write_weights(model, shapes(), CONFIG)
     write_json(model / "preprocessor_config.json", PROCESSOR)
@@ -116,4 +116,4 @@ def write(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_as_asked(write, "a tiny Qwen2.5-VL, and pictures with questions")
+    write_as_asked(write, "a tiny Qwen2.5-VL, and images with questions")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a tiny Qwen2.5-VL on pictures, on two tensor-parallel ranks: bash examples/qwen_vl/run.sh OUT_DIR
+# Trains a tiny Qwen2.5-VL on images, on two tensor-parallel ranks: bash examples/qwen_vl/run.sh OUT_DIR
 # README.md says what happens and what comes out.
 set -euo pipefail
 

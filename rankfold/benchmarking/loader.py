@@ -1,6 +1,6 @@
-"""Section `loader`: how long a step waits for pictures that threads read from the disk, decode and cut into patches.
+"""Section `loader`: how long a step waits for images that threads read from the disk, decode and cut into patches.
 
-A step is a pause of a given length, as a GPU's is for the processor. With one thread or more the pictures of the next
+A step is a pause of a given length, as a GPU's is for the processor. With one thread or more the images of the next
 steps are decoded meanwhile, and a step waits only where that takes longer than the step; without threads it waits for
 all of it. Files are noise, which is slow to decode, and lie in the page cache from the first epoch on.
 """
@@ -21,7 +21,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.template import Learn
 from engine.telemetry.processors import available_processors
-from engine.vision.data.columns import Extras, PlacedPicture, vision_columns
+from engine.vision.data.columns import Extras, PlacedImage, vision_columns
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, VisionFamily
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from rankfold.benchmarking.machine import describe
@@ -29,13 +29,13 @@ from rankfold.benchmarking.sections import LoaderOptions
 from rankfold.benchmarking.table import Table
 
 _PATCH, _FEATURES = 14, 64
-"""Pixels of a patch's side; tokens of a picture."""
+"""Pixels of a patch's side; tokens of an image."""
 _TEXT = 32
-"""Tokens behind each picture."""
+"""Tokens behind each image."""
 
 
 class Squares(VisionFamily):
-    """A family whose pictures are one square each, as OmniLMM's are.
+    """A family whose images are one square each, as OmniLMM's are.
 
     Args:
         side: pixels.
@@ -50,7 +50,7 @@ class Squares(VisionFamily):
         return (self._norm.grid(self._size),)
 
     def tiles(self, image: Image.Image, *, alone: bool = True) -> Tiles:
-        """Returns the picture's patches."""
+        """Returns the image's patches."""
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(self._size))
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
@@ -64,7 +64,7 @@ def run(options: LoaderOptions) -> Table:
     """Takes the steps with each number of threads."""
     rows, stalls = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        files = _write_pictures(Path(folder), options)
+        files = _write_images(Path(folder), options)
         begin = time.perf_counter()
         family = Squares(options.side)
         for file in files:
@@ -76,21 +76,21 @@ def run(options: LoaderOptions) -> Table:
             stalls[workers] = _stalled(dataset, options, workers)
             rows.append((str(workers), f"{1e3 * stalls[workers] / options.steps:.1f}"))
     return Table(
-        title=f"Waiting for {options.rows} pictures of {options.side} pixels in steps of {options.step_ms} ms",
+        title=f"Waiting for {options.rows} images of {options.side} pixels in steps of {options.step_ms} ms",
         columns=("threads", "ms waited in a step"),
         rows=tuple(rows),
         findings=(
-            f"One thread reads, decodes and cuts a picture in {1e3 * decoding:.1f} ms. {available_processors()} "
+            f"One thread reads, decodes and cuts an image in {1e3 * decoding:.1f} ms. {available_processors()} "
             "processors. The first step, before which nothing could be decoded, is not counted.",
         ),
         machine=describe(torch.device("cpu"), ("pillow",)),
-        data={"seconds stalled": stalls, "seconds for a picture": decoding},
+        data={"seconds stalled": stalls, "seconds for an image": decoding},
     )
 
 
-def _write_pictures(folder: Path, options: LoaderOptions) -> list[Path]:
+def _write_images(folder: Path, options: LoaderOptions) -> list[Path]:
     generator, files = np.random.default_rng(0), []
-    for number in range(options.pictures):
+    for number in range(options.images):
         files.append(folder / f"{number}.jpg")
         noise = generator.integers(0, 256, (options.side, options.side, 3), dtype=np.uint8)
         Image.fromarray(noise).save(files[-1], quality=90)
@@ -100,11 +100,11 @@ def _write_pictures(folder: Path, options: LoaderOptions) -> list[Path]:
 def _dataset(files: Sequence[Path], options: LoaderOptions, family: Squares) -> TokenDataset:
     length, size = _FEATURES + _TEXT, (options.side, options.side)
     targets = [False] * _FEATURES + [True] * _TEXT
-    pictures = [PlacedPicture(file.name, str(file.parent), str(file), size, ((0, _FEATURES),)) for file in files]
+    images = [PlacedImage(file.name, str(file.parent), str(file), size, ((0, _FEATURES),)) for file in files]
     dataset = TokenDataset.from_documents(
         [([1] * length, targets)] * len(files),
         seq_length=length,
-        vision=vision_columns([Extras((picture,)) for picture in pictures]),
+        vision=vision_columns([Extras((image,)) for image in images]),
     )
     dataset.read_with(family)
     return dataset

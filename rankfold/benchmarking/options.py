@@ -33,6 +33,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Name -> options that it sets, unless they are given beside it."""
+FORMER_NAMES = {"pictures": "images"}
+"""Earlier name of an option -> its name; both are taken."""
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -371,14 +373,15 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
     hints = get_type_hints(kind)
     for item in fields(kind):
         name, plain = f"--{item.name.replace('_', '-')}", _plain_type(hints[item.name])
+        names = [name, *(f"--{former}" for former, now in FORMER_NAMES.items() if now == item.name)]
         # only options that were typed are in the namespace, so that a preset sets the others
         common = {"default": argparse.SUPPRESS, "help": item.metadata["help"]}
         if plain is bool:
-            parser.add_argument(name, action="store_true", **common)
+            parser.add_argument(*names, action="store_true", **common)
             continue
         choices = item.metadata["choices"]
         metavar = None if choices else plain.__name__.upper()
-        parser.add_argument(name, type=plain, choices=choices, metavar=metavar, **common)
+        parser.add_argument(*names, type=plain, choices=choices, metavar=metavar, **common)
 
 
 def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:

@@ -236,8 +236,8 @@ class TowerOptions:
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    pictures: int = option(2, "pictures at a time")
-    side: int = option(448, "pixels on a side of a picture, in patches of 14")
+    images: int = option(2, "images at a time")
+    side: int = option(448, "pixels on a side of an image, in patches of 14")
     layers: int = option(4, "blocks; the released tower has 27")
     width: int = option(1152, "width of a block")
     heads: int = option(16, "attention heads")
@@ -248,7 +248,7 @@ class TowerOptions:
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "pictures", "layers", "width", "heads", "mlp", "repeats")
+        at_least(self, 1, "images", "layers", "width", "heads", "mlp", "repeats")
         at_least(self, 14, "side")
         at_least(self, 0, "warmup")
         if self.width % self.heads:
@@ -257,7 +257,7 @@ class TowerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """How long a step waits for pictures that threads read from the disk and decode.
+    """How long a step waits for images that threads read from the disk and decode.
 
     Raises:
         UserError: numbers below what is possible.
@@ -265,15 +265,15 @@ class LoaderOptions:
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    pictures: int = option(64, "files, one in a row")
-    side: int = option(448, "pixels on a side of a picture, in patches of 14")
+    images: int = option(64, "files, one in a row")
+    side: int = option(448, "pixels on a side of an image, in patches of 14")
     rows: int = option(4, "rows in a step")
     step_ms: int = option(200, "milliseconds of a step, in which the processor is free")
     steps: int = option(30, "steps with each number of threads")
     workers: str = option("0,1,2", "threads, one measurement for each number")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "pictures", "rows", "step_ms", "steps")
+        at_least(self, 1, "images", "rows", "step_ms", "steps")
         at_least(self, 14, "side")
         if self.side % 14:
             raise UserError(f"--side is {self.side}: give a multiple of 14.")

@@ -1,4 +1,4 @@
-"""Section `tower`: a vision tower against transformers' own, with the same weights on the same pictures.
+"""Section `tower`: a vision tower against transformers' own, with the same weights on the same images.
 
 The tower is SigLIP's, which transformers has too. Forward alone is what a frozen tower costs, and forward with backward
 to all weights what one costs that trains in full. Both sides are plain modules in torch; what a run adds, adapters,
@@ -34,7 +34,7 @@ class Pair:
 
     Args:
         modules: of each side.
-        features: side -> its features of the pictures, [pictures * patches, width].
+        features: side -> its features of the images, [images * patches, width].
     """
 
     modules: dict[str, nn.Module]
@@ -64,11 +64,11 @@ def build_pair(options: TowerOptions, device: torch.device) -> Pair:
         for name, parameter in ours.named_parameters():
             parts = [weights[part] for part in _names(name)]
             parameter.copy_(torch.cat(parts).view(parameter.shape))
-    pixels = torch.randn(options.pictures, 3, grid[0] * patch, grid[1] * patch)
+    pixels = torch.randn(options.images, 3, grid[0] * patch, grid[1] * patch)
     patches = nn.functional.unfold(pixels, patch, stride=patch).transpose(1, 2).to(device, dtype)
     pixels = pixels.to(device, dtype)
     ours, theirs = ours.to(device, dtype), theirs.to(device, dtype)
-    grids = (grid,) * options.pictures
+    grids = (grid,) * options.images
     pair = Pair(
         {ENGINE: ours, TRANSFORMERS: theirs},
         {
@@ -147,7 +147,7 @@ def run(options: TowerOptions) -> Table:
             f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})", _mib(of_ours), _mib(of_theirs), bytes_ratio,
         ))  # fmt: skip
     return Table(
-        title=f"A SigLIP tower of {options.layers} blocks of width {options.width} on {options.pictures} pictures of "
+        title=f"A SigLIP tower of {options.layers} blocks of width {options.width} on {options.images} images of "
         f"{options.side} pixels, {options.dtype}",
         columns=(
             "",
@@ -159,7 +159,7 @@ def run(options: TowerOptions) -> Table:
             "ratio",
         ),
         rows=tuple(rows),
-        findings=("Features agree. Memory is the peak above weights and pictures, each in a process of its own.",),
+        findings=("Features agree. Memory is the peak above weights and images, each in a process of its own.",),
         machine=describe(device, ("transformers",)),
         data={"seconds": seconds, "peaks": {f"{side}, {kind}": peak for (side, kind), peak in peaks.items()}},
     )

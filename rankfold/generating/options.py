@@ -65,20 +65,20 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="picture that the prompts are about, for a vision-language model; may be given several times. Pictures "
+        help="image that the prompts are about, for a vision-language model; may be given several times. Images "
         "stand in front of the text, or where it has <image>",
     )
     prompts.add_argument(
         "--image-folder",
         type=path_text,
         metavar="DIR",
-        help="folder that paths of pictures are relative to (default: the file's of --prompts, the current one for "
+        help="folder that paths of images are relative to (default: the file's of --prompts, the current one for "
         "--image)",
     )
     prompts.add_argument(
         "--prompts",
         type=Path,
-        help='JSONL file of {"prompt": ...}, {"messages": [...]} or {"conversations": [...]}; pictures are named as in '
+        help='JSONL file of {"prompt": ...}, {"messages": [...]} or {"conversations": [...]}; images are named as in '
         "records of training",
     )
     prompts.add_argument("--out", type=Path, help="JSONL file for the answers to --prompts (default: stdout)")
@@ -198,7 +198,7 @@ def check_prompts(arguments: argparse.Namespace) -> None:
         raise UserError("--prompt and --prompts were both given: put all texts into the file, or leave it out.")
     if arguments.image and arguments.prompts:
         raise UserError(
-            "--image and --prompts were both given: name pictures in the records of the file, or leave --image out."
+            "--image and --prompts were both given: name images in the records of the file, or leave --image out."
         )
     if arguments.compare_base and arguments.adapter is None:
         raise UserError("--compare-base compares an adapter with its base: give the adapter with --adapter.")

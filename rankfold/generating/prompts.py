@@ -1,4 +1,4 @@
-"""Prompts and answers: texts, conversations, pictures and files of records, and their tokens."""
+"""Prompts and answers: texts, conversations, images and files of records, and their tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.files.durable import write_named
 from engine.files.refusals import writing
 from engine.inference.generate import Answer, Request
 from engine.sentences import listed
-from engine.vision.data.columns import PlacedPicture
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.columns import PlacedImage
+from engine.vision.data.reader import ImageReader
 from engine.vision.data.records import (
     FIELDS,
-    PictureSample,
-    has_pictures,
-    picture_sample,
+    ImageSample,
+    has_images,
+    image_sample,
     plain_conversation,
     prompt_sample,
 )
@@ -34,10 +34,10 @@ _TURNS = ("messages", "conversations")
 
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt, and its pictures in their order."""
+    """The tokens of a prompt, and its images in their order."""
 
     ids: tuple[int, ...]
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
 
 class PromptRecord(NamedTuple):
@@ -47,8 +47,8 @@ class PromptRecord(NamedTuple):
     fields: dict[str, Any]
 
     @property
-    def picture(self) -> str | None:
-        """The place of a picture that it names; None where it has text alone."""
+    def image(self) -> str | None:
+        """The place of an image that it names; None where it has text alone."""
         for field in FIELDS:
             if self.fields.get(field):
                 return f"{self.place}: field '{field}'"
@@ -68,15 +68,15 @@ class Writer:
         tokenizer: of the model.
         chat: whether a plain text is a user's message.
         system: in front of each conversation that has no system message of its own; None for nothing.
-        reader: of conversations with pictures, and without, for a model with a vision tower; None for one of text
+        reader: of conversations with images, and without, for a model with a vision tower; None for one of text
             alone.
-        images: paths of pictures that texts and conversations are about, those of records excepted.
+        images: paths of images that texts and conversations are about, those of records excepted.
     """
 
     tokenizer: Tokenizer
     chat: bool
     system: str | None
-    reader: PictureReader | None = None
+    reader: ImageReader | None = None
     images: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,9 +88,9 @@ class Writer:
 
     def text(self, text: str, number: int) -> Prompt:
         """Returns the tokens of a prompt, with its number for messages."""
-        # a model whose layers attend to a picture has no other prompts
-        needs_picture = self.reader is not None and self.reader.family.cross_patch_features is not None
-        if self.chat or self.images or needs_picture:
+        # a model whose layers attend to an image has no other prompts
+        needs_image = self.reader is not None and self.reader.family.cross_patch_features is not None
+        if self.chat or self.images or needs_image:
             return self.conversation([{"role": "user", "content": text}], number)
         return Prompt(tuple(self.tokenizer.encode(text, bos=self.tokenizer.adds_bos)))
 
@@ -105,14 +105,14 @@ class Writer:
             if "prompt" in fields:
                 return self.text(fields["prompt"], number)
             return self._conversation(place, fields.get("messages") or conversation_turns(place, fields, _TURNS[1]))
-        if "prompt" in fields and record.picture is None:
+        if "prompt" in fields and record.image is None:
             return self.text(fields["prompt"], number)
         if "prompt" in fields:
             return self._read(prompt_sample(place, fields, self._begun([_question(fields["prompt"])])))
         field = next(name for name in _TURNS if name in fields)
         messages = self._begun(conversation_turns(place, fields, field))
-        if has_pictures(fields, messages):
-            return self._read(picture_sample(place, fields, messages))
+        if has_images(fields, messages):
+            return self._read(image_sample(place, fields, messages))
         return self._conversation(place, messages)
 
     def _conversation(self, place: Place, messages: Sequence[dict[str, Any]]) -> Prompt:
@@ -120,13 +120,11 @@ class Writer:
         if self.reader is None:
             return Prompt(tuple(self.tokenizer.chat_prompt(messages)))
         if not self.images:
-            return self._read(PictureSample(place, plain_conversation(messages), ()))
+            return self._read(ImageSample(place, plain_conversation(messages), ()))
         sample = prompt_sample(place, {"images": list(self.images)}, messages)
-        return self._read(
-            replace(sample, pictures=tuple(replace(picture, option="--image") for picture in sample.pictures))
-        )
+        return self._read(replace(sample, images=tuple(replace(image, option="--image") for image in sample.images)))
 
-    def _read(self, sample: PictureSample) -> Prompt:
+    def _read(self, sample: ImageSample) -> Prompt:
         assert self.reader is not None
         return Prompt(*self.reader.prompt(sample))
 
@@ -236,4 +234,4 @@ class RecordsOut:
 
 def requests_of(prompts: Sequence[Prompt]) -> list[Request]:
     """Returns prompts as requests, numbered in order."""
-    return [Request(row=row, ids=prompt.ids, pictures=prompt.pictures) for row, prompt in enumerate(prompts)]
+    return [Request(row=row, ids=prompt.ids, images=prompt.images) for row, prompt in enumerate(prompts)]

@@ -21,8 +21,8 @@ from engine.sentences import listed
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
 from engine.vision.data.families import read_vision_family
-from engine.vision.data.files import picture_size
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.files import image_size
+from engine.vision.data.reader import ImageReader
 from rankfold.generating.options import limits, model_choice, sampling
 from rankfold.generating.prompts import PromptRecord, RecordsOut, Writer, read_records, requests_of
 
@@ -41,9 +41,9 @@ class Session:
         self._arguments, self._launch, self._log = arguments, launch, Log(launch.rank)
         self._sampling, self._limits = sampling(arguments), limits(arguments)
         records = None if arguments.prompts is None else read_records(arguments.prompts)
-        picture = self._named_picture(records)
+        image = self._named_image(records)
         choice = model_choice(arguments)
-        self._model: OpenedModel = open_for_generation(choice, launch, self._log, picture=picture)
+        self._model: OpenedModel = open_for_generation(choice, launch, self._log, image=image)
         if arguments.compare_base and self._model.full:
             raise UserError(
                 f"--adapter {arguments.adapter} has modules that were trained in full ({listed(self._model.full)}), "
@@ -60,31 +60,31 @@ class Session:
             tokenizer=tokenizer,
             chat=arguments.chat,
             system=arguments.system,
-            reader=self._picture_reader(tokenizer, picture),
+            reader=self._image_reader(tokenizer, image),
             images=tuple(arguments.image),
         )
         self._records: list[PromptRecord] | None = records
         self._generator: Generator | None = None
 
-    def _named_picture(self, records: list[PromptRecord] | None) -> str | None:
-        """Returns what names a picture, for messages; None where the prompts are text alone."""
+    def _named_image(self, records: list[PromptRecord] | None) -> str | None:
+        """Returns what names an image, for messages; None where the prompts are text alone."""
         for path in self._arguments.image:
-            picture_size(Path(self._arguments.image_folder or ".") / path, "--image")
+            image_size(Path(self._arguments.image_folder or ".") / path, "--image")
         if self._arguments.image:
             return "--image"
-        return next((record.picture for record in records or () if record.picture is not None), None)
+        return next((record.image for record in records or () if record.image is not None), None)
 
-    def _picture_reader(self, tokenizer: Tokenizer, picture: str | None) -> PictureReader | None:
+    def _image_reader(self, tokenizer: Tokenizer, image: str | None) -> ImageReader | None:
         """Returns what reads conversations for a model with a vision tower."""
         if self._model.config.vision is None:
             return None
         family = read_vision_family(self._model.folder, tokenizer)
-        if family is None and picture is not None:
+        if family is None and image is not None:
             raise UserError(
-                f"{picture} names a picture, but text about pictures is not generated with {self._model.config.family} "
-                "models: leave pictures out."
+                f"{image} names an image, but text about images is not generated with {self._model.config.family} "
+                "models: leave images out."
             )
-        return None if family is None else PictureReader(family, self._arguments.image_folder)
+        return None if family is None else ImageReader(family, self._arguments.image_folder)
 
     def _open_tokenizer(self) -> Tokenizer:
         """Opens the tokenizer of the command line, else the trained one, else the model's; likewise the chat
@@ -170,7 +170,7 @@ class Session:
             try:
                 write = self._writer
                 prompt = write.conversation(asked, row) if write.chat else write.text(line, row)
-                request = Request(row=row - 1, ids=prompt.ids, pictures=prompt.pictures)
+                request = Request(row=row - 1, ids=prompt.ids, images=prompt.images)
                 generator = self._make_generator([request], replace(self._limits, slots=1))
             except UserError as error:  # reported, and the next line may fit; the same on all ranks
                 self._log.info(f"error: {error}")

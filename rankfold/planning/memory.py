@@ -137,7 +137,7 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="tiles of pictures in a row, of the size that the model's family cuts most pictures into (default 1, also "
+        help="tiles of images in a row, of the size that the model's family cuts most images into (default 1, also "
         "with --config, whose data is not read; a model of text alone has none)",
     )
     work.add_argument("--kernels", default="auto", help="backend of the ops, as model.kernels (default auto)")

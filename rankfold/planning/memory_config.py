@@ -49,7 +49,7 @@ def report(arguments: argparse.Namespace) -> str:
         f"{arguments.config}: {candidate.label()}; base {config.model.base_dtype or config.model.dtype}",
         f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s per GPU with the "
         f"speeds of {machine.name}",
-        *_pictures(candidate.workload, arguments.tiles),
+        *_images(candidate.workload, arguments.tiles),
         "",
         part_table(candidate),
     ]
@@ -66,12 +66,12 @@ def report(arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _pictures(workload: Workload, tiles: int) -> list[str]:
-    """Returns the line that says which pictures are counted, for a model with a vision model."""
+def _images(workload: Workload, tiles: int) -> list[str]:
+    """Returns the line that says which images are counted, for a model with a vision model."""
     if workload.decoder.vision is None:
         return []
     rows, columns = workload.decoder.vision.usual_tile
-    return [f"pictures: {counted(tiles, 'tile')} of {rows} x {columns} patches in a row (--tiles; no data is read)"]
+    return [f"images: {counted(tiles, 'tile')} of {rows} x {columns} patches in a row (--tiles; no data is read)"]
 
 
 def _read(arguments: argparse.Namespace) -> RunConfig:

@@ -25,7 +25,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
 from engine.training.start_model import check_model, model_source
-from engine.vision.made_up_images import with_made_up_pictures
+from engine.vision.made_up_images import with_made_up_images
 
 
 class LiveStorages(TorchDispatchMode):
@@ -182,7 +182,7 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
         )
         axis, decoder = training.mesh.cp, training.source.model.decoder
         batch = context_part(batch, size=axis.size, rank=axis.rank)
-        batch = with_made_up_pictures(batch, decoder, context_size=axis.size, context_rank=axis.rank)
+        batch = with_made_up_images(batch, decoder, context_size=axis.size, context_rank=axis.rank)
         batches.append(batch.to(launch.device))
     return batches
 

@@ -188,7 +188,7 @@ def answer_for(
         host_memory: GiB of a machine, shared by the devices in it; None for no limit.
         allowed: what may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
-        tiles_per_row: tiles of pictures in a row, for a model with vision.
+        tiles_per_row: tiles of images in a row, for a model with vision.
         document_length: tokens of the documents of a row; None for what the objective makes of a row.
 
     Raises:

@@ -50,7 +50,7 @@ from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
 from engine.vision.towers.siglip import SiglipConfig
 from tests.distributed.cases import Case, make_batch, small_config, whole_tensor
 from tests.distributed.gradient_table import EVERY_LINEAR
-from tests.support.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_pictures
+from tests.support.toy_vision import ToyVisionConfig, toy_grid, with_grid_positions, with_images
 
 CPU = torch.device("cpu")
 LEVELS: tuple[ShardLevel, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -70,9 +70,9 @@ BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 """Two ranks cut it at multiples of 64."""
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
-PICTURES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
+IMAGES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
 DEEPSTACK = small_config(num_layers=4, deepstack=3, rope_axes=(2, 0, 1), vision=ToyVisionConfig(hidden=4 * 32))
-"""Rotated by time, height and width, with pictures' features for three layers."""
+"""Rotated by time, height and width, with images' features for three layers."""
 EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
 ROUTED = small_config(
     num_layers=2,
@@ -159,7 +159,7 @@ TOWERS: dict[str, DecoderConfig] = {
         num_layers=2,
         embedding_multiplier=3.0,
         vision=GEMMA3,
-        bidirectional_pictures=True,
+        bidirectional_images=True,
         layer_kinds=(LayerKind(window=3), LayerKind()),
     ),
     "qwen2_5_vl": small_config(num_layers=2, qkv_bias=True, vision=QWEN2_5_VL, **_BY_GRID),
@@ -181,7 +181,7 @@ GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "qwen2_5_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
     "qwen3_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
 }
-"""First word of a case -> patches of a picture of a row."""
+"""First word of a case -> patches of an image of a row."""
 TOWER_LINEARS = r"vision\.(vision_tower|visual\.blocks)\..*(q_proj|v_proj|fc2|qkv)"
 PROJECTORS = r"vision\.(multi_modal_projector|visual\.(deepstack_)?merger.*)\..*"
 ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
@@ -202,8 +202,8 @@ CASES = {
     "blocks, adapters": Case(config=BLOCKS, adapters=EVERY_LINEAR),
     "blocks, part": Case(config=BLOCKS, adapters=r"layers\.1\..*_proj", trained=r"layers\.1\.attention\.q_proj"),
     "wide, adapters": Case(config=WIDE, adapters=EVERY_LINEAR),
-    "vision in full": Case(config=PICTURES, adapters=EVERY_LINEAR, trained=r"vision\..*"),
-    "vision's adapters": Case(config=PICTURES, adapters=r"vision\.blocks\..*_proj", trained=r"vision\.resampler"),
+    "vision in full": Case(config=IMAGES, adapters=EVERY_LINEAR, trained=r"vision\..*"),
+    "vision's adapters": Case(config=IMAGES, adapters=r"vision\.blocks\..*_proj", trained=r"vision\.resampler"),
     "experts in full": Case(config=EXPERTS, trained=".*"),
     "experts' adapters": Case(config=EXPERTS, adapters=EVERY_EXPERT),
     "experts' adapters, unfolded": Case(config=EXPERTS, adapters=EVERY_EXPERT, fold=False),
@@ -254,10 +254,8 @@ CASES = {
         adapters=EVERY_LINEAR,
         trained=PROJECTORS,
     ),
-    "frozen vision": Case(config=PICTURES, adapters=EVERY_LINEAR),
-    "encoded pictures": Case(
-        config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"
-    ),
+    "frozen vision": Case(config=IMAGES, adapters=EVERY_LINEAR),
+    "encoded images": Case(config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"),
     "frozen encoder": Case(
         config=small_config(num_layers=2, cross_attention=ENCODED),
         adapters=r"layers\..*(_proj|query|dense)",
@@ -352,7 +350,7 @@ class Run:
         )
         stage_rank = choice.schedule(layout.accumulation).stage_rank
         more: dict[str, Any] = {"kernels": replace(NATIVE, product=multiply)} if layout.compiled else {}
-        if case.config.bidirectional_pictures or case.config.attention_sinks:  # which ring attention does not have
+        if case.config.bidirectional_images or case.config.attention_sinks:  # which ring attention does not have
             more |= {"context_method": "ulysses", "attention_blocks": CPU_BLOCKS}
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
@@ -435,15 +433,15 @@ class Run:
             if self.case.config.vision is not None:
                 grid_of = GRIDS.get(self.layout.case.partition(" ")[0], toy_grid)
                 slots = [slot for slot, _ in own]
-                whole = with_pictures(whole, slots, seed=step, vision=self.case.config.vision, grid_of=grid_of)
-                if self.case.config.bidirectional_pictures:
+                whole = with_images(whole, slots, seed=step, vision=self.case.config.vision, grid_of=grid_of)
+                if self.case.config.bidirectional_images:
                     whole = with_spans(whole)
             if self.case.config.rope_axes:
                 whole = with_grid_positions(whole)
             if self.case.config.cross_attention is not None:
                 # of two data ranks, one has none in the first micro-batch and the other in the second; a context rank
-                # may have no token of a document with pictures
-                cross = with_pictures(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
+                # may have no token of a document with images
+                cross = with_images(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
                 assert cross is not None
                 whole = replace(whole, cross_images=replace(cross, places_K=cross.places_K[:0]))
             if self.case.config.token_experts:
@@ -496,7 +494,7 @@ def trained_layouts(
 
 
 def with_spans(batch: Batch) -> Batch:
-    """Tokens of pictures beside each other see each other, as far as their document goes."""
+    """Tokens of images beside each other see each other, as far as their document goes."""
     assert batch.images is not None
     places, spans = set(batch.images.places_K.tolist()), list[list[int]]()
     starts = {0, *torch.tensor(batch.document_lengths).cumsum(0).tolist()}
@@ -509,7 +507,7 @@ def with_spans(batch: Batch) -> Batch:
 
 
 def with_experts(batch: Batch, slots: Sequence[int]) -> Batch:
-    """Gives some rows tokens of pictures, by their slots in the global batch; a rank may have none in a step."""
+    """Gives some rows tokens of images, by their slots in the global batch; a rank may have none in a step."""
     row_of, column_of = (
         torch.arange(batch.num_tokens) // batch.row_length,
         torch.arange(batch.num_tokens) % batch.row_length,

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 NUM_STEPS = 4
 ONE = Layout(case="blocks, adapters", grid=RankGrid())
 EXPERTS = replace(ONE, case="routed blocks, adapters")
-PICTURES = replace(ONE, case="llava blocks", plain=r"vision\..*")
+IMAGES = replace(ONE, case="llava blocks", plain=r"vision\..*")
 LAYOUTS = {
     "one": ONE,
     "one, part of a linear trains": replace(
@@ -54,11 +54,11 @@ LAYOUTS = {
     "tp2, sequence, experts": replace(EXPERTS, grid=RankGrid(tp=2), sequence=True),
     "pp2, experts": replace(EXPERTS, grid=RankGrid(pp=2), layers=(1, 1)),
     "dp2, experts": replace(EXPERTS, grid=RankGrid(dp=2)),
-    "one, pictures": PICTURES,
-    "tp2, sequence, pictures": replace(PICTURES, grid=RankGrid(tp=2), sequence=True),
-    "pp2, pictures": replace(PICTURES, grid=RankGrid(pp=2), layers=(1, 1)),
-    "cp2, pictures": replace(PICTURES, grid=RankGrid(cp=2)),
-    "dp2, pictures": replace(PICTURES, grid=RankGrid(dp=2)),
+    "one, images": IMAGES,
+    "tp2, sequence, images": replace(IMAGES, grid=RankGrid(tp=2), sequence=True),
+    "pp2, images": replace(IMAGES, grid=RankGrid(pp=2), layers=(1, 1)),
+    "cp2, images": replace(IMAGES, grid=RankGrid(cp=2)),
+    "dp2, images": replace(IMAGES, grid=RankGrid(dp=2)),
     "ep2 of dp2, experts": replace(EXPERTS, grid=RankGrid(dp=2, ep=2)),
     "one, one expert trains": replace(
         # all gates and ups of its layer stay as they are, on every rank
@@ -78,15 +78,15 @@ LAYOUTS = {
     "ep2 of dp2 x tp2, experts": replace(EXPERTS, grid=RankGrid(dp=2, tp=2, ep=2, cuts_experts=False)),
 }
 SLOW = (
-    "tp2", "tp2, attention again", "pp2", "cp2", "pp2, experts", "dp2, experts", "pp2, pictures", "cp2, pictures",
-    "dp2, pictures", "whole on tp2, experts", "ep2 of dp2, one expert trains", "ep2 of tp2, sequence, experts",
+    "tp2", "tp2, attention again", "pp2", "cp2", "pp2, experts", "dp2, experts", "pp2, images", "cp2, images",
+    "dp2, images", "whole on tp2, experts", "ep2 of dp2, one expert trains", "ep2 of tp2, sequence, experts",
     "ep2 of dp2, cut over tp2, experts", "ep2 of dp2 x tp2, experts",
 )  # fmt: skip
 """What others have parts of."""
 LEVELS: dict[str, tuple[ShardLevel, ...]] = {
     "dp2": ("none", "optimizer", "gradients", "parameters"),
     "dp2, experts": ("parameters",),
-    "dp2, pictures": ("gradients", "parameters"),
+    "dp2, images": ("gradients", "parameters"),
     "ep2 of dp2, experts": ("parameters",),
     "ep2 of tp2, sequence, experts": ("none", "parameters"),
     "ep2 of dp2, cut over tp2, experts": ("parameters",),
@@ -185,7 +185,7 @@ def test_the_bits_are_those_of_decoded_weights(name: str, level: ShardLevel, bas
 def test_every_layout_trains_as_one_process_does(name: str, level: ShardLevel, base: str) -> None:
     """Sums in another order, in fp32."""
     kind = name.rpartition(", ")[2]
-    (alone,) = _found(f"one, {kind}" if kind in ("experts", "pictures", "one expert trains") else "one", base)
+    (alone,) = _found(f"one, {kind}" if kind in ("experts", "images", "one expert trains") else "one", base)
     ranks = _found(name, base, level=level)
     for found in ranks:
         assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -76,7 +76,7 @@ def _one(case: str) -> Seen:
 
 @pytest.mark.parametrize(("case", "name"), _names())
 def test_layouts_equal_one_process(case: str, name: str) -> None:
-    """The first gradient, losses, norms and what is trained after three steps; rows with none, one and two pictures."""
+    """The first gradient, losses, norms and what is trained after three steps; rows with none, one and two images."""
     expected = _one(case)
     if name.startswith("one"):
         found = [_seen(case, name)]

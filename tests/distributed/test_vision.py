@@ -19,7 +19,7 @@ from tests.support.spawning import spawn
 pytestmark = pytest.mark.distributed
 
 KINDS = ("vision in full", "vision's adapters", "frozen vision")
-ENCODED = ("encoded pictures", "frozen encoder")
+ENCODED = ("encoded images", "frozen encoder")
 ONE = Layout(case="vision in full", grid=RankGrid(), dropout=0.1)
 LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
     "tp2": (replace(ONE, grid=RankGrid(tp=2)), "none"),
@@ -84,7 +84,7 @@ STAGES = {
     "zb_v": replace(ONE, grid=RankGrid(pp=2), layers=(1, 1, 1, 1), schedule="zb_v"),
     "uneven, recomputed": replace(ONE, grid=RankGrid(pp=2), layers=(1, 3), recompute="full"),
 }
-"""Where layers that take features of pictures lie on several stages."""
+"""Where layers that take features of images lie on several stages."""
 
 
 def _run_stages() -> dict[str, Trained]:
@@ -96,7 +96,7 @@ def _run_stages() -> dict[str, Trained]:
 
 
 def test_features_for_later_layers_pass_through_stages():
-    """The bits of one process, in steps where some micro-batches have no pictures."""
+    """The bits of one process, in steps where some micro-batches have no images."""
     expected = Run(replace(ONE, case="deep, deepstack", layers=(4,)), single_process_mesh(), "none").trained(NUM_STEPS)
     ranks = spawn(_run_stages, world=2, timeout=100)
     for name in STAGES:

@@ -87,7 +87,7 @@ def test_llama3_8b_one_gpu(name: str, small: dict[str, object], tmp_path: Path) 
         ("omnilmm", 3e-3, ("k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
     ],
 )
-def test_pictures(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path) -> None:
+def test_images(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path) -> None:
     """What run.yaml says trains, and nothing else: the merged model has the released names, and differs there alone."""
     from examples.cogvlm import make_small as cogvlm
     from examples.minicpm_v import make_small as minicpm_v

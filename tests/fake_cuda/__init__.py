@@ -12,7 +12,7 @@ GPU and NCCL would mind is looked for by stand-ins:
     arithmetic.py            the random bits, whose rounds are many operations
     models.py, layouts.py    small models, and the cases
     waits.py                 where the host may wait
-    pictures.py              pictures for their documents and prompts
+    images.py              images for their documents and prompts
     rank_run.py              what a case runs
     serving.py               the process in which it runs, because the hooks come before torch
     mistakes.py              one mistake of each kind, made on purpose

@@ -14,6 +14,7 @@ from tests.fake_cuda.models import (
     DEEPSEEK,
     GEMMA,
     GPT_OSS,
+    IMAGES,
     INTERNVL,
     LLAVA,
     MINICPM_V,
@@ -22,7 +23,6 @@ from tests.fake_cuda.models import (
     NEXT,
     OMNILMM,
     ONEVISION,
-    PICTURES,
     QWEN,
     QWEN2_5_VL,
     QWEN3_VL,
@@ -98,8 +98,8 @@ CASES = {
     "dora": Case(options="--lora.dora true"),
     "embedding and head adapters": Case(options="--lora.targets [q_proj,embed_tokens,lm_head]"),
     "gemma 2": Case(model=GEMMA),
-    "gemma 3 with pictures, tensor 2": Case(
-        model=PICTURES, world=8, rank=1, quick=True, expects=("all_gather",),
+    "gemma 3 with images, tensor 2": Case(
+        model=IMAGES, world=8, rank=1, quick=True, expects=("all_gather",),
         options=f"{TP2} {PACKED} --trainable [vision_tower,multi_modal_projector]",
     ),
     "llava, tensor 2": Case(model=LLAVA, world=8, rank=1, options=f"{TP2} {PACKED} --trainable [vision_tower]"),
@@ -302,22 +302,22 @@ CASES = {
         options=f"--train.synthetic_steps 2 {TP2} --memory.offload_optimizer true", world=8, rank=1
     ),
     "tokens": Case(generates=True, quick=True),
-    "tokens after pictures, gemma 3": Case(model=PICTURES, generates=True),
-    "tokens after pictures, llava next, tensor 2": Case(
+    "tokens after images, gemma 3": Case(model=IMAGES, generates=True),
+    "tokens after images, llava next, tensor 2": Case(
         model=NEXT, options=TP2, world=2, rank=1, generates=True, expects=("all_gather",)
     ),
-    "tokens after pictures, qwen 2.5 vl": Case(model=QWEN2_5_VL, generates=True),
-    "tokens after pictures, qwen 3 vl, first stage": Case(
+    "tokens after images, qwen 2.5 vl": Case(model=QWEN2_5_VL, generates=True),
+    "tokens after images, qwen 3 vl, first stage": Case(
         model=QWEN3_VL, world=2, rank=0, pipeline=2, generates=True, quick=True, expects=("transfer",)
     ),
-    "tokens after pictures, cogvlm": Case(model=COGVLM, generates=True),
-    "tokens after pictures, cogagent, tensor 2": Case(
+    "tokens after images, cogvlm": Case(model=COGVLM, generates=True),
+    "tokens after images, cogagent, tensor 2": Case(
         model=COGAGENT, options=TP2, world=2, rank=1, generates=True, quick=True, expects=("all_gather",)
     ),
-    "tokens after pictures, minicpm-v 2.6, last stage": Case(
+    "tokens after images, minicpm-v 2.6, last stage": Case(
         model=MINICPM_V_2_6, world=2, rank=1, pipeline=2, generates=True, expects=("transfer",)
     ),
-    "tokens after pictures, omnilmm": Case(model=OMNILMM, generates=True),
+    "tokens after images, omnilmm": Case(model=OMNILMM, generates=True),
     "tokens, tensor 2, pipeline 2, first": Case(options=TP2, world=4, rank=1, pipeline=2, generates=True),
     "tokens, tensor 2, pipeline 2, last": Case(options=TP2, world=4, rank=3, pipeline=2, generates=True),
 }  # fmt: skip

@@ -14,7 +14,7 @@ GEMMA: dict[str, Any] = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
 }  # fmt: skip
-PICTURES: dict[str, Any] = {
+IMAGES: dict[str, Any] = {
     "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 9,
     "tie_word_embeddings": True,
     "text_config": {
@@ -27,7 +27,7 @@ PICTURES: dict[str, Any] = {
         "num_attention_heads": 4, "patch_size": 2, "image_size": 12,
     },
 }  # fmt: skip
-"""A layer whose window hides something, and one without; tokens of pictures see their whole picture in both."""
+"""A layer whose window hides something, and one without; tokens of images see their whole image in both."""
 _TEXT: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 8,
     "num_key_value_heads": 4, "num_hidden_layers": 2,
@@ -74,7 +74,7 @@ QWEN3_VL: dict[str, Any] = {
     },
     "vision_config": {**_GRID_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2]},
 }  # fmt: skip
-"""A picture of 6 x 8 patches is 12 tokens; of Qwen3-VL's features for three layers one crosses to the second stage."""
+"""An image of 6 x 8 patches is 12 tokens; of Qwen3-VL's features for three layers one crosses to the second stage."""
 SHARED_EXPERT: dict[str, Any] = {
     "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
@@ -110,7 +110,7 @@ COGAGENT: dict[str, Any] = {
     "cross_compute_hidden_size": 128, "cross_image_size": 12,
     "cross_vision_config": {"layers_run": 2, "num_heads": 4, "mlp_hidden": 96, "patch_size": 2, "pt_hw_seq_len": 4},
 }  # fmt: skip
-"""Its layers attend to a second tower's features of the same pictures."""
+"""Its layers attend to a second tower's features of the same images."""
 MINICPM_V: dict[str, Any] = {
     "model_type": "minicpmv", "architectures": ["MiniCPMV"], "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 64,
     "max_slice_nums": 9, "patch_size": 2, "image_size": 8, "scale_resolution": 8, "query_num": 4,

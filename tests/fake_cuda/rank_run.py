@@ -46,9 +46,9 @@ from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from rankfold.planning.memory_measure import draw_batches
 from tests.fake_cuda import arithmetic, cuda, exchanges, mistakes, nccl, recorder, triton_launches
+from tests.fake_cuda.images import prompts_with_images, with_images
 from tests.fake_cuda.layouts import CASES, Case
 from tests.fake_cuda.models import LLAMA
-from tests.fake_cuda.pictures import prompts_with_pictures, with_pictures
 from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.rollouts import rollout_source
 from tests.fake_cuda.waits import MAY_WAIT
@@ -220,7 +220,7 @@ def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed
     if not config.objective.compares_answers:
         batches, decoder = loader.batches(consumed), training.source.model.decoder
         if decoder.vision is not None:
-            batches = [with_pictures(batch, decoder) for batch in batches]
+            batches = [with_images(batch, decoder) for batch in batches]
         return batches, loader.target_count(consumed)
     host = Launch(rank=0, world_size=training.mesh.grid.world_size, device=torch.device("cpu"))
     return [pin(batch) for batch in draw_batches(config, training, host)], float(config.train.global_batch_size)
@@ -251,7 +251,7 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
     launch = Launch(rank=case.rank, world_size=case.world, device=cuda.DEVICE)
     source = model_source(config)
     plan, decoder = check_model(config, source.model, case.world), source.model.decoder
-    prompts, coordinates = prompts_with_pictures(decoder)
+    prompts, coordinates = prompts_with_images(decoder)
     lengths = [len(prompt) for prompt in prompts]
     with ExitStack() as opened:
         opened.enter_context(watched(device))

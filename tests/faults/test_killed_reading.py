@@ -1,4 +1,4 @@
-"""A rank that is killed while it reads a picture: the restarted run ends as if nothing had happened."""
+"""A rank that is killed while it reads an image: the restarted run ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORDS, SIDE, STEPS = 16, 1100, 24
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, object]:
-    """Pictures that take longer to decode than the rest of a step takes; tiles of them lie on both ranks."""
+    """Images that take longer to decode than the rest of a step takes; tiles of them lie on both ranks."""
     make_small.write(tmp_path / "in")
     records = json.loads((tmp_path / "in" / "train.json").read_text(encoding="utf-8"))[:RECORDS]
     (tmp_path / "in" / "train.json").write_text(json.dumps(records), encoding="utf-8")
@@ -46,8 +46,8 @@ def settings(tmp_path: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _reader_of_a_picture(pids: Iterable[int]) -> int | None:
-    """One of these processes that has a picture open; None where none has."""
+def _reader_of_a_image(pids: Iterable[int]) -> int | None:
+    """One of these processes that has an image open; None where none has."""
     for pid in pids:
         with suppress(OSError):
             for handle in os.scandir(f"/proc/{pid}/fd"):
@@ -56,15 +56,15 @@ def _reader_of_a_picture(pids: Iterable[int]) -> int | None:
     return None
 
 
-def test_two_kills_while_pictures_are_read(settings: dict[str, object], tmp_path: Path) -> None:
+def test_two_kills_while_images_are_read(settings: dict[str, object], tmp_path: Path) -> None:
     run_tool("pretrain_lora", *options({**settings, "checkpoint.dir": tmp_path / "whole"}), ranks=2)
     with Torchrun(tmp_path, {**settings, "checkpoint.dir": tmp_path / "run"}, 2, restarts=4) as run:
         past: set[int] = set()
         for step in (6, 14):
             run.wait_for_step(step)
             pids = set(run.pids()) - past
-            while (reader := _reader_of_a_picture(pids)) is None:
-                assert last_step(tmp_path / "run") < STEPS, "no picture was being read"
+            while (reader := _reader_of_a_image(pids)) is None:
+                assert last_step(tmp_path / "run") < STEPS, "no image was being read"
                 time.sleep(0.001)
             os.kill(reader, signal.SIGKILL)
             past |= pids

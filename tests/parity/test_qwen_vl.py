@@ -32,10 +32,10 @@ from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from engine.vision.data.families import read_vision_family
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from rankfold.generating.prompts import Prompt, Writer, requests_of
 from tests.distributed.cases import relative_error
-from tests.parity.test_generate_pictures import opened
+from tests.parity.test_generate_images import opened
 from tests.support.generation import Ids
 from tests.support.peft_following import ALONE, DECAY, LR, build
 from tests.support.qwen_vl import KINDS, batch_of, make_model, stock_loss, stock_outputs
@@ -168,13 +168,13 @@ TEXTS = ("What is this?", "Which of them is larger?", "Look!")
 
 
 def prompts(folder: Path) -> list[Prompt]:
-    """About a picture, about two, and of text alone."""
+    """About an image, about two, and of text alone."""
     tokenizer = load_tokenizer(folder)
     family = read_vision_family(folder, tokenizer)
     assert family is not None
     files = [str(folder / f"{number}.png") for number in range(2)]
     return [
-        Writer(tokenizer=tokenizer, chat=True, system=None, reader=PictureReader(family), images=own).text(text, 1)
+        Writer(tokenizer=tokenizer, chat=True, system=None, reader=ImageReader(family), images=own).text(text, 1)
         for text, own in zip(TEXTS, (tuple(files[1:]), tuple(files), ()), strict=True)
     ]
 
@@ -198,7 +198,7 @@ def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
     found = []
     for prompt in prompts(folder):
         ids = torch.tensor([prompt.ids])
-        tiles = [family.tiles(Image.open(picture.file).convert("RGB")) for picture in prompt.pictures]
+        tiles = [family.tiles(Image.open(image.file).convert("RGB")) for image in prompt.images]
         more: dict[str, Any] = {}
         if tiles:
             more = {

@@ -30,7 +30,7 @@ from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from tests.distributed.cases import relative_error
 from tests.support.shared_data import DATA, shared
-from tests.support.vision_fixtures import VisionFixture, flatten_picture
+from tests.support.vision_fixtures import VisionFixture, flatten_image
 
 CPU = torch.device("cpu")
 CASES = {
@@ -61,14 +61,14 @@ def build(name: str, plan: TrainingPlan, *, decay: float = 0.0, beta2: float = 0
     return Built(model, TrainStep(Stages.whole(stage), reducer, optimizer, mesh), flat, source.model.names)
 
 
-def _pictures(fixture: VisionFixture, case: str, patch: int) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+def _images(fixture: VisionFixture, case: str, patch: int) -> Iterator[tuple[Tensor, tuple[int, int]]]:
     """Patches and grid of each tile of a case."""
     tiles = fixture.series(f"{case}.pixel_values")
     sizes = torch.cat(fixture.series(f"{case}.tgt_sizes") or [torch.empty(0, 2, dtype=torch.int32)]).tolist()
     if f"{case}.images" in fixture.inputs:
         tiles = list(fixture.inputs[f"{case}.images"])
     for number, tile in enumerate(tiles):
-        patches = flatten_picture(tile, patch)
+        patches = flatten_image(tile, patch)
         grid = sizes[number] if sizes else [length // patch for length in tile.shape[1:]]
         yield patches, (grid[0], grid[1])
 
@@ -98,7 +98,7 @@ def make_batch(fixture: VisionFixture, case: str) -> Batch:
     rows, length = ids.shape
     held = fixture.inputs[f"{case}.attention_mask"].sum(1).tolist()
     lengths = tuple(one for count in held for one in (count, length - count) if one)
-    pictures = list(_pictures(fixture, case, 14))
+    images = list(_images(fixture, case, 14))
     return Batch(
         tokens_BS=ids,
         labels_BS=labels,
@@ -108,9 +108,9 @@ def make_batch(fixture: VisionFixture, case: str) -> Batch:
         document_offsets=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         document_lengths=lengths,
         images=Images(
-            patches_PF=torch.cat([patches for patches, _ in pictures]) if pictures else torch.empty(0, 588),
-            grids=tuple(grid for _, grid in pictures),
-            documents=(0,) * len(pictures),
+            patches_PF=torch.cat([patches for patches, _ in images]) if images else torch.empty(0, 588),
+            grids=tuple(grid for _, grid in images),
+            documents=(0,) * len(images),
             places_K=_places(fixture, case, ids),
         ),
     )

@@ -24,7 +24,7 @@ from engine.vision.towers.minicpm_v2_6 import MiniCPMV26Vision, MiniCPMV26Vision
 from engine.vision.towers.omnilmm import OmniLMMVision, OmniLMMVisionConfig
 from engine.vision.towers.resampler import Positions, Resampler, ResamplerConfig
 from engine.vision.towers.sizes import Grids
-from tests.support.vision_fixtures import VisionFixture, flatten_picture
+from tests.support.vision_fixtures import VisionFixture, flatten_image
 
 TOLERANCE = 1e-5
 PATCH = 14
@@ -37,20 +37,20 @@ def close(actual: Tensor, expected: Tensor, *, atol: float = TOLERANCE) -> None:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Images:
     """A case's tiles in the engine's form."""
 
     tiles: list[Tensor]
     grids: Grids
 
     @classmethod
-    def whole(cls, pictures: Sequence[Tensor]) -> Pictures:
-        """The patches of pictures [3, height, width]."""
-        grids = tuple((one.shape[1] // PATCH, one.shape[2] // PATCH) for one in pictures)
-        return cls([flatten_picture(one) for one in pictures], grids)
+    def whole(cls, images: Sequence[Tensor]) -> Images:
+        """The patches of images [3, height, width]."""
+        grids = tuple((one.shape[1] // PATCH, one.shape[2] // PATCH) for one in images)
+        return cls([flatten_image(one) for one in images], grids)
 
     @classmethod
-    def strips(cls, fixture: VisionFixture, case: str) -> Pictures:
+    def strips(cls, fixture: VisionFixture, case: str) -> Images:
         """The patches that MiniCPM-V 2.6 lays side by side."""
         sizes = torch.cat(fixture.series(f"{case}.tgt_sizes")).tolist()
         tiles = [rearrange(one, "c p (n q) -> n (c p q)", q=PATCH) for one in fixture.series(f"{case}.pixel_values")]
@@ -92,9 +92,9 @@ def omni(data_dir: Path) -> tuple[VisionFixture, OmniLMMVision]:
 @pytest.mark.parametrize("case", ["one_image", "two_images", "chat_batch", "chat_sliced"])
 def test_minicpm_v2_features(data_dir: Path, case: str) -> None:
     fixture, module = minicpm_v2_0(data_dir)
-    pictures = Pictures.whole(fixture.series(f"{case}.pixel_values"))
-    features = module(pictures.patches, pictures.grids).split(module.config.rows_per_tile)
-    for index, (tile, grid) in enumerate(zip(pictures.tiles, pictures.grids, strict=True)):
+    images = Images.whole(fixture.series(f"{case}.pixel_values"))
+    features = module(images.patches, images.grids).split(module.config.rows_per_tile)
+    for index, (tile, grid) in enumerate(zip(images.tiles, images.grids, strict=True)):
         if (vision := fixture.expected.get(f"{case}.vision.{index}")) is not None:
             close(module.vpm(tile[None], (grid,)), vision)
         close(features[index], fixture.expected[f"{case}.resampler.{index}"])
@@ -104,9 +104,9 @@ def test_minicpm_v2_features(data_dir: Path, case: str) -> None:
 def test_minicpm_v26_features(data_dir: Path, case: str) -> None:
     """The original pads all tiles of the batch to the longest and masks the keys."""
     fixture, module = minicpm_v26(data_dir)
-    pictures = Pictures.strips(fixture, case)
-    close(module(pictures.patches, pictures.grids), fixture.expected[f"{case}.resampler"])
-    for index, (tile, grid) in enumerate(zip(pictures.tiles, pictures.grids, strict=True)):
+    images = Images.strips(fixture, case)
+    close(module(images.patches, images.grids), fixture.expected[f"{case}.resampler"])
+    for index, (tile, grid) in enumerate(zip(images.tiles, images.grids, strict=True)):
         if (vision := fixture.expected.get(f"{case}.vision.{index}")) is not None:
             close(module.vpm(tile[None], (grid,)), vision)
 
@@ -116,9 +116,9 @@ def test_minicpm_v26_features(data_dir: Path, case: str) -> None:
 )
 def test_omnilmm_features(data_dir: Path, case: str) -> None:
     fixture, module = omni(data_dir)
-    pictures = Pictures.whole([*fixture.inputs[f"{case}.images"]])
-    close(module(pictures.patches, pictures.grids), fixture.expected[f"{case}.resampler"])
-    vision = module.vision_tower(torch.stack(pictures.tiles), pictures.grids)
+    images = Images.whole([*fixture.inputs[f"{case}.images"]])
+    close(module(images.patches, images.grids), fixture.expected[f"{case}.resampler"])
+    vision = module.vision_tower(torch.stack(images.tiles), images.grids)
     close(vision, fixture.expected[f"{case}.vision_with_cls"][:, 1:])
 
 
@@ -161,7 +161,7 @@ def test_position_buckets_are_the_originals(data_dir: Path) -> None:
 
 
 class WholeModel:
-    """A decoder of transformers with a fixture's weights, fed with our features in place of the pictures' tokens."""
+    """A decoder of transformers with a fixture's weights, fed with our features in place of the images' tokens."""
 
     def __init__(self, fixture: VisionFixture, prefix: str, family: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -242,13 +242,13 @@ def test_minicpm_v_gradients(
     """Labels of these fixtures are shifted already; padding is on the right and needs no mask."""
     fixture, module = build(data_dir)
     if family == "llama":
-        pictures = Pictures.whole(fixture.series(f"{case}.pixel_values"))
+        images = Images.whole(fixture.series(f"{case}.pixel_values"))
     else:
-        pictures = Pictures.strips(fixture, case)
+        images = Images.strips(fixture, case)
     logits = WholeModel(fixture, prefix, family).logits(
         fixture.inputs[f"{case}.input_ids"],
         bounded_places(fixture, case),
-        module(pictures.patches, pictures.grids),
+        module(images.patches, images.grids),
         position_ids=fixture.inputs[f"{case}.position_ids"],
         # without one, transformers takes the zeros of padding for the start of another document
         attention_mask=torch.ones_like(fixture.inputs[f"{case}.input_ids"]),
@@ -263,12 +263,12 @@ def test_minicpm_v_gradients(
 @pytest.mark.parametrize("case", ["one_image", "two_samples"])
 def test_omnilmm_gradients(data_dir: Path, case: str) -> None:
     fixture, module = omni(data_dir)
-    pictures = Pictures.whole([*fixture.inputs[f"{case}.images"]])
+    images = Images.whole([*fixture.inputs[f"{case}.images"]])
     ids, labels = fixture.inputs[f"{case}.input_ids"], fixture.inputs[f"{case}.labels"]
     logits = WholeModel(fixture, "", "mistral").logits(
         ids,
         ids == OMNILMM_PATCH,
-        module(pictures.patches, pictures.grids),
+        module(images.patches, images.grids),
         attention_mask=fixture.inputs[f"{case}.attention_mask"],
     )
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

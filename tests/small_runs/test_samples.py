@@ -67,7 +67,7 @@ PROMPT = {"train__sample_every": 2, "train__sample_prompts": '["ab"]'}
         ({**PROMPT, "train__sample_chat": "true"}, "no chat template"),
         (
             {**PROMPT, "train__sample_images": '["a.png"]'},
-            "train.sample_images names a picture, but the model reads text",
+            "train.sample_images names an image, but the model reads text",
         ),
         ({**PROMPT, "train__sample_images": '["a.png", "b.png"]'}, "has 2 paths and train.sample_prompts has 1 texts"),
     ],

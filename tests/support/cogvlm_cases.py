@@ -68,7 +68,7 @@ def model_of(
 
 
 def experts_of(data: VisionFixture, case: str) -> ExpertTokens:
-    """By the rule: the vision expert's are tokens of pictures that are followed by one."""
+    """By the rule: the vision expert's are tokens of images that are followed by one."""
     types = data.inputs[f"{case}.token_type_ids"]
     following = torch.cat((types[:, 1:], torch.zeros_like(types[:, :1])), dim=1)
     mask = ((types == 1) & (following == 1)).flatten()
@@ -78,13 +78,13 @@ def experts_of(data: VisionFixture, case: str) -> ExpertTokens:
 
 
 def batch_of(data: VisionFixture, case: str, *, merged: bool = False) -> Batch:
-    """A case's rows, each a document; with its pictures, or with embeddings that have their features already."""
+    """A case's rows, each a document; with its images, or with embeddings that have their features already."""
     ids, labels = data.inputs[f"{case}.input_ids"], data.inputs[f"{case}.labels"]
     shifted = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_LABEL)), dim=1)
     rows, length = ids.shape
     patch = data.hf["vision_config"]["patch_size"]
     images = None
-    if not merged and data.pictures(case):
+    if not merged and data.images(case):
         patches, grids = data.patches(case, patch)
         places = (data.inputs[f"{case}.token_type_ids"].flatten() == 1).nonzero()[:, 0]
         images = Images(patches_PF=patches, grids=grids, documents=tuple(range(len(grids))), places_K=places)
@@ -117,6 +117,6 @@ def encoded_of(data: VisionFixture, case: str) -> Encoded | None:
         return None
     features = data.expected[f"{case}.cross_vision"].flatten(0, 1)
     rows, length = data.inputs[f"{case}.input_ids"].shape
-    per_picture = features.shape[0] // rows
-    spans = pair_spans(document_spans((length,) * rows), tuple(range(rows)), (per_picture,) * rows)
+    per_image = features.shape[0] // rows
+    spans = pair_spans(document_spans((length,) * rows), tuple(range(rows)), (per_image,) * rows)
     return Encoded(features, spans)

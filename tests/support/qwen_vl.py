@@ -1,4 +1,4 @@
-"""Small random Qwen2.5-VL and Qwen3-VL models as stock transformers saves them, with records about real pictures.
+"""Small random Qwen2.5-VL and Qwen3-VL models as stock transformers saves them, with records about real images.
 
 Everything goes the way of a run: the folder has the model's tokenizer and image processor, the records are read by the
 engine's data side, and stock transformers computes the same documents one by one.
@@ -18,8 +18,8 @@ from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
 from engine.vision.data.families import read_vision_family
-from engine.vision.data.reader import PictureReader
-from tests.unit.test_vision_data_processors import MESSAGES, pictures, written
+from engine.vision.data.reader import ImageReader
+from tests.unit.test_vision_data_processors import MESSAGES, images, written
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 PAD = "<|image_pad|>"
@@ -41,11 +41,11 @@ RECORDS: list[dict[str, Any]] = [
 
 
 def make_model(kind: str, folder: Path) -> Any:
-    """The model, every parameter drawn, saved in `folder` with its tokenizer, its processor, pictures and records."""
+    """The model, every parameter drawn, saved in `folder` with its tokenizer, its processor, images and records."""
     import transformers
 
     tokenizer, _ = written(kind, folder)
-    pictures(folder)
+    images(folder)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
@@ -95,7 +95,7 @@ def dataset_of(folder: Path, *, packing: bool, seq_length: int = 256) -> TokenDa
     assert family is not None
     return TokenDataset.build(
         folder / "records.jsonl", tokenizer=tokenizer, seq_length=seq_length, packing=packing,
-        pictures=PictureReader(family),
+        images=ImageReader(family),
     )  # fmt: skip
 
 

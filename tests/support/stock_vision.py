@@ -78,7 +78,7 @@ def _onevision(text: str, vocab: int, image: int, side: int, **changes: Any) -> 
 
 
 def pinpoints(side: int) -> list[list[int]]:
-    """What pictures are padded to."""
+    """What images are padded to."""
     return [[side * down, side * across] for down, across in ((1, 1), (1, 2), (2, 2), (3, 1))]
 
 
@@ -143,18 +143,18 @@ def make_model(
 
 
 def pixels(count: int, side: int = 21, seed: int = 0) -> Tensor:
-    """Normalised pictures [count, 3, side, side]."""
+    """Normalised images [count, 3, side, side]."""
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
 def patches(pixels_NCHW: Tensor, patch: int = 7) -> Tensor:
-    """Patches [P, 3 * patch ** 2] of pictures, as towers read them."""
+    """Patches [P, 3 * patch ** 2] of images, as towers read them."""
     rows, columns = (length // patch * patch for length in pixels_NCHW.shape[-2:])
     return rearrange(pixels_NCHW[..., :rows, :columns], "n c (h p) (w q) -> (n h w) (c p q)", p=patch, q=patch)
 
 
 def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None = None) -> Batch:
-    """Whole rows, packed with documents of these lengths; every next token is a target that is no picture's."""
+    """Whole rows, packed with documents of these lengths; every next token is a target that is no image's."""
     rows, length = ids_BS.shape
     lengths = lengths or (length,) * rows
     labels = torch.cat([ids_BS[:, 1:], torch.full((rows, 1), IGNORE_LABEL)], dim=1)
@@ -175,31 +175,31 @@ def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None 
 
 DOCUMENTS = (106, 22, 70, 58)
 """Lengths of the documents, two in a row."""
-PICTURES = ((0, 1), (), (2,), (3,))
-"""The pictures of each document."""
+IMAGES = ((0, 1), (), (2,), (3,))
+"""The images of each document."""
 SIZES = ((30, 25), (20, 61), (50, 41), (31, 80))
-"""Widths and heights of the pictures, where these matter."""
+"""Widths and heights of the images, where these matter."""
 Document = tuple[Tensor, dict[str, Tensor]]
-"""Token ids, and what a stock model has to know of the pictures."""
+"""Token ids, and what a stock model has to know of the images."""
 
 
 def packed(name: str, vision: VisionConfig, *, seed: int = 0) -> tuple[Batch, list[Document]]:
-    """Rows with documents of none, one and two pictures."""
+    """Rows with documents of none, one and two images."""
     generator = torch.Generator().manual_seed(5 + seed)
     side = side_of(name)
     shown, documents, places, owners, grids, start = [], [], [], [], [], 0
-    for number, (length, numbers) in enumerate(zip(DOCUMENTS, PICTURES, strict=True)):
+    for number, (length, numbers) in enumerate(zip(DOCUMENTS, IMAGES, strict=True)):
         ids = torch.randint(0, IMAGE, (length,), generator=generator)
         own, at = [], 3
-        for picture in numbers:
-            grid = _grid(name, side, SIZES[picture], alone=len(numbers) == 1)
+        for image in numbers:
+            grid = _grid(name, side, SIZES[image], alone=len(numbers) == 1)
             count = vision.num_features(grid)
             ids[at : at + count] = IMAGE
             places += range(start + at, start + at + count)
             at += count + 4
-            own.append(pixels(grid[0] // (side // 7), side, 10 * seed + picture))
+            own.append(pixels(grid[0] // (side // 7), side, 10 * seed + image))
             grids.append(grid)
-        documents.append((ids, _given(name, own, [SIZES[picture] for picture in numbers])))
+        documents.append((ids, _given(name, own, [SIZES[image] for image in numbers])))
         shown += own
         owners += [number] * len(own)
         start += length

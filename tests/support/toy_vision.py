@@ -1,4 +1,4 @@
-"""A small vision model with a feature for each row of patches, and pictures for it that depend on the row alone."""
+"""A small vision model with a feature for each row of patches, and images for it that depend on the row alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _ToyVision(nn.Module):
 
 
 def with_grid_positions(batch: Batch) -> Batch:
-    """Gives tokens of pictures positions in height and width that depend on their column alone."""
+    """Gives tokens of images positions in height and width that depend on their column alone."""
     assert batch.images is not None
     if not batch.images.grids:
         return batch
@@ -87,7 +87,7 @@ def toy_grid(slot: int, number: int) -> tuple[int, ...]:
     return 2 + (slot + number) % 3, 1 + (slot + 2 * number) % 4
 
 
-def with_pictures(
+def with_images(
     batch: Batch,
     slots: Sequence[int],
     *,
@@ -95,7 +95,7 @@ def with_pictures(
     vision: VisionConfig | None = None,
     grid_of: Callable[[int, int], tuple[int, ...]] = toy_grid,
 ) -> Batch:
-    """Gives rows none, one or two pictures, of several sizes, by their slots in the global batch."""
+    """Gives rows none, one or two images, of several sizes, by their slots in the global batch."""
     vision = vision or ToyVisionConfig()
     width = vision.patch_features
     patches, grids, places, documents, indices = [], [], [], [], []

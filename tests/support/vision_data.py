@@ -48,7 +48,7 @@ def fixture_tokenizer(folder: Path, name: str) -> Tokenizer:
 
 
 def turns(messages: list[dict[str, str]], *, markers: tuple[str, ...] = ("<image>",)) -> tuple[Turn, ...]:
-    """Turns of messages whose markers are pictures, numbered in their order."""
+    """Turns of messages whose markers are images, numbered in their order."""
     found, count = [], 0
     for message in messages:
         parts: list[str | int] = [message["content"]]

@@ -42,16 +42,16 @@ class VisionFixture:
     def cases(self) -> list[str]:
         return sorted({key.partition(".")[0] for key in self.inputs})
 
-    def pictures(self, case: str, kind: str = "images") -> list[Tensor]:
-        """The normalised pictures [3, H, W] of all samples of a case, in order."""
+    def images(self, case: str, kind: str = "images") -> list[Tensor]:
+        """The normalised images [3, H, W] of all samples of a case, in order."""
         found = [key for key in self.inputs if key.startswith(f"{case}.{kind}.")]
         return [self.inputs[key] for key in sorted(found, key=lambda key: [int(part) for part in key.split(".")[2:]])]
 
     def patches(self, case: str, patch: int, kind: str = "images") -> tuple[Tensor, tuple[tuple[int, int], ...]]:
         """The same as patches [P, 3 * patch ** 2], features in the order (c, y, x), and the tiles' grids."""
-        pictures = self.pictures(case, kind)
-        flat = [flatten_picture(picture, patch) for picture in pictures]
-        return torch.cat(flat), tuple((x.shape[1] // patch, x.shape[2] // patch) for x in pictures)
+        images = self.images(case, kind)
+        flat = [flatten_image(image, patch) for image in images]
+        return torch.cat(flat), tuple((x.shape[1] // patch, x.shape[2] // patch) for x in images)
 
     def load(self, module: nn.Module, prefix: str, *roots: str) -> None:
         """Gives a module the weights whose names begin, behind the prefix, with one of its roots: no more, no fewer."""
@@ -74,6 +74,6 @@ class VisionFixture:
                 yield name, int(kind.removeprefix("grad_stride")), value
 
 
-def flatten_picture(picture: Tensor, patch: int = 14) -> Tensor:
+def flatten_image(image: Tensor, patch: int = 14) -> Tensor:
     """Patches of [3, height, width], row by row, each flattened as a convolution's weight is."""
-    return rearrange(picture, "c (h p) (w q) -> (h w) (c p q)", p=patch, q=patch)
+    return rearrange(image, "c (h p) (w q) -> (h w) (c p q)", p=patch, q=patch)

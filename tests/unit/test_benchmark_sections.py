@@ -256,7 +256,7 @@ def test_a_linear_without_its_mask_is_refused() -> None:
             check_case("dropout", replace(case, contestants={"it": undropped}), CPU, 1e-4)
 
 
-TINY_TOWER = {"pictures": 2, "side": 56, "layers": 2, "width": 32, "heads": 4, "mlp": 48, "repeats": 2, "warmup": 0}
+TINY_TOWER = {"images": 2, "side": 56, "layers": 2, "width": 32, "heads": 4, "mlp": 48, "repeats": 2, "warmup": 0}
 
 
 def test_tower_section(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,11 +300,11 @@ def _mixed_up(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
 
 
 def test_loader_section() -> None:
-    """Without threads a step waits for its pictures, with one it does where the step is long enough for them."""
-    options = LoaderOptions(pictures=4, side=448, rows=2, step_ms=60, steps=4, workers="0,1")
+    """Without threads a step waits for its images, with one it does where the step is long enough for them."""
+    options = LoaderOptions(images=4, side=448, rows=2, step_ms=60, steps=4, workers="0,1")
     table = loader.run(options)
     alone, ahead = table.data["seconds stalled"].values()
-    assert alone > 0.2 * options.steps * options.rows * table.data["seconds for a picture"] > 0
+    assert alone > 0.2 * options.steps * options.rows * table.data["seconds for an image"] > 0
     assert ahead < alone
 
 

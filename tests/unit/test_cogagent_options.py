@@ -1,4 +1,4 @@
-"""CogAgent's options: what all-linear and lora.fused mean for it, and what would leave its pictures out is refused."""
+"""CogAgent's options: what all-linear and lora.fused mean for it, and what would leave its images out is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.training.data import build_data
 from engine.training.module_plan import training_plan
 from engine.training.samples import read_prompts
 from engine.vision.data.families import read_vision_family
-from tests.parity.test_generate_pictures import model_folder
+from tests.parity.test_generate_images import model_folder
 from tests.support.vision_fixtures import VisionFixture
 
 
@@ -81,14 +81,14 @@ def test_a_token_store_is_refused(folder: Path, tmp_path: Path) -> None:
     records.write_text('{"text": "ab ab"}\n{"text": "ba"}\n')
     preprocess(StoreRequest(files=(records,), tokenizer=folder), tmp_path / "store")
     config = _config(folder, data=DataOptions(train=str(tmp_path / "store"), seq_length=64))
-    with pytest.raises(UserError, match=r"store has 2 documents without a picture, but every layer of this cogagent"):
+    with pytest.raises(UserError, match=r"store has 2 documents without an image, but every layer of this cogagent"):
         build_data(config, Launch(rank=0, world_size=1, device=torch.device("cpu")), open_model(folder), Log(1))
 
 
-def test_prompts_without_pictures_are_refused(folder: Path) -> None:
+def test_prompts_without_images_are_refused(folder: Path) -> None:
     config = _config(folder, train=TrainOptions(sample_prompts=("ab",), sample_every=2))
     tokenizer, decoder = load_tokenizer(folder), open_model(folder).decoder
-    with pytest.raises(UserError, match="has no picture, but the model's layers attend to one"):
+    with pytest.raises(UserError, match="has no image, but the model's layers attend to one"):
         read_prompts(config, tokenizer, decoder, read_vision_family(folder, tokenizer))
-    with pytest.raises(UserError, match="prompt 1 has no picture, but every layer of this cogagent model"):
+    with pytest.raises(UserError, match="prompt 1 has no image, but every layer of this cogagent model"):
         check_requests([Request(row=0, ids=(1, 5))], decoder, 2)

@@ -106,7 +106,7 @@ def test_a_tilde_is_the_home_in_every_path_of_a_run(monkeypatch: pytest.MonkeyPa
     home = _home(monkeypatch, tmp_path)
     texts = {"data.mix": "~/x=0.5", "data.train": "~/a.jsonl", "rollout.rewards": "~/x.py:f"}
     given = dict.fromkeys(PATH_OPTIONS, "~/x") | texts
-    prompt = ["--train.sample_prompts=x", "--train.sample_every=1"]  # which the picture belongs to
+    prompt = ["--train.sample_prompts=x", "--train.sample_every=1"]  # which the image belongs to
     config = parse_config([*prompt, *(f"--{name}={value}" for name, value in given.items())])
     assert "~" not in to_yaml(config) and to_yaml(config).count(str(home)) == len(PATH_OPTIONS)
     (home / "run.yaml").write_text("model: {path: ~/x}\ncheckpoint: {dir: ~/run}\n", encoding="utf-8")

@@ -512,9 +512,9 @@ def test_targets_of_minicpm_v_are_not_the_towers() -> None:
     assert not config.lora.targets_module(*tower)
 
 
-def test_folders_of_pictures_and_sizes() -> None:
-    _, config = converted(LLAMA_FACTORY + "--finetuning_type lora --media_dir pictures")
-    assert config.data.image_folder == "pictures"
+def test_folders_of_images_and_sizes() -> None:
+    _, config = converted(LLAMA_FACTORY + "--finetuning_type lora --media_dir images")
+    assert config.data.image_folder == "images"
     _, config = converted(LLAVA + "--image_folder ./images --lora_enable True")
     assert config.data.image_folder == "./images"
     conversion, _ = converted(LLAMA_FACTORY + "--finetuning_type lora --image_max_pixels 262144")

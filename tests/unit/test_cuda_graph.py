@@ -38,7 +38,7 @@ from tests.support.graph_training import (
 )
 from tests.support.memory_models import build_with
 from tests.support.sweeps import sampled
-from tests.support.toy_vision import with_pictures
+from tests.support.toy_vision import with_images
 
 # read by cuBLAS once, before its first product: the same sums in a graph and without
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -88,10 +88,10 @@ def test_activations_in_fewer_bits_are_part_of_a_steps_graph():
 
 
 def test_layers_that_are_replayed_give_a_vision_model_in_front_its_gradients():
-    """Nothing else in front of them trains. Micro-batches have other pictures each time, of other sizes."""
+    """Nothing else in front of them trains. Micro-batches have other images each time, of other sizes."""
     graphed, plain, graphs, _ = pair("a vision model", "layer", accumulation=2)
     steps = [
-        replace(step, batches=[with_pictures(one, (number, number + 1), seed=number) for one in step.batches])
+        replace(step, batches=[with_images(one, (number, number + 1), seed=number) for one in step.batches])
         for number, step in enumerate(make_steps(6, accumulation=2, vocab_size=131))
     ]
     assert_same_bits(train(graphs, graphed, steps), train(plain.step, plain, steps))

@@ -253,10 +253,10 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
         ({"cross_attention": CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig())}, ()),
     ],
 )
-def test_what_changes_with_a_micro_batchs_pictures_is_in_no_graph(model: dict, graphs: tuple[str, ...]):
+def test_what_changes_with_a_micro_batchs_images_is_in_no_graph(model: dict, graphs: tuple[str, ...]):
     gpu, decoder = torch.device("cuda"), graph_config(**model)
     for graph in ("step", "layer"):
-        with nullcontext() if graph in graphs else pytest.raises(UserError, match=f"is {graph}, but .* pictures"):
+        with nullcontext() if graph in graphs else pytest.raises(UserError, match=f"is {graph}, but .* images"):
             check_graphs(_run_config(MemoryOptions(cuda_graph=graph)), gpu, _choice(on_device=True), decoder)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, parse_record, read_samples
 from engine.data.record_files import Place, expand_paths, read_records
 from engine.errors import UserError
-from engine.vision.data.records import PictureSample
+from engine.vision.data.records import ImageSample
 from tests.support.shared_data import shared
 
 
@@ -196,8 +196,8 @@ def test_real_files() -> None:
         assert sample.completion == record["output"] and record["instruction"] in sample.prompt
     with pytest.raises(UserError, match=r"val\.jsonl line 1: the record has the fields topic_list"):
         samples_of(shared("longdoc/qmsum/val.jsonl"))
-    pictures = samples_of(shared("multimodal/mllm_demo.json"))
-    assert all(isinstance(sample, PictureSample) for sample in pictures) and len(pictures) > 2
+    images = samples_of(shared("multimodal/mllm_demo.json"))
+    assert all(isinstance(sample, ImageSample) for sample in images) and len(images) > 2
     with pytest.raises(UserError, match=r"dpo_en_demo\.json index 0: the record is a pair of answers"):
         samples_of(shared("preference/dpo_en_demo.json"))
 

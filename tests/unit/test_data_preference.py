@@ -87,7 +87,7 @@ WRONG_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["Q"], "chosen": "good", "rejected": "bad"}, "field 'prompt' is a list, expected a string"),
     (
         {"prompt": "Q", "chosen": "a", "rejected": "b", "images": ["x.png"]},
-        "field 'images' names a picture, for which answers that",
+        "field 'images' names an image, for which answers that",
     ),
     ({"prompt": "Q", "chosen": "a", "rejected": "b", "system": "S"}, "field 'system' does not go with answers that"),
     ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION]}, "'rejected' ends with a turn of user"),

@@ -19,7 +19,7 @@ from engine.models.describe import parameter_specs
 from engine.models.families import family_of
 from engine.models.families.checking import check_kinds
 from engine.size_limits import check_sizes
-from tests.support import family_models, gemma_pictures, qwen_vl, stock_vision
+from tests.support import family_models, gemma_images, qwen_vl, stock_vision
 from tests.support.shared_data import shared
 from tests.support.sweeps import sampled
 from tests.support.vision_data import read_json
@@ -29,7 +29,7 @@ VALUES: tuple[Any, ...] = (10**6, 10**9, 10**18, -1, 0, 1.5, "x", True, [], {}, 
 SECONDS, BYTES = 5, 300 << 20
 FIXTURES = ("minicpm-v-2", "minicpm-v-2_6", "cogvlm2", "cogvlm-v1", "cogagent", "omnilmm")
 STOCK = ("llava", "internvl", "llava_next", "llava_onevision")
-MODELS = (*family_models.FAMILIES, *STOCK, *qwen_vl.KINDS, "gemma3 with pictures", *FIXTURES)
+MODELS = (*family_models.FAMILIES, *STOCK, *qwen_vl.KINDS, "gemma3 with images", *FIXTURES)
 QUICK = ("qwen3 moe", "minicpm-v-2_6")
 
 Key = tuple[str | int, ...]
@@ -38,8 +38,8 @@ Key = tuple[str | int, ...]
 def config_of(name: str, folder: Path) -> dict[str, Any]:
     if name in FIXTURES:
         return dict(read_json(name, "config.json"))
-    if name == "gemma3 with pictures":
-        gemma_pictures.make_folder(folder)
+    if name == "gemma3 with images":
+        gemma_images.make_folder(folder)
     elif name in qwen_vl.KINDS:
         qwen_vl.make_model(name, folder)
     else:

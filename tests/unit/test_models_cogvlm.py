@@ -227,7 +227,7 @@ def test_heads_that_do_not_share_are_refused() -> None:
         family_of(hf)
 
 
-def test_a_rank_without_tokens_of_any_picture_gives_gradients() -> None:
+def test_a_rank_without_tokens_of_any_image_gives_gradients() -> None:
     """The gradients are zeros, so that its collectives are those of other context ranks: without any, backward would
     not come by."""
     q, k, v = (torch.ones(rows, 2, 4, requires_grad=True) for rows in (3, 5, 5))

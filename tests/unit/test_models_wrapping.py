@@ -217,7 +217,7 @@ def test_embeddings_are_tied_as_in_transformers(kind: str, own: bool | None, inn
                 "text_config": {**GEMMA, "final_logit_softcapping": 5.0},
                 "vision_config": {"image_size": 256},
             },
-            "final_logit_softcapping 5, which a Gemma 3 with pictures does not apply",
+            "final_logit_softcapping 5, which a Gemma 3 with images does not apply",
         ),
     ],
 )

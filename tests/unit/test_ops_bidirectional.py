@@ -1,4 +1,4 @@
-"""Documents in which pictures see themselves, on every path that computes attention, against masks of transformers.
+"""Documents in which images see themselves, on every path that computes attention, against masks of transformers.
 
 Leaving out the second call, its last token or the order of its tokens moves outputs by 0.1 and more.
 """
@@ -165,7 +165,7 @@ def test_on_a_gpu(path: str) -> None:
         torch.testing.assert_close(mine.double().cpu(), other, rtol=0, atol=0.12)
 
 
-def test_without_pictures_the_plain_attention_computes() -> None:
+def test_without_images_the_plain_attention_computes() -> None:
     q, k, v = inputs(torch.float64)
     expected = attention_by_document(q, k, v, documents(()), scale=0.4)
     for path in PATHS:
@@ -183,5 +183,5 @@ def test_what_computes_is_said() -> None:
 
 def test_ring_attention_is_refused() -> None:
     layout = TensorLayout(cp=Axis("cp", 2), context_method="ring")
-    with pytest.raises(UserError, match=r"tokens of pictures that see .* set parallel.context_method to ulysses"):
+    with pytest.raises(UserError, match=r"tokens of images that see .* set parallel.context_method to ulysses"):
         attention_of(AttentionKind(bidirectional=True), layout)

@@ -106,11 +106,11 @@ def test_features_and_gradients_are_the_originals() -> None:
 def test_conversations_do_not_change_each_other() -> None:
     """Nor does the rank that encodes a tile: what it needs of the others is in its grid."""
     module = random_module(V25)
-    pictures = with_longest(TILES[:2], 15) + with_longest(TILES[2:], 16)
+    images = with_longest(TILES[:2], 15) + with_longest(TILES[2:], 16)
     patches = patches_for(TILES)
-    together = module(patches, pictures)
+    together = module(patches, images)
     tiles = patches.split([rows * columns for rows, columns in TILES])
-    alone = [module(tile, (grid,)) for tile, grid in zip(tiles, pictures, strict=True)]
+    alone = [module(tile, (grid,)) for tile, grid in zip(tiles, images, strict=True)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=5e-5 * together.abs().max().item())
 
 
@@ -134,20 +134,20 @@ def test_the_longest_tile_of_each_conversation_is_in_the_grids(changes: dict[str
 def test_rows_of_several_conversations_have_the_longest_tile_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
-    assert isinstance(pictures.family, MiniCPMV)
-    monkeypatch.setattr(pictures.family, "_pads_tiles", True)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
+    assert isinstance(images.family, MiniCPMV)
+    monkeypatch.setattr(images.family, "_pads_tiles", True)
     for name, size in (("wide", (300, 90)), ("small", (30, 70))):
         Image.new("RGB", size).save(tmp_path / f"{name}.png")
     records = [{"image": f"{name}.png", "conversations": chat()} for name in ("wide", "small")]
     file = write(tmp_path / "records.jsonl", records)
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, packing=True, pictures=pictures)
+    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, packing=True, images=images)
     batch = rank_batch(
         dataset, range(len(dataset)), range(len(dataset)), pad_multiple=1, pad_token=7, context_size=1, context_rank=0
     )
     assert batch.images is not None and len(set(batch.images.documents)) == 2
     lengths = [rows * columns for rows, columns, _ in batch.images.grids]
-    assert len(set(lengths)) > 2, "tiles of one picture differ"
+    assert len(set(lengths)) > 2, "tiles of one image differ"
     for (_, _, longest), document in zip(batch.images.grids, batch.images.documents, strict=True):
         own = [length for length, other in zip(lengths, batch.images.documents, strict=True) if other == document]
         assert longest == max(own)

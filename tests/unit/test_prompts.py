@@ -56,7 +56,7 @@ def test_texts_and_conversations_are_tokenised_as_by_transformers(tmp_path: Path
         ({"prompt": "a", "completions": "b"}, "field 'completions' has the name of what reward functions are given"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
          "ends with a turn of the assistant"),
-        ({"prompt": "a", "image": "x.png"}, "field 'image' names a picture"),
+        ({"prompt": "a", "image": "x.png"}, "field 'image' names an image"),
     ],
 )  # fmt: skip
 def test_records_that_are_refused(record: dict[str, Any], words: str, tmp_path: Path, data_dir: Path) -> None:

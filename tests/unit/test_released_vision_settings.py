@@ -1,5 +1,5 @@
 """Settings as released folders of vision-language models have them, and as fine-tuned ones do: read, and as many tokens
-and the same pixels for a picture as by transformers' processors."""
+and the same pixels for an image as by transformers' processors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         20 * 15,
     ),
 }  # fmt: skip
-"""config.json without `model_type`, preprocessor_config.json, and the features of a picture of 640 x 480."""
+"""config.json without `model_type`, preprocessor_config.json, and the features of an image of 640 x 480."""
 
 TUNED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
@@ -182,10 +182,10 @@ def test_released_settings(kind: str, tuned: bool, tmp_path: Path) -> None:
     options |= {"num_image_tokens": 729, "vision_aspect_ratio": "anyres_max_9"} if kind == "llava_onevision" else {}
     case = {**KINDS[kind], "options": options}
     noise = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
-    picture = Image.fromarray(noise)
+    image = Image.fromarray(noise)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Who?"}]}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     processor = processor_of(kind, tokenizer, images, case)
-    found = processor(text=[prompt], images=[[picture]] if kind in NESTED else [picture], return_tensors="np")
+    found = processor(text=[prompt], images=[[image]] if kind in NESTED else [image], return_tensors="np")
     assert encoded.ids == np.asarray(found["input_ids"])[0].tolist()
-    assert family.tiles(picture).grids == grids
+    assert family.tiles(image).grids == grids

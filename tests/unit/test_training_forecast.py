@@ -21,7 +21,7 @@ from engine.training.build import Training
 from engine.training.data import loader_options
 from engine.training.reports import forecast
 from engine.training.reports.forecast import MemoryForecast
-from engine.vision.data.columns import Extras, PlacedPicture, VisionColumns
+from engine.vision.data.columns import Extras, PlacedImage, VisionColumns
 from rankfold.planning import memory, memory_config
 from rankfold.planning.memory_measure import build, measure
 from tests.support.toy_vision import ToyVisionConfig
@@ -111,9 +111,9 @@ def test_tiles_are_those_of_the_row_that_has_most(run: tuple[RunConfig, Training
     decoder = replace(training.source.model.decoder, vision=ToyVisionConfig())
     workload = workload_of(config, decoder, training.plan.modules, device_type="cpu")
     spans = [[(3, 7)], [], [(2, 5), (9, 16)]]
-    pictures = [tuple(PlacedPicture("a.png", "", "", (8, 8), (span,)) for span in document) for document in spans]
+    images = [tuple(PlacedImage("a.png", "", "", (8, 8), (span,)) for span in document) for document in spans]
     dataset = _rows(20, 20, 20)
-    dataset.vision = VisionColumns.of([Extras(own) for own in pictures])
+    dataset.vision = VisionColumns.of([Extras(own) for own in images])
     assert dataset.vision.feature_counts.tolist() == [4, 0, 10]
     rows = config.train.micro_batch_size
     assert forecast._with_rows(workload, config, CPU.device, dataset).tiles == ((4, 3),) * 3 * rows

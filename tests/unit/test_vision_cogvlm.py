@@ -53,12 +53,12 @@ def test_the_tower_gives_the_rows_that_replace_embeddings(name: str) -> None:
     data, model, seen = fixture(name), tower(name), []
     hook = _observed(model.vision.transformer, seen)
     for case in data.cases:
-        if not data.pictures(case):
+        if not data.images(case):
             continue
         with torch.no_grad():
             rows = model(*data.patches(case, model.config.patch))
         expected = data.expected[f"{case}.vision_projected_with_boi_eoi"]
-        assert rows.shape[0] == model.config.rows_per_tile * len(data.pictures(case))
+        assert rows.shape[0] == model.config.rows_per_tile * len(data.images(case))
         torch.testing.assert_close(rows.view_as(expected), expected, **CLOSER)
         if f"{case}.vision_transformer" in data.expected:
             torch.testing.assert_close(seen[-1], data.expected[f"{case}.vision_transformer"], **CLOSE)
@@ -109,7 +109,7 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "encoder"])
-def test_no_pictures_make_no_rows_and_a_graph_all_the_same(name: str) -> None:
+def test_no_images_make_no_rows_and_a_graph_all_the_same(name: str) -> None:
     model = encoder() if name == "encoder" else tower(name)
     rows = model(torch.zeros(0, 3 * model.config.patch**2), ())
     assert rows.shape[0] == 0 and rows.requires_grad
@@ -148,8 +148,8 @@ def test_released_sizes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_size": 1343}, "pictures of 1343 pixels in vision_config, which do not divide into patches of 14"),
-        ({"num_positions": 9216}, "num_positions 9216, but a picture of 1344 pixels has 9216 patches and one class"),
+        ({"image_size": 1343}, "images of 1343 pixels in vision_config, which do not divide into patches of 14"),
+        ({"num_positions": 9216}, "num_positions 9216, but an image of 1344 pixels has 9216 patches and one class"),
         ({"num_heads": None}, "vision_config.num_heads None, but a whole number above 0"),
         ({"hidden_act": "gelu_new"}, "hidden_act 'gelu_new', but this tower's MLP computes 'gelu'"),
         ({"image_size": 14 * 95, "num_positions": 95**2 + 1}, "95 x 95 patches, which do not divide into squares"),

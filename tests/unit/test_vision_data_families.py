@@ -28,7 +28,7 @@ def size_of(folder: str, name: str) -> tuple[int, int]:
         return image.size
 
 
-def picture(folder: str, name: str) -> Image.Image:
+def opened_image(folder: str, name: str) -> Image.Image:
     return Image.open(shared("vision") / folder / "images" / name).convert("RGB")
 
 
@@ -54,7 +54,7 @@ def only(items: Any) -> EncodedChat:
 
 
 def flat(pixels: np.ndarray, patch: int = 14) -> np.ndarray:
-    """Patches of a picture [3, H, W], one by one."""
+    """Patches of an image [3, H, W], one by one."""
     _, height, width = pixels.shape
     return np.stack(
         [
@@ -68,7 +68,7 @@ def flat(pixels: np.ndarray, patch: int = 14) -> np.ndarray:
 @pytest.mark.parametrize(
     ("folder", "table"), [("minicpm-v-2", "slicing_table"), ("minicpm-v-2_6", "slicing_table_448_max9")]
 )
-def test_pictures_are_cut_into_the_originals_tiles(folder: str, table: str) -> None:
+def test_images_are_cut_into_the_originals_tiles(folder: str, table: str) -> None:
     rows = read_json(folder, "preprocess.json")[table]
     assert len(rows) in (14, 48)
     for row in rows:
@@ -149,7 +149,7 @@ class TestMiniCPMV2:
     def test_pixels(self, family: MiniCPMV, cases: dict[str, Any], name: str, sample: str) -> None:
         inputs = load_file(shared("vision") / "minicpm-v-2" / "inputs.safetensors")
         expected = [inputs[key] for key in sorted(inputs) if key.startswith(sample + ".")]
-        tiles = family.tiles(picture("minicpm-v-2", cases[name]["image"]))
+        tiles = family.tiles(opened_image("minicpm-v-2", cases[name]["image"]))
         assert tiles.grids == tuple((pixels.shape[1] // 14, pixels.shape[2] // 14) for pixels in expected)
         np.testing.assert_array_equal(tiles.patches_PF, np.concatenate([flat(pixels) for pixels in expected]))
 
@@ -215,7 +215,7 @@ class TestMiniCPMV26:
         inputs = load_file(shared("vision") / "minicpm-v-2_6" / "inputs.safetensors")
         expected = [inputs[key] for key in sorted(inputs) if key.startswith(sample + ".")]
         family = self.family(tmp_path)
-        tiles = [family.tiles(picture("minicpm-v-2_6", image)) for image in case["images"]]
+        tiles = [family.tiles(opened_image("minicpm-v-2_6", image)) for image in case["images"]]
         assert [list(grid) for one in tiles for grid in one.grids] == case["tgt_sizes"]
         patches = [flat(pixels[:, :, x : x + 14]) for pixels in expected for x in range(0, pixels.shape[2], 14)]
         np.testing.assert_array_equal(np.concatenate([one.patches_PF for one in tiles]), np.concatenate(patches))
@@ -247,12 +247,12 @@ def test_cogvlm(folder: str, name: str, tmp_path: Path) -> None:
         types[start:end] = 1
     assert types.tolist() == case["token_type_ids"]
     assert family.positions(len(encoded.ids), spans, sizes).tolist() == case["position_ids"]
-    # the experts' rule, by token types: a vision token is one whose successor is of the picture too
+    # the experts' rule, by token types: a vision token is one whose successor is of the image too
     vision = [at for at in range(len(types) - 1) if types[at] == types[at + 1] == 1]
     assert [at for start, end in family.expert_spans(spans) for at in range(start, end)] == vision
     if sizes:
         inputs = load_file(shared("vision") / folder / "inputs.safetensors")
-        tiles = family.tiles(picture(folder, case["image"]))
+        tiles = family.tiles(opened_image(folder, case["image"]))
         if name == "chat_image":
             np.testing.assert_array_equal(tiles.patches_PF, flat(inputs["chat_image.images.0.0"]))
         prompt = family.prompt(rounds(case, answered=False), sizes)
@@ -280,7 +280,7 @@ def test_cogagent(name: str, tmp_path: Path) -> None:
     ((span,),) = encoded.spans
     assert [int(span[0] <= at < span[1]) for at in range(len(encoded.ids))] == case["token_type_ids"]
     inputs = load_file(shared("vision") / "cogagent" / "inputs.safetensors")
-    image = picture("cogagent", "a.png")
+    image = opened_image("cogagent", "a.png")
     np.testing.assert_array_equal(family.tiles(image).patches_PF, flat(inputs["chat_image.images.0.0"]))
     cross = family.cross_tiles(image)
     assert cross is not None and cross.grids == ((7, 7),)
@@ -290,11 +290,11 @@ def test_cogagent(name: str, tmp_path: Path) -> None:
 def test_cogvlm_refuses_what_its_layout_has_no_room_for(tmp_path: Path) -> None:
     family, agent = cogvlm(tmp_path / "a", "cogvlm2"), cogvlm(tmp_path / "b", "cogagent")
     question, answer = Turn("user", ("Who?",)), Turn("assistant", ("He.",))
-    with pytest.raises(UserError, match="2 pictures, but the model takes one"):
+    with pytest.raises(UserError, match="2 images, but the model takes one"):
         only(family.encode(Conversation((question, answer)), [(9, 9)] * 2, learn="answers"))
     with pytest.raises(UserError, match="two turns of one role"):
         only(family.encode(Conversation((question, question, answer)), [], learn="answers"))
-    with pytest.raises(UserError, match="no picture, but the model's layers attend to one"):
+    with pytest.raises(UserError, match="no image, but the model's layers attend to one"):
         only(agent.encode(Conversation((question, answer)), [], learn="answers"))
     with pytest.raises(UserError, match="room for one question"):
         list(
@@ -329,6 +329,6 @@ class TestOmniLMM:
 
     def test_pixels(self, family: OmniLMM) -> None:
         inputs = load_file(shared("vision") / "omnilmm" / "inputs.safetensors")
-        tiles = family.tiles(picture("omnilmm", "a.png"))
+        tiles = family.tiles(opened_image("omnilmm", "a.png"))
         np.testing.assert_array_equal(tiles.patches_PF, flat(inputs["chat_training.images"][0]))
         assert tiles.grids == ((6, 6),)

@@ -1,4 +1,4 @@
-"""Pictures that cannot be read, and records whose pictures and places do not fit: one sentence with the record."""
+"""Images that cannot be read, and records whose images and places do not fit: one sentence with the record."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.preferences.data.judged import build_judged
 from engine.vision.data.families import vision_family
-from engine.vision.data.files import MOST_PIXELS, picture_size, read_picture
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.files import MOST_PIXELS, image_size, read_image
+from engine.vision.data.reader import ImageReader
 from tests.support.vision_data import fixture_tokenizer, read_json
 from tests.unit.test_vision_data_rows import minicpm_records, opened, write
 
@@ -28,9 +28,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def build(tmp_path: Path, record: dict[str, Any], *, reads: bool = True) -> TokenDataset:
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", [record])
-    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, pictures=pictures if reads else None)
+    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, images=images if reads else None)
 
 
 def chat(question: str = "Who?", answer: str = "He.") -> list[dict[str, str]]:
@@ -60,8 +60,8 @@ def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 WHEN_READ = {
     "missing": (lambda path: path.unlink(), "which does not exist"),
-    "text": (lambda path: path.write_text("no picture"), "which is no picture that Pillow can read"),
-    "empty": (lambda path: path.write_bytes(b""), "which is no picture that Pillow can read"),
+    "text": (lambda path: path.write_text("no image"), "which is no image that Pillow can read"),
+    "empty": (lambda path: path.write_bytes(b""), "which is no image that Pillow can read"),
     "cut in its header": (lambda path: damage(path, lambda data: data[:20]), "replace the file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     "one pixel too many": (
@@ -70,11 +70,11 @@ WHEN_READ = {
     ),
     "a bomb": (lambda path: path.write_bytes(png_header(1 << 20, 1 << 20)), f"more than {MOST_PIXELS:,} pixels"),
 }
-"""What is wrong with a picture when records are read, and words of the sentence."""
+"""What is wrong with an image when records are read, and words of the sentence."""
 
 
 @pytest.mark.parametrize("name", WHEN_READ)
-def test_a_picture_that_cannot_be_read_is_refused_with_its_record(
+def test_a_image_that_cannot_be_read_is_refused_with_its_record(
     name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     change, words = WHEN_READ[name]
@@ -100,7 +100,7 @@ def test_pixels_that_break_off_are_refused_where_a_row_is_built(suffix: str, tmp
         rows(dataset)
 
 
-def test_a_picture_that_changes_during_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_image_that_changes_during_a_run_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "x.png")
     dataset = build(tmp_path, {"image": "x.png", "conversations": chat()})
     rows(dataset)
@@ -120,7 +120,7 @@ def test_damaged_files_give_pixels_or_one_sentence(suffix: str, tmp_path: Path) 
             data[numbers.randrange(len(data))] = numbers.randrange(256)
         file.write_bytes(data[: numbers.choice((len(data), numbers.randrange(len(data))))])
         try:
-            assert read_picture(file, (40, 30), "here").size == (40, 30)
+            assert read_image(file, (40, 30), "here").size == (40, 30)
         except UserError as refused:
             assert str(refused).startswith(f"here names {file}, ")
 
@@ -135,49 +135,49 @@ def test_photos_stand_upright_as_in_transformers_where_the_family_says_so(suffix
         file = tmp_path / f"{orientation}.{suffix}"
         Image.fromarray(noise).save(file, exif=exif)
         expected = load_image(str(file))
-        size = picture_size(file, "here", upright=True)
+        size = image_size(file, "here", upright=True)
         assert size == expected.size
-        assert read_picture(file, size, "here", upright=True).tobytes() == expected.tobytes()
+        assert read_image(file, size, "here", upright=True).tobytes() == expected.tobytes()
         with Image.open(file) as stored:
-            assert picture_size(file, "here") == stored.size
-            assert read_picture(file, stored.size, "here").tobytes() == stored.convert("RGB").tobytes()
+            assert image_size(file, "here") == stored.size
+            assert read_image(file, stored.size, "here").tobytes() == stored.convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
-def test_pictures_of_other_kinds_become_rgb(mode: str, tmp_path: Path) -> None:
+def test_images_of_other_kinds_become_rgb(mode: str, tmp_path: Path) -> None:
     file = tmp_path / ("x.jpg" if mode == "CMYK" else "x.png")
     Image.new(mode, (40, 30)).save(file)
-    image = read_picture(file, (40, 30), "here")
+    image = read_image(file, (40, 30), "here")
     assert image.mode == "RGB" and image.size == (40, 30)
 
 
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     "two markers": (
         {"image": "x.png", "conversations": chat("<image><image>")},
-        "'image' names 1 picture, but <image> stands 2",
+        "'image' names 1 image, but <image> stands 2",
     ),
     "too few markers": (
         {"images": ["x.png", "x.png"], "messages": chat("<image>")},
-        "'images' names 2 pictures, but <image> stands 1 times",
+        "'images' names 2 images, but <image> stands 1 times",
     ),
-    "no marker": ({"images": ["x.png"], "messages": chat()}, "'images' names 1 picture, but <image> stands 0 times"),
+    "no marker": ({"images": ["x.png"], "messages": chat()}, "'images' names 1 image, but <image> stands 0 times"),
     "no marker in LLaVA's": (
         {"image": "x.png", "conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "He."}]},
-        "'image' names 1 picture, but <image> stands 0 times",
+        "'image' names 1 image, but <image> stands 0 times",
     ),
-    "no picture": ({"conversations": chat("<image>\nWho?")}, "has <image>, but the record names no picture"),
+    "no image": ({"conversations": chat("<image>\nWho?")}, "has <image>, but the record names no image"),
     "both fields": ({"image": "x.png", "images": ["x.png"], "messages": chat("<image>")}, "'image' and 'images' both"),
     "unreferenced key": (
         {"image": {"<image_00>": "x.png", "<image_01>": "x.png"}, "conversations": chat("<image_00>")},
-        "'image.<image_01>' names a picture that stands nowhere",
+        "'image.<image_01>' names an image that stands nowhere",
     ),
-    "key without a picture": (
+    "key without an image": (
         {"image": {"<image_00>": "x.png"}, "conversations": chat("<image_00><image_01>")},
         "the conversation has <image_01>, but field 'image' has no such key",
     ),
     "key used twice": (
         {"image": {"<image_00>": "x.png"}, "conversations": chat("<image_00><image_00>")},
-        "'image.<image_00>' names a picture that stands more than once",
+        "'image.<image_00>' names an image that stands more than once",
     ),
     "key of another kind": (
         {"image": {"first": "x.png"}, "conversations": chat("first")},
@@ -185,29 +185,29 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "in an answer": (
         {"image": "x.png", "conversations": chat("Who?", "He: <image>")},
-        "a turn of the assistant has a picture",
+        "a turn of the assistant has an image",
     ),
-    "no path": ({"images": [{"path": None}], "messages": chat("<image>")}, r"'images[0]' is no path of a picture"),
-    "a number": ({"image": 3, "conversations": chat()}, "'image' is no path of a picture"),
+    "no path": ({"images": [{"path": None}], "messages": chat("<image>")}, r"'images[0]' is no path of an image"),
+    "a number": ({"image": 3, "conversations": chat()}, "'image' is no path of an image"),
     "on the web": (
         {"image": "https://x.org/x.png", "conversations": chat()},
-        "'image' is a picture in https:, but only files",
+        "'image' is an image in https:, but only files",
     ),
     "in the text": (
         {"images": ["data:image/png;base64,AA"], "messages": chat("<image>")},
-        "is a picture in data:, but only files",
+        "is an image in data:, but only files",
     ),
-    "bytes": ({"images": [{"bytes": "AA"}], "messages": chat("<image>")}, "'images[0]' has the bytes of a picture"),
+    "bytes": ({"images": [{"bytes": "AA"}], "messages": chat("<image>")}, "'images[0]' has the bytes of an image"),
     "part without a path": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, chat()[1]]},
-        "'messages[0].content[0]' is a picture without a path",
+        "'messages[0].content[0]' is an image without a path",
     ),
-    "picture without a part": (
+    "image without a part": (
         {
             "images": ["x.png"],
             "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}, chat()[1]],
         },
-        "'images[0]' names a picture that no part of a turn stands for",
+        "'images[0]' names an image that no part of a turn stands for",
     ),
     "part of another kind": (
         {"messages": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}] * 2}, chat()[1]]},
@@ -215,18 +215,18 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tools": (
         {"images": ["x.png"], "messages": [*chat("<image>"), {"role": "tool", "content": "4"}]},
-        "a conversation with pictures calls tools",
+        "a conversation with images calls tools",
     ),
     "alpaca": (
         {"images": ["x.png"], "instruction": "a", "output": "b"},
-        "'images' names a picture, for which the format alpaca",
+        "'images' names an image, for which the format alpaca",
     ),
-    "text": ({"image": "x.png", "text": "a"}, "'image' names a picture, for which the format text has no place"),
+    "text": ({"image": "x.png", "text": "a"}, "'image' names an image, for which the format text has no place"),
 }
 
 
 @pytest.mark.parametrize("name", MISPLACED)
-def test_pictures_and_places_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+def test_images_and_places_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
     record, words = MISPLACED[name]
     save(tmp_path / "x.png")
     with pytest.raises(UserError) as refused:
@@ -234,19 +234,19 @@ def test_pictures_and_places_that_do_not_fit_are_refused(name: str, tmp_path: Pa
     assert str(refused.value).startswith(f"{tmp_path / 'records.jsonl'} line 1: ") and words in str(refused.value)
 
 
-def test_models_of_text_alone_refuse_pictures(tmp_path: Path) -> None:
+def test_models_of_text_alone_refuse_images(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match="'image' names a picture, but only text is read here: .*llava, llava_next, llava_onev"
+        UserError, match="'image' names an image, but only text is read here: .*llava, llava_next, llava_onev"
     ):
         build(tmp_path, minicpm_records()[0], reads=False)
 
 
-def test_kto_refuses_pictures_of_questions_that_are_texts(tmp_path: Path) -> None:
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
+def test_kto_refuses_images_of_questions_that_are_texts(tmp_path: Path) -> None:
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
     record = {"image": "x.png", "prompt": "<image>", "completion": "He.", "label": True}
     file = write(tmp_path / "judged.jsonl", [record])
-    with pytest.raises(UserError, match=r"line 1: field 'image' names a picture, for which the format completion has"):
-        build_judged(file, tokenizer=tokenizer, seq_length=64, pictures=pictures)
+    with pytest.raises(UserError, match=r"line 1: field 'image' names an image, for which the format completion has"):
+        build_judged(file, tokenizer=tokenizer, seq_length=64, images=images)
 
 
 def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: Path) -> None:
@@ -256,14 +256,14 @@ def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: 
     save(tmp_path / "x.png")
     record = {"images": ["x.png", "x.png"], "messages": chat("<image><image>")}
     file = write(tmp_path / "records.jsonl", [record])
-    with pytest.raises(UserError, match=r"records\.jsonl line 1: the record has 2 pictures, but the model takes one"):
-        TokenDataset.build(file, tokenizer=tokenizer, seq_length=64, pictures=PictureReader(family))
+    with pytest.raises(UserError, match=r"records\.jsonl line 1: the record has 2 images, but the model takes one"):
+        TokenDataset.build(file, tokenizer=tokenizer, seq_length=64, images=ImageReader(family))
 
 
-def test_a_configuration_without_what_pictures_need_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_without_what_images_need_is_refused(tmp_path: Path) -> None:
     config = read_json("minicpm-v-2", "config.json")
     del config["query_num"]
-    with pytest.raises(UserError, match="config.json lacks what the pictures of a MiniCPMV need"):
+    with pytest.raises(UserError, match="config.json lacks what the images of a MiniCPMV need"):
         vision_family(config, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "minicpm-v-2"))
     assert (
         vision_family({"model_type": "llama"}, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "cogvlm-v1")) is None

@@ -34,7 +34,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Conversation, Turn
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from tests.support.shared_data import shared
 from tests.support.stock_vision import pinpoints
 
@@ -71,7 +71,7 @@ UNEVEN = {"height": 30, "width": 30}
 """No whole patches."""
 PINPOINTS = pinpoints(30)
 NESTED = ("gemma3", "llava_onevision")
-"""Whose processors take the pictures of each conversation as a list."""
+"""Whose processors take the images of each conversation as a list."""
 KINDS: dict[str, dict[str, Any]] = {
     "llava": {
         "config": {"vision_config": {"patch_size": 7, "image_size": 28, "model_type": "clip_vision_model"}},
@@ -175,7 +175,7 @@ def written(kind: str, folder: Path) -> tuple[Any, Any]:
 
 
 def processor_of(kind: str, tokenizer: Any, images: Any, case: dict[str, Any] | None = None) -> Any:
-    """Returns the processor for text and pictures, without its parts for videos, which need torchvision."""
+    """Returns the processor for text and images, without its parts for videos, which need torchvision."""
     case = case or KINDS[kind]
     kept = case["processor"].check_argument_for_proper_class
     case["processor"].check_argument_for_proper_class = lambda *arguments: None
@@ -187,7 +187,7 @@ def processor_of(kind: str, tokenizer: Any, images: Any, case: dict[str, Any] | 
         case["processor"].check_argument_for_proper_class = kept
 
 
-def pictures(folder: Path) -> list[Image.Image]:
+def saved_images(folder: Path) -> list[Image.Image]:
     made = []
     for number, size in enumerate(SIZES):
         noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
@@ -202,7 +202,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     processor = processor_of(kind, tokenizer, images)
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
-    made = pictures(tmp_path)
+    made = saved_images(tmp_path)
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     found = processor(text=[text], images=[made] if kind in NESTED else made, return_tensors="pt")
     (encoded,) = family.encode(CHAT, SIZES, learn="answers")
@@ -223,7 +223,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     pixels = found["pixel_values"]
     if kind not in BY_GRID:
         shown = [unfolded(one.patches_PF) for one in tiles]
-        if kind == "llava_next":  # of as many tiles as the picture with the most has
+        if kind == "llava_next":  # of as many tiles as the image with the most has
             pixels = torch.cat([own[: len(mine)] for own, mine in zip(pixels, shown, strict=True)])
         pixels, patches = pixels[..., :28, :28], np.concatenate(shown)
     np.testing.assert_array_equal(patches, pixels.reshape(patches.shape).numpy())
@@ -247,7 +247,7 @@ def test_a_document_begins_with_the_token_that_the_tokenizer_adds(writes_bos: bo
     processor = processor_of("llava", tokenizer, images)
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
-    made = pictures(tmp_path)
+    made = saved_images(tmp_path)
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     found = processor(text=[text], images=made, add_special_tokens=not writes_bos, return_tensors="pt")["input_ids"][0]
     (encoded,) = family.encode(CHAT, SIZES, learn="answers")
@@ -262,9 +262,7 @@ def test_a_document_begins_with_the_token_that_the_tokenizer_adds(writes_bos: bo
 
 @pytest.mark.parametrize("size", [(61, 43), (90, 200), (28, 28), (300, 40), (17, 200), (57, 55), (113, 112), (5, 300)])
 @pytest.mark.parametrize("kind", ["llava_next", "llava_onevision"])
-def test_one_picture_in_tiles_is_that_of_transformers_processor(
-    size: tuple[int, int], kind: str, tmp_path: Path
-) -> None:
+def test_one_image_in_tiles_is_that_of_transformers_processor(size: tuple[int, int], kind: str, tmp_path: Path) -> None:
     """Tokens, pixels and grids; padded above and beside, and LLaVA-OneVision's scaled down and not."""
     tokenizer, images = written(kind, tmp_path)
     processor = processor_of(kind, tokenizer, images)
@@ -282,10 +280,10 @@ def test_one_picture_in_tiles_is_that_of_transformers_processor(
     np.testing.assert_array_equal(unfolded(tiles.patches_PF), found["pixel_values"][0, ..., :28, :28].numpy())
 
 
-def test_a_picture_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) -> None:
-    """One picture is cut into tiles, two are not, whatever truncation leaves of them."""
+def test_a_image_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) -> None:
+    """One image is cut into tiles, two are not, whatever truncation leaves of them."""
     written("llava_onevision", tmp_path)
-    pictures(tmp_path)
+    saved_images(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     family = read_vision_family(tmp_path, tokenizer)
     assert family is not None
@@ -295,11 +293,11 @@ def test_a_picture_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) 
     rows, length = [], 512
     for _ in range(2):
         dataset = TokenDataset.build(
-            tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, pictures=PictureReader(family)
+            tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, images=ImageReader(family)
         )
         rows.append(rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0))
         assert dataset.vision is not None
-        length = int(dataset.vision.spans[-1, 0])  # where the second picture begins
+        length = int(dataset.vision.spans[-1, 0])  # where the second image begins
     whole, cut = (one.images for one in rows)
     assert whole is not None and cut is not None
     assert whole.grids == ((4, 4), (4, 4)) and cut.grids == ((4, 4),)
@@ -313,7 +311,7 @@ def test_a_picture_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) 
         ({"vision_aspect_ratio": "square"}, {}, "vision_aspect_ratio 'square', but anyres_max_ and a number"),
         ({"image_grid_pinpoints": [[28, 28]]}, {}, "and config.json have other image_grid_pinpoints"),
         ({}, {"image_grid_pinpoints": [[28, 30]]}, "image_grid_pinpoints that are not whole tiles of 30 pixels"),
-        ({"vision_config": {"patch_size": 7, "image_size": 35}}, {}, "pictures of 30 x 30 pixels, but .* for 35 x 35"),
+        ({"vision_config": {"patch_size": 7, "image_size": 35}}, {}, "images of 30 x 30 pixels, but .* for 35 x 35"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(
@@ -347,8 +345,8 @@ def test_files_that_do_not_fit_are_refused(
             {"size": {"min_pixels": 784, "max_pixels": 9000}},
             r"has size {.*}, but shortest_edge and longest_edge",
         ),
-        ("llava", {}, {"image_mean": [0.5]}, "makes no picture of 64 x 64 .mean must have 3 elements"),
-        ("qwen3_vl", {}, {"rescale_factor": None}, "makes no picture of 64 x 64"),
+        ("llava", {}, {"image_mean": [0.5]}, "makes no image of 64 x 64 .mean must have 3 elements"),
+        ("qwen3_vl", {}, {"rescale_factor": None}, "makes no image of 64 x 64"),
         ("gemma3", {}, {"image_std": [0.0, 0.5, 0.5]}, "numbers that are not finite"),
         ("llava", {"architectures": 3, "vision_config": None}, {}, "^config.json lacks vision_config"),
         ("internvl", {}, {"image_processor_type": 3}, "none that transformers can open"),
@@ -376,7 +374,7 @@ def test_processors_by_former_names_are_the_same(written_as: str | None, tmp_pat
     file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
-    for image in pictures(tmp_path):
+    for image in saved_images(tmp_path):
         expected = images(images=[image], return_tensors="np")["pixel_values"]
         np.testing.assert_array_equal(family.tiles(image).patches_PF, expected)
 
@@ -398,7 +396,7 @@ def test_line_breaks_that_are_beside_no_marker_stay(
     processor = processor_of(kind, tokenizer, images)
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
-    shown = pictures(tmp_path)[: sum(isinstance(part, int) for part in parts)]
+    shown = saved_images(tmp_path)[: sum(isinstance(part, int) for part in parts)]
     numbered = iter(shown)
     asked = [
         {"type": "image", "image": next(numbered)} if text is None else {"type": "text", "text": text}
@@ -426,7 +424,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
     kind: str, stock: type[torch.nn.Module], tmp_path: Path
 ) -> None:
     tokenizer, _ = written(kind, tmp_path)
-    pictures(tmp_path)
+    saved_images(tmp_path)
     loaded = load_tokenizer(tmp_path)
     family = read_vision_family(tmp_path, loaded)
     assert family is not None
@@ -437,7 +435,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
     ]
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, pictures=PictureReader(family))
+    dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, images=ImageReader(family))
     batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
     assert batch.images is not None and batch.grid_positions_3BS is not None
     model: Any = stock.__new__(stock)
@@ -465,19 +463,19 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
         assert torch.equal(half.grid_positions_3BS, batch.grid_positions_3BS[:, :, columns])
 
 
-def test_marks_that_are_no_pictures_are_refused(tmp_path: Path) -> None:
+def test_marks_that_are_no_images_are_refused(tmp_path: Path) -> None:
     written("qwen2_5_vl", tmp_path)
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
     turns = (Turn("user", (0, "and <|image_pad|>")), Turn("assistant", ("He.",)))
-    with pytest.raises(UserError, match="writes 2 times <|image_pad|>, but the record has 1 pictures"):
+    with pytest.raises(UserError, match="writes 2 times <|image_pad|>, but the record has 1 images"):
         list(family.encode(Conversation(turns), SIZES[:1], learn="answers"))
 
 
-def test_pictures_that_a_processor_refuses_are_refused(tmp_path: Path) -> None:
+def test_images_that_a_processor_refuses_are_refused(tmp_path: Path) -> None:
     written("qwen2_5_vl", tmp_path)
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert family is not None
     turns = (Turn("user", (0,)), Turn("assistant", ("He.",)))
-    with pytest.raises(UserError, match="refuses a picture of 3000 x 2 .absolute aspect ratio"):
+    with pytest.raises(UserError, match="refuses an image of 3000 x 2 .absolute aspect ratio"):
         list(family.encode(Conversation(turns), [(3000, 2)], learn="answers"))

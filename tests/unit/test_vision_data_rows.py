@@ -1,4 +1,4 @@
-"""Records with pictures become rows: places, positions, pixels, context parts, threads and resuming."""
+"""Records with images become rows: places, positions, pixels, context parts, threads and resuming."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.preferences.data.judged import build_judged
 from engine.preferences.data.preference_pairs import build_pairs
-from engine.vision.data import row_images as row_pictures
+from engine.vision.data import row_images as row_images
 from engine.vision.data.families import vision_family
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from tests.support.shared_data import shared
 from tests.support.vision_data import fixture_tokenizer, read_json
 
@@ -35,14 +35,14 @@ ANSWER = {"role": "assistant", "content": "They are two football players."}
 WHO = "Who are they?"
 
 
-def opened(folder: str, tmp_path: Path, image_folder: Path | None = None) -> tuple[Tokenizer, PictureReader]:
+def opened(folder: str, tmp_path: Path, image_folder: Path | None = None) -> tuple[Tokenizer, ImageReader]:
     tokenizer = fixture_tokenizer(tmp_path / f"tokenizer-{folder}", folder)
     family = vision_family(read_json(folder, "config.json"), tmp_path, tokenizer)
     assert family is not None
-    return tokenizer, PictureReader(family, image_folder)
+    return tokenizer, ImageReader(family, image_folder)
 
 
-def copy_pictures(folder: str, target: Path) -> Path:
+def copy_images(folder: str, target: Path) -> Path:
     shutil.copytree(shared("vision") / folder / "images", target, dirs_exist_ok=True)
     return target
 
@@ -54,7 +54,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def minicpm_records() -> list[dict[str, Any]]:
-    """A picture in tiles, a conversation of two rounds with a small one, and text alone: cases of the fixture."""
+    """An image in tiles, a conversation of two rounds with a small one, and text alone: cases of the fixture."""
     cases = read_json("minicpm-v-2", "preprocess.json")["cases"]
     records = [
         {"image": case["image"], "conversations": case["messages"]}
@@ -66,11 +66,11 @@ def minicpm_records() -> list[dict[str, Any]]:
 def minicpm(
     tmp_path: Path, *, packing: Any = False, records: list[dict[str, Any]] | None = None, **more: Any
 ) -> TokenDataset:
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
-    copy_pictures("minicpm-v-2", tmp_path)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
+    copy_images("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", minicpm_records() if records is None else records)
     settings = {"seq_length": LENGTH, **more}
-    return TokenDataset.build(file, tokenizer=tokenizer, packing=packing, pictures=pictures, **settings)
+    return TokenDataset.build(file, tokenizer=tokenizer, packing=packing, images=images, **settings)
 
 
 def batch_of(dataset: TokenDataset, rows: list[int | None], **more: Any) -> Batch:
@@ -189,9 +189,9 @@ def test_context_parts_place_each_feature_once_in_the_column_that_has_it(tmp_pat
 
 
 def cogvlm(folder: str, tmp_path: Path, *, packing: bool) -> TokenDataset:
-    tokenizer, pictures = opened(folder, tmp_path)
-    copy_pictures(folder, tmp_path)
-    images = sorted(path.name for path in (shared("vision") / folder / "images").iterdir())
+    tokenizer, images = opened(folder, tmp_path)
+    copy_images(folder, tmp_path)
+    names = sorted(path.name for path in (shared("vision") / folder / "images").iterdir())
     records = [
         {
             "image": name,
@@ -200,12 +200,12 @@ def cogvlm(folder: str, tmp_path: Path, *, packing: bool) -> TokenDataset:
                 {"from": "gpt", "value": "Me."},
             ],
         }
-        for at, name in enumerate(images)
+        for at, name in enumerate(names)
     ]
     if folder != "cogagent":
         records.append({"conversations": [{"from": "human", "value": WHO}, {"from": "gpt", "value": "We."}]})
     file = write(tmp_path / "records.jsonl", records)
-    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=LENGTH, packing=packing, pictures=pictures)
+    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=LENGTH, packing=packing, images=images)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -243,7 +243,7 @@ def test_token_types_of_cogvlm_rows_decide_positions_and_experts(tmp_path: Path,
     assert sorted(seen["vision"]) == index[vision].tolist()
 
 
-def test_a_second_tower_gets_the_same_pictures_and_knows_their_documents(tmp_path: Path) -> None:
+def test_a_second_tower_gets_the_same_images_and_knows_their_documents(tmp_path: Path) -> None:
     dataset = cogvlm("cogagent", tmp_path, packing=False)
     batch = batch_of(dataset, [0, 0])
     assert batch.images is not None and batch.cross_images is not None
@@ -298,7 +298,7 @@ def test_mapped_columns_may_be_empty(tmp_path: Path) -> None:
     assert equal(batch_of(mapped, [0]), batch_of(dataset, [0]))
 
 
-def test_rows_held_out_and_blended_keep_their_pictures(tmp_path: Path) -> None:
+def test_rows_held_out_and_blended_keep_their_images(tmp_path: Path) -> None:
     dataset = minicpm(tmp_path, records=minicpm_records() * 2)
     rows = [batch_of(dataset, [row]) for row in range(6)]
     left, held = hold_out(dataset, 0.34, seed=0)
@@ -316,16 +316,16 @@ def test_rows_held_out_and_blended_keep_their_pictures(tmp_path: Path) -> None:
 
 
 def test_pixels_are_decoded_when_a_row_is_built_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = row_pictures.read_picture
+    read = row_images.read_image
     names: list[str] = []
 
     def counted(path: Path, *arguments: Any, **options: Any) -> Any:
         names.append(path.name)
         return read(path, *arguments, **options)
 
-    monkeypatch.setattr(row_pictures, "read_picture", counted)
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
-    copy_pictures("minicpm-v-2", tmp_path)
+    monkeypatch.setattr(row_images, "read_image", counted)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
+    copy_images("minicpm-v-2", tmp_path)
     first = minicpm_records()[0]
     pair = {
         "image": "a.png",
@@ -333,9 +333,7 @@ def test_pixels_are_decoded_when_a_row_is_built_and_once(tmp_path: Path, monkeyp
         "chosen": {"role": "assistant", "content": "Players."},
         "rejected": {"role": "assistant", "content": "Nobody at all."},
     }
-    dataset = build_pairs(
-        write(tmp_path / "pairs.jsonl", [pair]), tokenizer=tokenizer, seq_length=96, pictures=pictures
-    )
+    dataset = build_pairs(write(tmp_path / "pairs.jsonl", [pair]), tokenizer=tokenizer, seq_length=96, images=images)
     assert names == []
     batch = batch_of(dataset, [0])
     assert names == ["a.png"]
@@ -348,10 +346,10 @@ def test_pixels_are_decoded_when_a_row_is_built_and_once(tmp_path: Path, monkeyp
     ]
 
 
-def test_judged_answers_take_their_questions_pictures_to_the_mismatched_ones(tmp_path: Path) -> None:
+def test_judged_answers_take_their_questions_images_to_the_mismatched_ones(tmp_path: Path) -> None:
     """Mismatched answers are what the conversations of one record's question and another's answer would be."""
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
-    copy_pictures("minicpm-v-2", tmp_path)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
+    copy_images("minicpm-v-2", tmp_path)
     questions: list[dict[str, Any]] = [
         {"image": name, "messages": [{"role": "user", "content": f"<image>\n{text}"}]}
         for name, text in (("a.png", "Who are they?"), ("b.png", "What is this?"))
@@ -365,13 +363,13 @@ def test_judged_answers_take_their_questions_pictures_to_the_mismatched_ones(tmp
     records = [with_answer(*pair) for pair in zip(questions, answers, strict=True)]
     judged = build_judged(
         write(tmp_path / "judged.jsonl", [{**one, "label": n > 0} for n, one in enumerate(records)]),
-        tokenizer=tokenizer, seq_length=256, pictures=pictures,
+        tokenizer=tokenizer, seq_length=256, images=images,
     )  # fmt: skip
     others = [with_answer(question, answers[number - 1]) for number, question in enumerate(questions)]
     for found, expected in ((judged, records), (judged.mismatched, others)):
         assert found is not None
         data = TokenDataset.build(
-            write(tmp_path / "plain.jsonl", expected), tokenizer=tokenizer, seq_length=256, pictures=pictures
+            write(tmp_path / "plain.jsonl", expected), tokenizer=tokenizer, seq_length=256, images=images
         )
         ours, theirs = (batch_of(one, [0, 1, 2]) for one in (found, data))
         assert torch.equal(ours.tokens_BS, theirs.tokens_BS) and torch.equal(ours.labels_BS, theirs.labels_BS)
@@ -381,7 +379,7 @@ def test_judged_answers_take_their_questions_pictures_to_the_mismatched_ones(tmp
     assert judged.signs.tolist() == [-1.0, 1.0, 1.0]
 
 
-def test_a_fingerprint_knows_the_pictures_but_not_their_folder(tmp_path: Path) -> None:
+def test_a_fingerprint_knows_the_images_but_not_their_folder(tmp_path: Path) -> None:
     records = minicpm_records()[:1]
     first = minicpm(tmp_path / "one", records=records).fingerprint()
     assert minicpm(tmp_path / "two", records=records).fingerprint() == first
@@ -390,31 +388,31 @@ def test_a_fingerprint_knows_the_pictures_but_not_their_folder(tmp_path: Path) -
     assert minicpm(tmp_path / "one", records=other).fingerprint() != first
 
 
-def test_pictures_may_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
-    copy_pictures("minicpm-v-2", tmp_path / "pictures")
+def test_images_may_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    copy_images("minicpm-v-2", tmp_path / "images")
     file = write(tmp_path / "records" / "data.jsonl", minicpm_records())
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path, tmp_path / "pictures")
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=LENGTH, pictures=pictures)
+    tokenizer, images = opened("minicpm-v-2", tmp_path, tmp_path / "images")
+    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=LENGTH, images=images)
     assert equal(batch_of(dataset, [0]), batch_of(minicpm(tmp_path / "beside"), [0]))
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(59, True), (29, False), (27, False), (20, False)])
-def test_truncation_drops_a_record_whose_picture_it_would_cut(tmp_path: Path, limit: int, kept: bool) -> None:
+def test_truncation_drops_a_record_whose_image_it_would_cut(tmp_path: Path, limit: int, kept: bool) -> None:
     """The record's 59 tokens have features up to the 27th; an answer begins at the 44th."""
     records = minicpm_records()
     others = [{"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}]
     dataset = minicpm(tmp_path, records=[records[0], *others], seq_length=limit)
     cut = limit < 27
-    assert dataset.report.dropped_in_picture == int(cut)
+    assert dataset.report.dropped_in_image == int(cut)
     assert dataset.report.dropped_prompt_only == int(not kept and not cut)
     assert len(dataset) == (2 if kept else 1)
     if cut:
-        (warning,) = (one for one in dataset.report.warnings() if "picture" in one)
+        (warning,) = (one for one in dataset.report.warnings() if "image" in one)
         assert (
-            f"data.seq_length {limit} would cut inside a picture, first in {tmp_path / 'records.jsonl'} line 1"
+            f"data.seq_length {limit} would cut inside an image, first in {tmp_path / 'records.jsonl'} line 1"
             in warning
         )
-        with pytest.raises(UserError, match=r"1 has a picture that data\.seq_length 20 would cut"):
+        with pytest.raises(UserError, match=r"1 has an image that data\.seq_length 20 would cut"):
             minicpm(tmp_path, records=[records[0]], seq_length=limit)
 
 
@@ -432,24 +430,24 @@ def test_an_odd_label_behind_the_cut_is_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"packing": "concatenate"}, "packing concatenate cuts documents anywhere, pictures too"),
+        ({"packing": "concatenate"}, "packing concatenate cuts documents anywhere, images too"),
         ({"overlong": "cut", "seq_length": 40}, "cannot be cut into several"),
         ({"overlong": "error", "seq_length": 40}, "has 59 tokens, more than data.seq_length 40"),
     ],
 )
-def test_options_that_would_cut_pictures_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_would_cut_images_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as refused:
         minicpm(tmp_path, **options)
     assert f"{tmp_path / 'records.jsonl'} line 1" in str(refused.value)
 
 
 def test_a_preview_counts_features(tmp_path: Path) -> None:
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
-    copy_pictures("minicpm-v-2", tmp_path)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
+    copy_images("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", minicpm_records())
-    (document,) = first_documents([file], 1, tokenizer, data_format="auto", mask_prompt=True, pictures=pictures)
+    (document,) = first_documents([file], 1, tokenizer, data_format="auto", mask_prompt=True, images=images)
     assert document.extras is not None
-    text = preview(document.tokens, document.targets, tokenizer, colour=False, pictures=document.extras.spans)
+    text = preview(document.tokens, document.targets, tokenizer, colour=False, images=document.extras.spans)
     tile = "<image>⟨4 features⟩</image>"
     assert text == f"<用户>{tile}<slice>{tile}{tile}</slice>↵\nWho are they? <AI>⟦ They are two football players.</s>⟧"
 
@@ -463,7 +461,7 @@ def test_rows_weigh_as_many_targets_as_they_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_coordinates_of_tiles_do_not_depend_on_the_micro_batch(packing: bool, tmp_path: Path) -> None:
     """Dropout in towers draws by them: rows together or alone, whole or in context parts. Without the slot, rows that
-    are alone would have those of the first; without a tile's number, tiles of a picture would share one."""
+    are alone would have those of the first; without a tile's number, tiles of an image would share one."""
     dataset = minicpm(tmp_path, packing=packing, records=[*minicpm_records()[:2]] * 2)
     rows = list(range(len(dataset)))
 

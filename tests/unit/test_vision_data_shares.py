@@ -1,4 +1,4 @@
-"""Ranks that share the tiles of a micro-batch each decode the pictures of their own share, and no more."""
+"""Ranks that share the tiles of a micro-batch each decode the images of their own share, and no more."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.runtime.launch import Launch
 from engine.training.data import data_position
-from engine.vision.data import row_images as row_pictures
+from engine.vision.data import row_images as row_images
 from engine.vision.tile_shares import EncoderRank, deal_out
 from tests.unit.test_vision_data_rows import batch_of, cogvlm, minicpm, minicpm_records
 
 
-def pictures_of_many_tiles(tmp_path: Path) -> TokenDataset:
-    """Four pictures of 1, 3, 5 and 1 tiles, in rows of one, two and one."""
+def images_of_many_tiles(tmp_path: Path) -> TokenDataset:
+    """Four images of 1, 3, 5 and 1 tiles, in rows of one, two and one."""
     sizes = {"one.png": (40, 40), "three.png": (80, 40), "five.png": (120, 80), "small.png": (20, 20)}
     for number, (name, size) in enumerate(sizes.items()):
         noise = torch.randint(256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(number))
@@ -44,13 +44,13 @@ def pictures_of_many_tiles(tmp_path: Path) -> TokenDataset:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are decoded from now on."""
-    read, names = row_pictures.read_picture, list[str]()
+    read, names = row_images.read_image, list[str]()
 
     def counted(path: Path, *arguments: Any, **options: Any) -> Any:
         names.append(path.name)
         return read(path, *arguments, **options)
 
-    monkeypatch.setattr(row_pictures, "read_picture", counted)
+    monkeypatch.setattr(row_images, "read_image", counted)
     return names
 
 
@@ -64,10 +64,10 @@ def require_shares(whole: Images, parts: list[Images]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 11])
-def test_each_rank_decodes_the_pictures_of_its_share(ranks: int, tmp_path: Path, decoded: list[str]) -> None:
-    """Broken on purpose: decoding all, one picture beside the share, patches one further, and grids of own tiles alone
+def test_each_rank_decodes_the_images_of_its_share(ranks: int, tmp_path: Path, decoded: list[str]) -> None:
+    """Broken on purpose: decoding all, one image beside the share, patches one further, and grids of own tiles alone
     each fail here."""
-    dataset = pictures_of_many_tiles(tmp_path)
+    dataset = images_of_many_tiles(tmp_path)
     rows = list(range(len(dataset)))
     whole = batch_of(dataset, rows).images
     assert whole is not None and len(decoded) == 4
@@ -94,7 +94,7 @@ def test_two_towers_share_alike(tmp_path: Path, decoded: list[str]) -> None:
         decoded.clear()
         found.append(batch_of(dataset, rows, encoder=EncoderRank(rank, 4)))
         has_tiles = found[-1].images is not None and len(found[-1].images.patches_PF) > 0
-        assert len(decoded) == has_tiles  # rows of one picture
+        assert len(decoded) == has_tiles  # rows of one image
     for tower in ("images", "cross_images"):
         require_shares(getattr(whole, tower), [getattr(one, tower) for one in found])
 
@@ -108,14 +108,14 @@ def test_ranks_that_encode_nothing_decode_nothing(tmp_path: Path, decoded: list[
         assert own.patches_PF.shape == (0, all_of_it.patches_PF.shape[1]) and own.grids == all_of_it.grids
 
 
-def test_a_picture_that_changed_is_refused_where_it_is_decoded(tmp_path: Path) -> None:
+def test_a_image_that_changed_is_refused_where_it_is_decoded(tmp_path: Path) -> None:
     dataset = minicpm(tmp_path, records=minicpm_records()[:2])
     first, second = (EncoderRank(rank, 2) for rank in range(2))
     whole = batch_of(dataset, [0, 1]).images
     assert whole is not None
     assert dataset.vision is not None
-    (picture,) = dataset.vision.pictures(1)
-    Image.new("RGB", (41, 30)).save(picture.file)
+    (image,) = dataset.vision.images(1)
+    Image.new("RGB", (41, 30)).save(image.file)
     with pytest.raises(UserError, match=r"line 2: field 'image' names .* is 41 x 30 now"):
         batch_of(dataset, [0, 1], encoder=second)
     assert batch_of(dataset, [0, 1], encoder=first).images is not None

@@ -220,6 +220,6 @@ def test_refused_configs(hf: dict[str, Any], change: dict[str, Any], message: st
     assert str(caught.value).count(". ") == 0
 
 
-def test_pictures_of_another_shape_are_no_omnilmm_tiles() -> None:
+def test_images_of_another_shape_are_no_omnilmm_tiles() -> None:
     with pytest.raises(ValueError, match="5 x 6"):
         random_module(OMNI)(patches_for(((5, 6),)), ((5, 6),))

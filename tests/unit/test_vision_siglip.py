@@ -121,8 +121,8 @@ def test_released_sizes() -> None:
         ({"vision_config": {**VISION, "hidden_act": "snake"}}, "hidden_act 'snake', but one of"),
         ({"vision_config": {**VISION, "attention_dropout": 0.1}}, "attention_dropout 0.1, but 0.0"),
         ({"vision_config": {**VISION, "layer_norm_eps": 0}}, "layer_norm_eps 0, but a number above 0"),
-        ({"mm_tokens_per_image": 8}, "8, which are not the squares of a picture of 6 x 6"),
-        ({"mm_tokens_per_image": 16}, "16, which are not the squares of a picture of 6 x 6"),
+        ({"mm_tokens_per_image": 8}, "8, which are not the squares of an image of 6 x 6"),
+        ({"mm_tokens_per_image": 16}, "16, which are not the squares of an image of 6 x 6"),
     ],
 )
 def test_other_configs_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -72,7 +72,7 @@ RECORDS: list[tuple[str, list[dict[str, Any]], str]] = [
     ("", [{"messages": [USER]}], "line 1: field 'messages' has no turn of the assistant"),
     ("", [{"messages": ["hi"]}], "line 1: field 'messages[0]' is a string"),
     ("", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "has no turn of the assistant"),
-    ("", [{"messages": [USER, ANSWER], "images": ["a.png"]}], "field 'images' names 1 picture, but <image>"),
+    ("", [{"messages": [USER, ANSWER], "images": ["a.png"]}], "field 'images' names 1 image, but <image>"),
     ("", [{"messages": [USER, ANSWER]}], "tokenizer.model has no chat template, which conversations"),
     ("dpo", [{"text": "ab"}], "line 1: the record has the fields text, expected"),
     ("dpo", [{"prompt": "a", "chosen": "b"}], "add 'rejected'"),

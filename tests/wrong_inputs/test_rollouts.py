@@ -51,7 +51,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"data.overlong": "cut"}, "data.overlong is cut and objective.name is grpo"),
     ({"data.learn_after_end": "false"}, "whose completions end where sampling ends: remove it"),
     ({"data.show": 2}, "whose rows are not there before the first step: rollout.show logs completions: remove it"),
-    ({"data.image_folder": "."}, "whose prompts have no pictures: remove it"),
+    ({"data.image_folder": "."}, "whose prompts have no images: remove it"),
     ({"train.last_batch": "full"}, "whose batches are all full, since prompts continue over the ends of epochs"),
     ({"train.eval_samples": 2}, "train.eval_samples is 2 and objective.name is grpo, which evaluates nothing"),
     ({"train.eval_mean": "rows"}, "train.eval_mean is rows and objective.name is grpo, which evaluates nothing"),

@@ -120,4 +120,4 @@ def spans_sentence(plain: Attention, blocks: AttentionBlocks) -> str:
         how = "plain torch, since no kernel here gives what merging needs"
     else:
         how = f"one more block for each, merged, by {blocks.name}"
-    return f"tokens of pictures see their whole picture: {how}"
+    return f"tokens of images see their whole image: {how}"

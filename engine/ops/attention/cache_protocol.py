@@ -43,14 +43,14 @@ class KeyValueCache(Protocol):
         ...
 
     def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        """Caches keys and values of encoded pictures, and attends to those of each row, now or before.
+        """Caches keys and values of encoded images, and attends to those of each row, now or before.
 
         Args:
             layer: the cross attention's name, such as `layers.3.cross_attention`.
             q_TND: [T, N, D].
-            rows: of the pictures of these tokens; None where they have none.
+            rows: of the images of these tokens; None where they have none.
 
         Returns:
-            [T, N, D], zeros where a row has no pictures.
+            [T, N, D], zeros where a row has no images.
         """
         ...

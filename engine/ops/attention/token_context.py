@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
     """What the layers of a model with cross attention attend to.
 
     Args:
-        features_KC: encoded rows of all pictures; on every rank all of them.
+        features_KC: encoded rows of all images; on every rank all of them.
         spans: who attends to which, in the order of the tokens; see ops.attention.cross.
         row_index_K: int64, the rows' dropout coordinates; None where nothing is dropped.
     """
@@ -72,7 +72,7 @@ class TokenContext:
         document_offsets: int32 [D + 1] cumulative document lengths on the device; see engine.kernels.records.Documents.
         cache: keys and values of earlier tokens, when text is generated; None where attention sees these tokens alone.
         experts: which weights each token takes; None for a model with one set of them.
-        encoded: pictures that layers attend to; None where there are none.
+        encoded: images that layers attend to; None where there are none.
         bidirectional: tokens that see what comes after them too; None where none does.
         padding_T: bool, the tokens that are padding; None where none is.
         balance: the auxiliary loss of a mixture's routers; None without one.

@@ -24,10 +24,10 @@ from engine.data.tokenize import tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.sentences import listed
-from engine.vision.data.reader import PictureReader
-from engine.vision.data.records import PictureSample
+from engine.vision.data.reader import ImageReader
+from engine.vision.data.records import ImageSample
 
-AnswerSample = CompletionSample | ChatSample | PictureSample
+AnswerSample = CompletionSample | ChatSample | ImageSample
 
 
 class Parsed(Protocol):
@@ -46,14 +46,14 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
     Args:
         seq_length: maximum tokens of one answer with its question.
         overlong: what happens to a longer one, as in `TokenDataset.build`; there is no "cut".
-        pictures: as for `engine.data.tokenize.tokenize_samples`.
+        images: as for `engine.data.tokenize.tokenize_samples`.
     """
 
     width: ClassVar[int]
     """Samples, and so documents, per record."""
 
-    def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None = None) -> None:
-        self._seq_length, self._overlong, self._pictures = seq_length, overlong, pictures
+    def __init__(self, seq_length: int, overlong: str, images: ImageReader | None = None) -> None:
+        self._seq_length, self._overlong, self._images = seq_length, overlong, images
         self._records = 0
 
     def collect(
@@ -85,13 +85,13 @@ class AnswerCollector(ABC, Generic[ParsedRecord]):
             raise UserError(f"{names} has no records; give a file that has some.")
         dataset = self._dataset(names, packing=packing)
         dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
-        dataset.read_with(None if self._pictures is None else self._pictures.family)
+        dataset.read_with(None if self._images is None else self._images.family)
         return dataset
 
     def _add_all(self, chunk: Sequence[ParsedRecord], tokenizer: Tokenizer) -> None:
         samples = [sample for record in chunk for sample in record.samples]
         documents = tokenize_samples(
-            samples, tokenizer, mask_prompt=True, stream_length=2, last_answer=True, pictures=self._pictures
+            samples, tokenizer, mask_prompt=True, stream_length=2, last_answer=True, images=self._images
         )
         of_records = zip(*[iter(documents)] * self.width, strict=True)
         for record, own in zip(chunk, of_records, strict=True):

@@ -8,7 +8,7 @@
 | messages or conversations, label: turns            | the turns before     | the last turn, of the assistant     |
 
 `label` is true where the answer was liked and false where it was not; `kto_tag` is read as the same. Turns may have
-pictures, questions that are texts may not. Each answer comes with a mismatched one: its question with the answer of the
+images, questions that are texts may not. Each answer comes with a mismatched one: its question with the answer of the
 previous kept record (the first takes the last). Mismatched answers are in rows of their own, in the same order as the
 answers.
 """
@@ -41,8 +41,8 @@ from engine.preferences.data.answers import AnswerCollector, AnswerSample, ends_
 from engine.sentences import listed
 from engine.telemetry.format import counted
 from engine.vision.data.columns import Extras, VisionColumns, vision_columns
-from engine.vision.data.reader import PictureReader
-from engine.vision.data.records import PictureSample
+from engine.vision.data.reader import ImageReader
+from engine.vision.data.records import ImageSample
 
 LABELS = ("label", "kto_tag")
 _FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": "completion"}
@@ -103,7 +103,7 @@ def _sample(place: Place, record: Record, found: str) -> AnswerSample:
     return sample
 
 
-def _roles(sample: PictureSample) -> tuple[Message, ...]:
+def _roles(sample: ImageSample) -> tuple[Message, ...]:
     return tuple({"role": turn.role, "content": turn.text} for turn in sample.conversation.turns)
 
 
@@ -115,7 +115,7 @@ def build_judged(
     packing: bool = False,
     overlong: str = "truncate",
     progress: Callable[[int, int], None] | None = None,
-    pictures: PictureReader | None = None,
+    images: ImageReader | None = None,
 ) -> TokenDataset:
     """Reads and tokenises files of judged answers; arguments as for
     `engine.preferences.data.preference_pairs.build_pairs`, but a row has room for `seq_length` tokens.
@@ -123,7 +123,7 @@ def build_judged(
     Raises:
         UserError: a file or record that cannot be used, or fewer than two answers, which leaves none to mismatch.
     """
-    collector = _Answers(seq_length, overlong, pictures)
+    collector = _Answers(seq_length, overlong, images)
     return collector.collect(paths, parse_judged, tokenizer=tokenizer, packing=packing, progress=progress)
 
 
@@ -132,10 +132,10 @@ class _Answers(AnswerCollector[Judged]):
 
     width = 1
 
-    def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None) -> None:
-        super().__init__(seq_length, overlong, pictures)
+    def __init__(self, seq_length: int, overlong: str, images: ImageReader | None) -> None:
+        super().__init__(seq_length, overlong, images)
         self._whole: list[Document] = []
-        self._in_picture = DroppedPlaces()
+        self._in_image = DroppedPlaces()
         self._liked: list[bool] = []
         self._longest = self._truncated = self._lost = self._too_long = self._prompt_only = self._without_target = 0
 
@@ -155,7 +155,7 @@ class _Answers(AnswerCollector[Judged]):
         elif not document.targets[:limit].any():
             self._prompt_only += 1
         elif document.beginning(limit) is None:
-            self._in_picture.add(document.place)
+            self._in_image.add(document.place)
         else:
             self._truncated += length > limit
             self._lost += max(0, length - limit)
@@ -175,7 +175,7 @@ class _Answers(AnswerCollector[Judged]):
             dropped_prompt_only=self._prompt_only,
             dropped_without_target=self._without_target,
         )
-        report = self._in_picture.told(report)
+        report = self._in_image.told(report)
         if len(self._whole) < 2:
             kept = counted(len(self._whole), "answer")
             raise UserError(report.nothing_left(names, f"{kept} to train on, and at least 2 are expected"))
@@ -192,12 +192,12 @@ class _Answers(AnswerCollector[Judged]):
 
     def _cut(self, document: Document) -> Document:
         kept = document.beginning(self._seq_length)
-        assert kept is not None, "pictures are in questions, which are never cut"
+        assert kept is not None, "images are in questions, which are never cut"
         return kept
 
 
 def _mismatched(own: Document, other: Document) -> Document:
-    """Returns the question of one document, with all its pictures, as answers have none, and the answer of another."""
+    """Returns the question of one document, with all its images, as answers have none, and the answer of another."""
     question, answer = int(own.targets.argmax()), int(other.targets.argmax())
     mine, theirs = own.extras or Extras(), other.extras or Extras()
     # the last position of a question predicts the answer's first token
@@ -207,7 +207,7 @@ def _mismatched(own: Document, other: Document) -> Document:
         own.place,
         np.concatenate((own.tokens[:question], other.tokens[answer:])),
         np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:])),
-        Extras(mine.pictures, odd) if mine.pictures or odd else None,
+        Extras(mine.images, odd) if mine.images or odd else None,
     )
 
 

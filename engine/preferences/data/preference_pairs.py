@@ -35,7 +35,7 @@ from engine.data.formats import (
     CompletionSample,
     conversation_sample,
     conversation_turns,
-    refuse_pictures,
+    refuse_images,
     refuse_unusable,
     string_field,
 )
@@ -45,7 +45,7 @@ from engine.errors import UserError
 from engine.preferences.data.answers import AnswerCollector, AnswerSample, ends_with_answer
 from engine.sentences import listed
 from engine.vision.data.columns import vision_columns
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 
 ANSWERS = ("chosen", "rejected")
 
@@ -80,7 +80,7 @@ def parse_pair(place: Place, record: Record) -> Pair:
     refuse_unusable(place, record)
     sides: list[AnswerSample]
     if isinstance(record["chosen"], str):
-        refuse_pictures(place, record, "answers that are texts")
+        refuse_images(place, record, "answers that are texts")
         prompt, answers = _texts(place, record)
         sides = [CompletionSample(place, prompt, answer) for answer in answers]
     else:
@@ -141,7 +141,7 @@ def build_pairs(
     packing: bool = False,
     overlong: str = "truncate",
     progress: Callable[[int, int], None] | None = None,
-    pictures: PictureReader | None = None,
+    images: ImageReader | None = None,
 ) -> TokenDataset:
     """Reads and tokenises files of pairs.
 
@@ -152,12 +152,12 @@ def build_pairs(
         packing: put several pairs into a row.
         overlong: as in `TokenDataset.build`, for each side; a pair is dropped when one of its sides is.
         progress: called with (records done, records in all) now and then.
-        pictures: as for `engine.data.tokenize.tokenize_samples`.
+        images: as for `engine.data.tokenize.tokenize_samples`.
 
     Raises:
         UserError: a file or record that cannot be used, or nothing left to compare.
     """
-    collector = _Pairs(seq_length, overlong, pictures)
+    collector = _Pairs(seq_length, overlong, images)
     return collector.collect(paths, parse_pair, tokenizer=tokenizer, packing=packing, progress=progress)
 
 
@@ -166,11 +166,11 @@ class _Pairs(AnswerCollector[Pair]):
 
     width = 2
 
-    def __init__(self, seq_length: int, overlong: str, pictures: PictureReader | None) -> None:
-        super().__init__(seq_length, overlong, pictures)
+    def __init__(self, seq_length: int, overlong: str, images: ImageReader | None) -> None:
+        super().__init__(seq_length, overlong, images)
         self._kept: list[Document] = []
         self._longest = self._truncated = self._lost = 0
-        self._in_picture = DroppedPlaces()
+        self._in_image = DroppedPlaces()
         self._overlong_pairs = self._prompt_only = self._without_target = self._alike = 0
 
     def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
@@ -188,7 +188,7 @@ class _Pairs(AnswerCollector[Pair]):
             return
         sides = [side for document in documents if (side := document.beginning(limit)) is not None]
         if len(sides) < self.width:
-            self._in_picture.add(record.place)
+            self._in_image.add(record.place)
             return
         if not all(side.targets.any() for side in documents):
             self._without_target += 1
@@ -215,7 +215,7 @@ class _Pairs(AnswerCollector[Pair]):
             dropped_without_target=self._without_target,
             dropped_alike=self._alike,
         )
-        report = self._in_picture.told(report)
+        report = self._in_image.told(report)
         if not self._kept:
             raise UserError(report.nothing_left(names, "nothing to compare"))
         lengths = [len(document.tokens) for document in self._kept]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.data.formats import conversation_turns, refuse_pictures, refuse_unusable, string_field
+from engine.data.formats import conversation_turns, refuse_images, refuse_unusable, string_field
 from engine.data.order import DataOrder
 from engine.data.record_files import Place, Record, expand_paths, read_records
 from engine.data.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
         UserError: a malformed record: names file, record and field.
     """
     refuse_unusable(place, record)
-    refuse_pictures(place, record, "a prompt of rollouts")
+    refuse_images(place, record, "a prompt of rollouts")
     name = next((name for name in ("prompt", "messages") if name in record), None)
     if name is None:
         found = listed(record) or "none"
@@ -196,7 +196,7 @@ class PromptLoader:
     """
 
     family = None
-    """No vision-language family: prompts have no pictures."""
+    """No vision-language family: prompts have no images."""
 
     def __init__(
         self,

@@ -47,11 +47,11 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             f"that sees less than a row's {length} tokens, and that is computed from lengths on the host: set "
             "memory.cuda_graph to none, or, where there is no cap, data.seq_length to the model's window."
         )
-    # a graph has places for tokens alone: not for pictures, nor for which tokens stand for them
-    if decoder.token_experts or decoder.cross_attention is not None or decoder.bidirectional_pictures:
+    # a graph has places for tokens alone: not for images, nor for which tokens stand for them
+    if decoder.token_experts or decoder.cross_attention is not None or decoder.bidirectional_images:
         raise UserError(
             f"memory.cuda_graph is {graph}, but which weights a token of this {decoder.family} model meets, or what it "
-            "attends to, changes with the pictures of a micro-batch: set memory.cuda_graph to none."
+            "attends to, changes with the images of a micro-batch: set memory.cuda_graph to none."
         )
     if decoder.routed is not None:
         raise UserError(
@@ -61,11 +61,11 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
     if decoder.rope_axes or decoder.deepstack:
         raise UserError(
             f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "
-            "to them in its first layers, change with the pictures of a micro-batch: set memory.cuda_graph to none."
+            "to them in its first layers, change with the images of a micro-batch: set memory.cuda_graph to none."
         )
     if graph == "step" and decoder.vision is not None:
         raise UserError(
-            "memory.cuda_graph is step, but the sizes of a micro-batch's pictures are known on the host only: set "
+            "memory.cuda_graph is step, but the sizes of a micro-batch's images are known on the host only: set "
             "memory.cuda_graph to layer or none."
         )
 

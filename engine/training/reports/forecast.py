@@ -1,7 +1,7 @@
 """Compares the memory that the planner predicts with what the run holds: one line at the start, and a warning where
 they differ.
 
-The prediction is for rows as long as the longest one of the data, with as many tiles of pictures as any of them has;
+The prediction is for rows as long as the longest one of the data, with as many tiles of images as any of them has;
 tiles are taken to be of the family's usual size. Only rank 0 predicts and speaks. A run that the
 planner cannot describe has no prediction.
 """

@@ -1,8 +1,8 @@
-"""Pictures of any size as LLaVA-NeXT and LLaVA-OneVision cut them: the whole in one tile, and a grid of tiles that it
+"""Images of any size as LLaVA-NeXT and LLaVA-OneVision cut them: the whole in one tile, and a grid of tiles that it
 is padded to.
 
 Of the features of the grid those of padding are left out; each row of what is left ends with one that marks its end.
-All of that follows from the picture's size. OneVision scales down what is still too much, and a picture that is not
+All of that follows from the image's size. OneVision scales down what is still too much, and an image that is not
 alone in its conversation is one tile there, and one mark.
 """
 
@@ -17,7 +17,7 @@ from engine.vision.data.pixels import Grid, Size
 
 
 def most_tiles(aspect_ratio: object) -> int:
-    """Returns how many tiles' features a picture may have, of a `vision_aspect_ratio` such as "anyres_max_9".
+    """Returns how many tiles' features an image may have, of a `vision_aspect_ratio` such as "anyres_max_9".
 
     Raises:
         UserError: it is something else.
@@ -31,10 +31,10 @@ def most_tiles(aspect_ratio: object) -> int:
 
 
 def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, side: int, most: int | None) -> Grid:
-    """Returns the grid of a picture.
+    """Returns the grid of an image.
 
     Args:
-        size: of the picture.
+        size: of the image.
         pinpoints: heights and widths in pixels that it may be padded to.
         tile: pixels on a side of a tile.
         side: patches on a side of a tile.
@@ -53,7 +53,7 @@ def anyres_grid(size: Size, pinpoints: Sequence[tuple[int, int]], *, tile: int, 
     ratio = 0.0 if most is None else math.sqrt(rows * columns / (most * side**2))
     scaled = (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
     if ratio > 1.1 and min(scaled) < 1:
-        raise UserError(f"a picture of {width} x {height} is so long and thin that no features of it are left; cut it.")
+        raise UserError(f"an image of {width} x {height} is so long and thin that no features of it are left; cut it.")
     return ((1 + tiles_down * tiles_across) * side, side, tiles_down, tiles_across, rows, columns, *scaled)
 
 
@@ -65,7 +65,7 @@ def _without_padding(height: int, width: int, rows: int, columns: int) -> tuple[
 
 
 def num_features(grid: Grid) -> int:
-    """Returns the features of a picture with the grid of `anyres_grid`, or with that of one tile."""
+    """Returns the features of an image with the grid of `anyres_grid`, or with that of one tile."""
     if len(grid) == 2:
         return grid[0] * grid[1] + 1
     return grid[1] ** 2 + grid[6] * (grid[7] + 1)

@@ -1,7 +1,7 @@
-"""Conversations and pictures of CogVLM (both generations) and CogAgent, as `build_conversation_input_ids` writes them.
+"""Conversations and images of CogVLM (both generations) and CogAgent, as `build_conversation_input_ids` writes them.
 
-A conversation has one picture at most. It stands in front of all text, behind the begin token, wherever it was.
-Its tokens are boi, the patches and eoi. All patches have one position, and all but eoi take the weights for pictures.
+A conversation has one image at most. It stands in front of all text, behind the begin token, wherever it was.
+Its tokens are boi, the patches and eoi. All patches have one position, and all but eoi take the weights for images.
 
 The history is part of the prompt's text, so that a document has one answer: a record gives one document for each of its
 answers, with the turns before it as the history. (The originals' scripts draw one answer of a record at random.)
@@ -154,20 +154,20 @@ class CogVLM(VisionFamily):
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         return [(start, end - 1) for start, end in spans]
 
-    def _prompt(self, chat: Conversation, history: Rounds, query: str, num_pictures: int) -> ChatWriter:
-        if num_pictures > 1:
-            raise UserError(f"the record has {num_pictures} pictures, but the model takes one; keep one of them.")
+    def _prompt(self, chat: Conversation, history: Rounds, query: str, num_images: int) -> ChatWriter:
+        if num_images > 1:
+            raise UserError(f"the record has {num_images} images, but the model takes one; keep one of them.")
         if history and self._forgets:
             raise UserError(
                 f"the layout {self._template!r} has room for one question, but the record has {len(history) + 1}; set "
                 "template_version in the model's config.json to chat, or keep one question."
             )
-        writer = ChatWriter(self._text, num_pictures)
+        writer = ChatWriter(self._text, num_images)
         writer.write_ids([self._bos])
-        if num_pictures:
+        if num_images:
             writer.place(0, self._padding, self._features)
         elif self._is_agent:
-            raise UserError("the record has no picture, but the model's layers attend to one; remove the record.")
+            raise UserError("the record has no image, but the model's layers attend to one; remove the record.")
         writer.write(self._layout(history, query))
         writer.mark()
         return writer
@@ -190,6 +190,6 @@ def _rounds(turns: Sequence[Turn]) -> Iterator[tuple[str, str | None]]:
             yield query, turn.text
             query = None
         else:
-            query = turn.text.strip("\n") if turn.pictures else turn.text
+            query = turn.text.strip("\n") if turn.images else turn.text
     if query is not None:
         yield query, None

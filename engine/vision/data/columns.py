@@ -1,6 +1,6 @@
-"""What documents of a vision-language model have beside their tokens, as columns: pictures, their places, odd labels.
+"""What documents of a vision-language model have beside their tokens, as columns: images, their places, odd labels.
 
-Columns rather than objects, so that the ranks of a machine can map one copy, and millions of pictures are a few arrays.
+Columns rather than objects, so that the ranks of a machine can map one copy, and millions of images are a few arrays.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPicture:
-    """One picture of a document.
+class PlacedImage:
+    """One image of a document.
 
     Args:
         path: as the record has it.
@@ -50,22 +50,22 @@ class Extras:
     """What one document has beside its tokens.
 
     Args:
-        pictures: in the order of their features.
+        images: in the order of their features.
         odd_labels: what a position must predict, where that is neither the next token nor nothing.
     """
 
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     odd_labels: Mapping[int, int] | None = None
 
     @property
     def spans(self) -> list[Span]:
         """The tokens that features replace."""
-        return [span for picture in self.pictures for span in picture.spans]
+        return [span for image in self.images for span in image.spans]
 
     def cut(self, length: int) -> Extras | None:
-        """Returns what the first tokens of the document have; None where the cut would go through a picture."""
-        kept = tuple(picture for picture in self.pictures if picture.spans[0][0] < length)
-        if any(picture.spans[-1][1] > length for picture in kept):
+        """Returns what the first tokens of the document have; None where the cut would go through an image."""
+        kept = tuple(image for image in self.images if image.spans[0][0] < length)
+        if any(image.spans[-1][1] > length for image in kept):
             return None
         # the last position of a document has nothing to predict
         labels = {at: label for at, label in (self.odd_labels or {}).items() if at < length - 1}
@@ -77,18 +77,18 @@ class VisionColumns:
     """The extras of all documents, D of them.
 
     Args:
-        picture_offsets: int64 [D + 1], where the pictures of each document begin; P in all.
+        image_offsets: int64 [D + 1], where the images of each document begin; P in all.
         sizes: int64 [P, 2], width and height.
-        alone: bool [P], see `PlacedPicture`.
-        span_offsets: int64 [P + 1], where the spans of each picture begin.
+        alone: bool [P], see `PlacedImage`.
+        span_offsets: int64 [P + 1], where the spans of each image begin.
         spans: int64 [spans, 2], start and end, from the document's first token.
         label_offsets: int64 [D + 1], where the odd labels of each document begin.
         labels: int64 [labels, 2], position and label.
-        text_offsets: int64 [3 P + 1], where path, folder and description of each picture begin.
+        text_offsets: int64 [3 P + 1], where path, folder and description of each image begin.
         text: uint8, all of them in UTF-8.
     """
 
-    picture_offsets: IntArray
+    image_offsets: IntArray
     sizes: IntArray
     alone: NDArray[np.bool_]
     span_offsets: IntArray
@@ -101,15 +101,15 @@ class VisionColumns:
     @classmethod
     def of(cls, documents: Sequence[Extras]) -> VisionColumns:
         """Returns the columns of some documents."""
-        pictures = [picture for document in documents for picture in document.pictures]
+        images = [image for document in documents for image in document.images]
         odd = [document.odd_labels or {} for document in documents]
-        texts = [text.encode() for picture in pictures for text in (picture.path, picture.folder, picture.where)]
+        texts = [text.encode() for image in images for text in (image.path, image.folder, image.where)]
         return cls(
-            picture_offsets=_offsets(len(document.pictures) for document in documents),
-            sizes=_pairs(picture.size for picture in pictures),
-            alone=np.array([picture.alone for picture in pictures], dtype=bool),
-            span_offsets=_offsets(len(picture.spans) for picture in pictures),
-            spans=_pairs(span for picture in pictures for span in picture.spans),
+            image_offsets=_offsets(len(document.images) for document in documents),
+            sizes=_pairs(image.size for image in images),
+            alone=np.array([image.alone for image in images], dtype=bool),
+            span_offsets=_offsets(len(image.spans) for image in images),
+            spans=_pairs(span for image in images for span in image.spans),
             label_offsets=_offsets(map(len, odd)),
             labels=_pairs(pair for labels in odd for pair in labels.items()),
             text_offsets=_offsets(map(len, texts)),
@@ -118,39 +118,39 @@ class VisionColumns:
 
     @property
     def num_documents(self) -> int:
-        return len(self.picture_offsets) - 1
+        return len(self.image_offsets) - 1
 
     @property
     def feature_counts(self) -> IntArray:
         """int64 [D], tokens of each document that features replace."""
         before = np.concatenate([[0], np.cumsum(self.spans[:, 1] - self.spans[:, 0], dtype=np.int64)])
-        return np.diff(before[self.span_offsets[self.picture_offsets]])
+        return np.diff(before[self.span_offsets[self.image_offsets]])
 
     @property
     def label_counts(self) -> IntArray:
         """int64 [D], odd labels of each document."""
         return np.diff(self.label_offsets)
 
-    def pictures(self, document: int) -> Iterator[PlacedPicture]:
-        """Yields the pictures of a document."""
-        for number in range(int(self.picture_offsets[document]), int(self.picture_offsets[document + 1])):
+    def images(self, document: int) -> Iterator[PlacedImage]:
+        """Yields the images of a document."""
+        for number in range(int(self.image_offsets[document]), int(self.image_offsets[document + 1])):
             width, height = self.sizes[number].tolist()
             first, end = self.span_offsets[number : number + 2].tolist()
             spans = tuple((start, stop) for start, stop in self.spans[first:end].tolist())
             path, folder, where = self._texts(number)
-            yield PlacedPicture(path, folder, where, (width, height), spans, bool(self.alone[number]))
+            yield PlacedImage(path, folder, where, (width, height), spans, bool(self.alone[number]))
 
     def spans_of(self, document: int) -> list[Span]:
         """Returns the tokens of a document that features replace."""
-        return [span for picture in self.pictures(document) for span in picture.spans]
+        return [span for image in self.images(document) for span in image.spans]
 
     def odd_labels(self, document: int) -> tuple[IntArray, IntArray]:
         """Returns the positions of a document that have odd labels, and these."""
         pairs = self.labels[self.label_offsets[document] : self.label_offsets[document + 1]]
         return pairs[:, 0], pairs[:, 1]
 
-    def _texts(self, picture: int) -> tuple[str, str, str]:
-        offsets = self.text_offsets[3 * picture : 3 * picture + 4].tolist()
+    def _texts(self, image: int) -> tuple[str, str, str]:
+        offsets = self.text_offsets[3 * image : 3 * image + 4].tolist()
         path, folder, where = (self.text[start:end].tobytes().decode() for start, end in pairwise(offsets))
         return path, folder, where
 
@@ -160,7 +160,7 @@ class VisionColumns:
 
     def identity(self) -> Iterator[NDArray[Any]]:
         """Yields the arrays that training depends on, which folder and file of records are not."""
-        yield from (self.picture_offsets, self.sizes, self.span_offsets, self.spans, self.label_offsets, self.labels)
+        yield from (self.image_offsets, self.sizes, self.span_offsets, self.spans, self.label_offsets, self.labels)
         for number in range(len(self.sizes)):
             start, end = self.text_offsets[3 * number : 3 * number + 2].tolist()
             yield self.text[start:end]
@@ -184,7 +184,7 @@ def joined(parts: Sequence[VisionColumns | None], counts: Sequence[int]) -> Visi
         return None
     whole = [part or VisionColumns.of([Extras()] * count) for part, count in zip(parts, counts, strict=True)]
     return VisionColumns(
-        picture_offsets=_chained([part.picture_offsets for part in whole]),
+        image_offsets=_chained([part.image_offsets for part in whole]),
         sizes=np.concatenate([part.sizes for part in whole]),
         alone=np.concatenate([part.alone for part in whole]),
         span_offsets=_chained([part.span_offsets for part in whole]),

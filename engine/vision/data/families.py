@@ -19,8 +19,8 @@ from engine.vision.data.processors import STAND_INS, ProcessorFamily
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
 _COGVLM_TYPES = ("cogvlm", "cogvlm2", "cogagent")
 
-PICTURE_MODELS = tuple(sorted((*STAND_INS, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
-"""The model types whose pictures are read."""
+IMAGE_MODELS = tuple(sorted((*STAND_INS, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
+"""The model types whose images are read."""
 
 
 def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> VisionFamily | None:
@@ -49,7 +49,7 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"config.json lacks what the pictures of a {architecture or config.get('model_type')} need ({error!r}); "
+            f"config.json lacks what the images of a {architecture or config.get('model_type')} need ({error!r}); "
             "copy it again."
         ) from error
     return None

@@ -1,7 +1,7 @@
 """What the data side knows of a family of vision-language models: one interface, and the records that go through it.
 
-A family turns a conversation with pictures into tokens, of which some stand where features of the pictures go, and a
-picture into patches. The first needs only the pictures' sizes, so that tokenising reads no pixels. Everything here is a
+A family turns a conversation with images into tokens, of which some stand where features of the images go, and an
+image into patches. The first needs only the images' sizes, so that tokenising reads no pixels. Everything here is a
 pure function of configuration, text and sizes.
 """
 
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 """[start, end) of tokens of a document."""
 
 Placing = Literal["in_place", "split", "parts"]
-"""Where pictures stood in a record: markers in the text, numbered markers by which MiniCPM-V's script splits the text,
+"""Where images stood in a record: markers in the text, numbered markers by which MiniCPM-V's script splits the text,
 or parts of a list."""
 
 
@@ -35,7 +35,7 @@ class Turn:
 
     Args:
         role: "system", "user" or "assistant".
-        parts: text, and numbers of the conversation's pictures, in order.
+        parts: text, and numbers of the conversation's images, in order.
     """
 
     role: str
@@ -43,11 +43,11 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The text without the pictures."""
+        """The text without the images."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
-    def pictures(self) -> list[int]:
+    def images(self) -> list[int]:
         return [part for part in self.parts if isinstance(part, int)]
 
 
@@ -59,9 +59,9 @@ class Conversation:
     placing: Placing = "in_place"
 
 
-def with_picture_first(chat: Conversation, num_pictures: int) -> Conversation:
-    """Returns the conversation with its only picture in front of the text, where no place is named."""
-    if num_pictures != 1 or any(turn.pictures for turn in chat.turns) or not chat.turns:
+def with_image_first(chat: Conversation, num_images: int) -> Conversation:
+    """Returns the conversation with its only image in front of the text, where no place is named."""
+    if num_images != 1 or any(turn.images for turn in chat.turns) or not chat.turns:
         return chat
     at = next((number for number, turn in enumerate(chat.turns) if turn.role == "user"), 0)
     turn = chat.turns[at]
@@ -76,7 +76,7 @@ class EncodedChat:
     Args:
         ids: of all tokens, the stand-ins of features included.
         targets: whether each token is a target; the first never is.
-        spans: for each picture, by its number, the tokens that its features replace, in the order of the features.
+        spans: for each image, by its number, the tokens that its features replace, in the order of the features.
         odd_labels: what a position must predict, where that is neither the next token nor nothing.
     """
 
@@ -88,7 +88,7 @@ class EncodedChat:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The pixels of one picture for one tower.
+    """The pixels of one image for one tower.
 
     Args:
         patches_PF: float32, the patches of all tiles, tile after tile.
@@ -101,15 +101,15 @@ class Tiles:
 
 class VisionFamily(ABC):
     """The interface of a family. What most of them have in common is what a family has that does not say otherwise:
-    one tower, one set of weights, positions and attention as for text, and pictures as their files have them.
+    one tower, one set of weights, positions and attention as for text, and images as their files have them.
 
     Attributes:
         patch_features: F, numbers of a patch.
-        cross_patch_features: the same of a second tower that reads each picture too, or None.
-        has_experts: whether tokens of pictures take weights of their own.
+        cross_patch_features: the same of a second tower that reads each image too, or None.
+        has_experts: whether tokens of images take weights of their own.
         rotates_by_grid: whether positions are those in time, height and width.
-        is_bidirectional: whether tokens of a picture see the whole picture.
-        turns_upright: whether pictures are turned as their EXIF orientation says.
+        is_bidirectional: whether tokens of an image see the whole image.
+        turns_upright: whether images are turned as their EXIF orientation says.
         remark: on what a run computes otherwise than the original may, for its log; None for nothing.
     """
 
@@ -126,8 +126,8 @@ class VisionFamily(ABC):
         """Yields what is trained on: one item, or one for each answer where the layout has room for one answer only.
 
         Args:
-            chat: its turns' pictures are numbers into `sizes`.
-            sizes: of the pictures.
+            chat: its turns' images are numbers into `sizes`.
+            sizes: of the images.
             learn: which answers are targets.
 
         Raises:
@@ -144,7 +144,7 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
-        """Returns the grids of the tiles that `tiles` makes of a picture of this size.
+        """Returns the grids of the tiles that `tiles` makes of an image of this size.
 
         Args:
             alone: its conversation has no other.
@@ -152,7 +152,7 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
-        """Returns the patches of an RGB picture.
+        """Returns the patches of an RGB image.
 
         Args:
             alone: its conversation has no other.
@@ -180,10 +180,10 @@ class VisionFamily(ABC):
 
         Args:
             spans: the tokens that features replace, in order.
-            sizes: of the document's pictures.
+            sizes: of the document's images.
         """
         return np.arange(length, dtype=np.int64)
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Returns the tokens that take the weights for pictures, given those that features replace."""
+        """Returns the tokens that take the weights for images, given those that features replace."""
         return ()

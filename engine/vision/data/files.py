@@ -1,7 +1,7 @@
-"""Reads picture files: the size from the header alone, and later the pixels.
+"""Reads image files: the size from the header alone, and later the pixels.
 
-What a picture is, its file decides: of several frames the first is taken, and what the camera noted on how it was held
-counts where the model's own code follows it. What cannot be read is an error; no other picture takes its place.
+What an image is, its file decides: of several frames the first is taken, and what the camera noted on how it was held
+counts where the model's own code follows it. What cannot be read is an error; no other image takes its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 89_478_485
-"""Pixels of the largest picture that is read: Pillow's own limit, above which a small file may fill the memory."""
+"""Pixels of the largest image that is read: Pillow's own limit, above which a small file may fill the memory."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names for what is read. Of its other formats, EPS starts a program, AVIF and JPEG 2000 take as much memory
 as the compressed pixels ask for, whatever the header says, PPM is decoded number by number, and the rest is rare."""
@@ -31,8 +31,8 @@ _FOREIGN = {"PDF": (0, b"%PDF"), "HEIC": (4, b"ftyphe"), "HEIF": (4, b"ftypmif1"
 """Formats that Pillow has no reader for: how their files begin, and where."""
 
 
-def picture_size(path: Path, where: str, *, upright: bool = False) -> Size:
-    """Returns a picture's width and height from its header.
+def image_size(path: Path, where: str, *, upright: bool = False) -> Size:
+    """Returns an image's width and height from its header.
 
     Args:
         path: of the file.
@@ -40,7 +40,7 @@ def picture_size(path: Path, where: str, *, upright: bool = False) -> Size:
         upright: the size once it is turned as its EXIF orientation says.
 
     Raises:
-        UserError: the file is not there, is no picture, or is too large.
+        UserError: the file is not there, is no image, or is too large.
     """
     from PIL.Image import DecompressionBombWarning
 
@@ -50,11 +50,11 @@ def picture_size(path: Path, where: str, *, upright: bool = False) -> Size:
             return _checked_size(image, path, where, upright)
 
 
-def read_picture(path: Path, expected: Size, where: str, *, upright: bool = False) -> Image:
-    """Returns the pixels of a picture as RGB.
+def read_image(path: Path, expected: Size, where: str, *, upright: bool = False) -> Image:
+    """Returns the pixels of an image as RGB.
 
     Args:
-        path, where, upright: as for `picture_size`.
+        path, where, upright: as for `image_size`.
         expected: the size that its header had when the records were read.
 
     Raises:
@@ -66,7 +66,7 @@ def read_picture(path: Path, expected: Size, where: str, *, upright: bool = Fals
         if (size := _checked_size(image, path, where, upright)) != expected:
             raise UserError(
                 f"{where} names {path}, which was {_words(expected)} when the records were read and is "
-                f"{_words(size)} now; do not change pictures during a run."
+                f"{_words(size)} now; do not change images during a run."
             )
         if upright and _orientation(image) != 1:
             exif_transpose(image, in_place=True)
@@ -77,7 +77,7 @@ def read_picture(path: Path, expected: Size, where: str, *, upright: bool = Fals
 
 @contextmanager
 def _readable(path: Path, where: str) -> Iterator[Image]:
-    """Opens a picture; what Pillow says against it while it is open becomes one sentence."""
+    """Opens an image; what Pillow says against it while it is open becomes one sentence."""
     from PIL import Image
 
     names = f"{where} names {path}"
@@ -91,7 +91,7 @@ def _readable(path: Path, where: str) -> Iterator[Image]:
                 limited.end_header()
                 yield opened
     except ExcessError as excess:
-        raise UserError(f"{names}, which {excess}, so it is not read; save the picture again.") from None
+        raise UserError(f"{names}, which {excess}, so it is not read; save the image again.") from None
     except UserError:
         raise
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _regular_file(path: Path, names: str) -> Iterator[BinaryIO]:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{names}, which is not a regular file; give a picture in a file.")
+            raise UserError(f"{names}, which is not a regular file; give an image in a file.")
         if found.st_size > MOST_BYTES:
             raise UserError(f"{names}, which has {found.st_size:,} bytes, more than {MOST_BYTES:,}; make it smaller.")
         yield file
@@ -133,7 +133,7 @@ def _kind(file: BinaryIO, names: str) -> str:
     if kind is None:
         kind = next((name for name, (place, start) in _FOREIGN.items() if prefix.startswith(start, place)), None)
     if kind is None:
-        raise UserError(f"{names}, which is no picture that Pillow can read; replace the file.")
+        raise UserError(f"{names}, which is no image that Pillow can read; replace the file.")
     if kind not in FORMATS:
         known = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
         raise UserError(f"{names}, whose format is {kind}, but {known} are read; convert it to PNG or JPEG.")
@@ -144,14 +144,14 @@ _TOO_LARGE = f"which has more than {MOST_PIXELS:,} pixels; make it smaller"
 
 
 def _orientation(image: Image) -> int:
-    """Returns the EXIF orientation in the header; 1 where the picture is upright."""
+    """Returns the EXIF orientation in the header; 1 where the image is upright."""
     from PIL import Image as images
 
     if image.format == "TIFF":
         return 1  # Pillow turns these itself
     if (size := len(image.info.get("exif", b""))) > _MOST_EXIF:
         raise ExcessError(f"has {size:,} bytes of EXIF, more than {_MOST_EXIF:,}")
-    # PNG's own method would decode the picture to look for a note behind its pixels
+    # PNG's own method would decode the image to look for a note behind its pixels
     found = images.Image.getexif(image).get(_ORIENTATION, 1)
     return found if found in range(1, 9) else 1
 
@@ -172,7 +172,7 @@ _MOST_EXIF = 1 << 20
 """Size limit of EXIF, of which a JPEG file has 64 KiB at most: Pillow makes objects of its tables."""
 _SIDEWAYS = (5, 6, 7, 8)
 _TILE_SIDES = (322, 323)
-"""TIFF's tags for the width and height of tiles, which libtiff decodes as a whole, whatever the picture's size."""
+"""TIFF's tags for the width and height of tiles, which libtiff decodes as a whole, whatever the image's size."""
 
 
 def _checked_size(image: Image, path: Path, where: str, upright: bool) -> Size:

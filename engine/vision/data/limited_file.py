@@ -1,7 +1,7 @@
-"""The file that Pillow reads a picture from, which ends what would take more memory or time than a picture does.
+"""The file that Pillow reads an image from, which ends what would take more memory or time than an image does.
 
-Pillow limits the pixels of a picture, but not what else a file may consist of: millions of empty chunks, comments of
-one byte each, tables that are longer than the picture, scans that go over the same pixels again and again. A file of a
+Pillow limits the pixels of an image, but not what else a file may consist of: millions of empty chunks, comments of
+one byte each, tables that are longer than the image, scans that go over the same pixels again and again. A file of a
 few kilobytes can take minutes in this way, and one of some megabytes gigabytes.
 """
 
@@ -13,7 +13,7 @@ from typing import BinaryIO
 from engine.errors import UserError
 
 MOST_BYTES = 256 << 20
-"""Size limit of a file: the largest picture that is read has about as many bytes uncompressed."""
+"""Size limit of a file: the largest image that is read has about as many bytes uncompressed."""
 _MOST_READS = 1 << 19
 """Pillow reads a chunk, a comment or a strip in a few reads, and pixels in blocks of 64 KiB."""
 _MOST_HEADER_BYTES = 8 << 20
@@ -23,15 +23,15 @@ _REPEATED = {"JPEG": (b"\xff\xda", "scans"), "PNG": (b"iCCP", "color profiles")}
 """Parts that take long however few bytes they have, with the bytes that mark them: a scan of a JPEG file goes over all
 pixels (progressive files have about ten), a profile of a PNG file inflates to a megabyte (files have one)."""
 _MOST_VALUES = 1 << 16
-"""Length limit of a TIFF file's tables: one value for each row of a picture of that height."""
+"""Length limit of a TIFF file's tables: one value for each row of an image of that height."""
 _WITHOUT_HEADER = ("TIFF", "WEBP")
-"""Formats whose files Pillow reads as a whole, or in any order, to know the size of the picture."""
+"""Formats whose files Pillow reads as a whole, or in any order, to know the size of the image."""
 _TIFF_BYTES = (1, 2, 7)
 """Types of a TIFF file's tables that stay bytes when they are read."""
 
 
 class ExcessError(UserError):
-    """Raised where a file exceeds what a picture consists of; its words say how."""
+    """Raised where a file exceeds what an image consists of; its words say how."""
 
 
 class LimitedFile:
@@ -84,10 +84,10 @@ class LimitedFile:
 
 
 def check_tiff_tables(file: BinaryIO) -> None:
-    """Checks the lengths of the tables of a TIFF file's first picture, which Pillow turns into objects as it opens it.
+    """Checks the lengths of the tables of a TIFF file's first image, which Pillow turns into objects as it opens it.
 
     Raises:
-        ExcessError: a table is longer than a picture needs.
+        ExcessError: a table is longer than an image needs.
         struct.error: the file breaks off.
     """
     file.seek(0)

@@ -1,16 +1,16 @@
-"""Conversations and pictures of MiniCPM-V 2.0, 2.5 and 2.6, as their finetune script and their `chat` write them.
+"""Conversations and images of MiniCPM-V 2.0, 2.5 and 2.6, as their finetune script and their `chat` write them.
 
 What is trained on follows the script (2.0 that of 2024-05, the others that of 2025-09), with what is odd about it:
 
-- A picture without a marker comes first, with a line break behind it.
+- An image without a marker comes first, with a line break behind it.
 - Numbered markers (`<image_00>`) split the text, and its pieces are joined by line breaks, which adds blank lines.
-- 2.6 numbers (`<image_id>`) only the pictures that are cut into tiles; `chat` numbers all.
+- 2.6 numbers (`<image_id>`) only the images that are cut into tiles; `chat` numbers all.
 - 2.0 has no begin token, and encodes the header of each turn, and each turn, by itself, so that sentencepiece's space
   mark opens each. Only the last turn has an end token.
 - The last token of an answer that is not the end of the text must predict the end token: for 2.0 this is where the
   answers that have no end token learn one, for the others it is a second one.
 
-`chat` joins the parts of a turn by line breaks, and encodes the text as a whole. Pictures that are parts of a list
+`chat` joins the parts of a turn by line breaks, and encodes the text as a whole. Images that are parts of a list
 are joined in this way for training too.
 """
 
@@ -30,7 +30,7 @@ from engine.vision.data.family import (
     Tiles,
     Turn,
     VisionFamily,
-    with_picture_first,
+    with_image_first,
 )
 from engine.vision.data.pixels import Grid, Normalisation, Size
 from engine.vision.data.slicing import Slices, SlicingRule
@@ -86,7 +86,7 @@ class MiniCPMV(VisionFamily):
         self.remark = _PADDING if self._pads_tiles else None
         given = {**config, **(config.get("slice_config") or {}), **processor}
         if given.get("slice_mode") is False:
-            raise UserError("config.json has slice_mode false, but pictures are always cut into tiles; set it to true.")
+            raise UserError("config.json has slice_mode false, but images are always cut into tiles; set it to true.")
         self.rule = SlicingRule(
             max_slices=_count(given, "max_slice_nums", 9),
             scale_resolution=_count(given, "scale_resolution", 448),
@@ -109,11 +109,11 @@ class MiniCPMV(VisionFamily):
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         slices = [self.rule.slices(size) for size in sizes]
-        yield self._layout(with_picture_first(chat, len(sizes)), slices, learn)
+        yield self._layout(with_image_first(chat, len(sizes)), slices, learn)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         slices = [self.rule.slices(size) for size in sizes]
-        return self._layout(with_picture_first(chat, len(sizes)), slices, None)
+        return self._layout(with_image_first(chat, len(sizes)), slices, None)
 
     def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
         return tuple(self._norm.grid(tile) for tile in self.rule.slices(size).sizes())
@@ -209,16 +209,16 @@ class MiniCPMV(VisionFamily):
             if isinstance(part, str):
                 writer.write(part)
             else:
-                self._write_picture(writer, part, slices, training=training)
+                self._write_image(writer, part, slices, training=training)
 
-    def _write_picture(self, writer: ChatWriter, number: int, slices: Sequence[Slices], *, training: bool) -> None:
-        """Writes the stand-ins of a picture: the whole, and then its tiles row by row."""
+    def _write_image(self, writer: ChatWriter, number: int, slices: Sequence[Slices], *, training: bool) -> None:
+        """Writes the stand-ins of an image: the whole, and then its tiles row by row."""
         tiles = slices[number]
         newer = self.version == "2.6"
         if newer:
             if not training:
                 writer.write(f"<image_id>{number}</image_id>")
-            elif tiles.columns:  # counted without the pictures that are not cut
+            elif tiles.columns:  # counted without the images that are not cut
                 count = sum(bool(one.columns) for one in slices[:number])
                 writer.write(f"<image_id>{count}</image_id>")
         self._write_tile(writer, number, "image")
@@ -244,8 +244,8 @@ def _laid_out(turn: Turn, placing: Placing, *, training: bool) -> list[str | int
     parts = list(turn.parts)
     if training and placing == "in_place":
         return parts
-    if not training and turn.pictures and placing != "parts":
-        # `chat` takes a list of pictures and texts, not a text with markers on lines of their own
+    if not training and turn.images and placing != "parts":
+        # `chat` takes a list of images and texts, not a text with markers on lines of their own
         parts = [part.strip("\n") if isinstance(part, str) else part for part in parts]
     if placing == "parts" or not training:
         parts = [part for part in parts if part != ""]

@@ -1,10 +1,10 @@
-"""Conversations and pictures of OmniLMM-12B: Zephyr's layout with a system turn, pictures in place of `<image>`.
+"""Conversations and images of OmniLMM-12B: Zephyr's layout with a system turn, images in place of `<image>`.
 
-A picture without a marker comes first, with a line break behind it. Each has its own features; in the original's model
-two pictures of one conversation both get those of the last.
+An image without a marker comes first, with a line break behind it. Each has its own features; in the original's model
+two images of one conversation both get those of the last.
 
-Pictures are resized to the tower's square. For training the original first cuts out a random part of at least 99.99 %
-of the picture, of its shape within 3:4 and 4:3; here the whole picture is taken, as at inference.
+Images are resized to the tower's square. For training the original first cuts out a random part of at least 99.99 %
+of the image, of its shape within 3:4 and 4:3; here the whole image is taken, as at inference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.data.template import Learn
-from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily, with_picture_first
+from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily, with_image_first
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.vision.data.writer import ChatWriter, SplitText, TextEncoder
 
@@ -64,11 +64,11 @@ class OmniLMM(VisionFamily):
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(image.size))
 
-    def _write(self, chat: Conversation, num_pictures: int, learn: Learn | None) -> ChatWriter:
+    def _write(self, chat: Conversation, num_images: int, learn: Learn | None) -> ChatWriter:
         """Writes the layout; `learn` None writes the prompt."""
-        writer = ChatWriter(self._text, num_pictures)
+        writer = ChatWriter(self._text, num_images)
         writer.write_ids([self._bos])
-        turns = list(with_picture_first(chat, num_pictures).turns)
+        turns = list(with_image_first(chat, num_images).turns)
         if turns[0].role != "system":
             turns.insert(0, Turn("system", (SYSTEM,)))
         header = len(self._text.encode("\n<|assistant|>\n"))
@@ -88,7 +88,7 @@ class OmniLMM(VisionFamily):
             writer.write("\n<|assistant|>\n")
         return writer
 
-    def _place(self, writer: ChatWriter, picture: int) -> None:
+    def _place(self, writer: ChatWriter, image: int) -> None:
         writer.write("<im_start>")
-        writer.place(picture, self._patch, self._queries)
+        writer.place(image, self._patch, self._queries)
         writer.write("<im_end>")

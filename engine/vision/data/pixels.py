@@ -1,6 +1,6 @@
-"""Pixels of a picture as the rows of numbers that a vision tower reads.
+"""Pixels of an image as the rows of numbers that a vision tower reads.
 
-A picture is resized by Pillow's bicubic filter, as the originals do it, and cut into square patches. A patch is a row,
+An image is resized by Pillow's bicubic filter, as the originals do it, and cut into square patches. A patch is a row,
 flattened as (channel, y, x), so that a convolution whose stride is its kernel is a matrix product with these rows.
 
 Legend: P patches, F = 3 * patch_size ** 2 numbers of a patch, H and W height and width in pixels.
@@ -56,7 +56,7 @@ class Normalisation:
         return 3 * self.patch_size**2
 
     def patches(self, tile: Image) -> NDArray[np.float32]:
-        """Returns float32 [P, F], the patches of an RGB picture whose sides are multiples of the patch size."""
+        """Returns float32 [P, F], the patches of an RGB image whose sides are multiples of the patch size."""
         pixels_HWC = np.asarray(tile)
         rows_PF = rearrange(pixels_HWC, "(h p) (w q) c -> (h w) (c p q)", p=self.patch_size, q=self.patch_size).astype(
             np.int16
@@ -71,7 +71,7 @@ class Normalisation:
 
 
 def resized(image: Image, size: Size) -> Image:
-    """Returns a picture of another size, by the bicubic filter."""
+    """Returns an image of another size, by the bicubic filter."""
     from PIL.Image import Resampling
 
     return image.resize(size, Resampling.BICUBIC)

@@ -1,4 +1,4 @@
-"""Puts the stand-ins of pictures into a rendered conversation, before it becomes tokens.
+"""Puts the stand-ins of images into a rendered conversation, before it becomes tokens.
 
 They are put into the text and not among the tokens, because some (Gemma's) have line breaks that fuse with those around
 them.
@@ -15,10 +15,10 @@ from engine.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """The pictures of a conversation.
+    """The images of a conversation.
 
     Args:
-        mark: text that a chat template writes for each picture.
+        mark: text that a chat template writes for each image.
         texts: what each becomes, in order.
     """
 
@@ -29,13 +29,13 @@ class Placeholders:
         """Returns the text with its stand-ins, and the same ranges of it; none of them begins or ends in a mark.
 
         Raises:
-            UserError: the template wrote another number of marks than there are pictures.
+            UserError: the template wrote another number of marks than there are images.
         """
         pieces = text.split(self.mark)
         if len(pieces) - 1 != len(self.texts):
             raise UserError(
                 f"the chat template writes {len(pieces) - 1} times {self.mark}, but the record has {len(self.texts)} "
-                "pictures; remove the mark from the text, or give a chat template that writes pictures."
+                "images; remove the mark from the text, or give a chat template that writes images."
             )
         starts, grown, at = [], [], len(pieces[0])
         for piece, stand_in in zip(pieces[1:], self.texts, strict=True):

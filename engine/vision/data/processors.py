@@ -1,8 +1,8 @@
 """Families whose pixels come from transformers' image processor for the model's folder: LLaVA, Qwen2.5-VL, Qwen3-VL,
 InternVL3 and Gemma 3. Conversations go through the model's chat template.
 
-The image processors of transformers that need only Pillow are taken. Its processors for text and pictures together are
-not: they need torchvision, for videos, and pixels where sizes are enough. What they put into the text for a picture
+The image processors of transformers that need only Pillow are taken. Its processors for text and images together are
+not: they need torchvision, for videos, and pixels where sizes are enough. What they put into the text for an image
 is in the table here.
 
 Line breaks beside a marker in a text belong to the marker, because templates write their own; all others are the
@@ -27,7 +27,7 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.size_limits import check_sizes
 from engine.vision.data.anyres import anyres_grid, most_tiles, num_features
-from engine.vision.data.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily, with_picture_first
+from engine.vision.data.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily, with_image_first
 from engine.vision.data.pixels import Grid, Size
 from engine.vision.data.placeholders import Placeholders
 from engine.vision.tower_defaults import CLIP, whole_tower
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """What stands for a picture in a conversation's text.
+    """What stands for an image in a conversation's text.
 
     Args:
         mark: what the chat template writes.
@@ -70,13 +70,13 @@ _BY_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Families whose processor cuts patches itself, and whose positions are of three kinds."""
 
 _ONEVISION = "llava_onevision"
-"""A family that cuts a picture into tiles only if it is alone, and scales what is too much."""
+"""A family that cuts an image into tiles only if it is alone, and scales what is too much."""
 
 _IN_TILES = ("llava_next", _ONEVISION)
-"""Families whose features of all tiles of a picture are one map."""
+"""Families whose features of all tiles of an image are one map."""
 
 _BIDIRECTIONAL = ("gemma3",)
-"""Families in whose attention the tokens of a picture see the whole picture."""
+"""Families in whose attention the tokens of an image see the whole image."""
 
 
 class ProcessorFamily(VisionFamily):
@@ -100,14 +100,14 @@ class ProcessorFamily(VisionFamily):
         if feature is None or not tokenizer.has_chat_template:
             lacks = "chat template" if feature is not None else f"token {self._stand_in.feature}"
             raise UserError(
-                f"the tokenizer has no {lacks}, which the model needs for pictures; give data.tokenizer the folder "
+                f"the tokenizer has no {lacks}, which the model needs for images; give data.tokenizer the folder "
                 "with the model's own files, or data.chat_template its template."
             )
         self._feature = feature
         self._processor, self._file = _image_processor(folder), _settings_file(folder)
         if getattr(self._processor, "do_pan_and_scan", None):
             raise UserError(
-                f"{self._file} has do_pan_and_scan, which cuts pictures into crops, and that is not supported; set it "
+                f"{self._file} has do_pan_and_scan, which cuts images into crops, and that is not supported; set it "
                 "to false."
             )
         vision = whole_tower(config)
@@ -116,7 +116,7 @@ class ProcessorFamily(VisionFamily):
         self._tower, self._config = vision, config
         self._patch = _side(vision, "patch_size")
         frames = _side(vision, "temporal_patch_size") if self.rotates_by_grid else 1
-        self.patch_features = 3 * self._patch**2 * frames  # a picture is as many equal frames
+        self.patch_features = 3 * self._patch**2 * frames  # an image is as many equal frames
         if self.rotates_by_grid:
             self._check_patches(frames)
         else:
@@ -124,18 +124,16 @@ class ProcessorFamily(VisionFamily):
         self._check_processing()
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
-        chat = with_picture_first(chat, len(sizes))
+        chat = with_image_first(chat, len(sizes))
         counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
-        ids, targets = self._tokenizer.apply_chat(
-            _messages(chat), learn=learn, pictures=self._placeholders(chat, counts)
-        )
+        ids, targets = self._tokenizer.apply_chat(_messages(chat), learn=learn, images=self._placeholders(chat, counts))
         bos = self._bos(ids)
         yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
-        chat = with_picture_first(chat, len(sizes))
+        chat = with_image_first(chat, len(sizes))
         counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
-        ids = self._tokenizer.chat_prompt(_messages(chat), pictures=self._placeholders(chat, counts))
+        ids = self._tokenizer.chat_prompt(_messages(chat), images=self._placeholders(chat, counts))
         ids = self._bos(ids) + ids
         return self._placed(chat, ids, [False] * len(ids), counts)
 
@@ -144,7 +142,7 @@ class ProcessorFamily(VisionFamily):
             return (self._anyres(size, alone=alone),)
         if self.rotates_by_grid:
             return (self._grid(size),)
-        rows, columns = (side // self._patch for side in self._picture_size())
+        rows, columns = (side // self._patch for side in self._image_size())
         return ((rows, columns),) * (self._num_tiles(size) if self._kind == "internvl" else 1)
 
     def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
@@ -189,14 +187,14 @@ class ProcessorFamily(VisionFamily):
         places = [at for at, token in enumerate(ids) if token == self._feature]
         if len(places) != sum(counts):
             raise UserError(
-                f"the conversation has {len(places)} times the token {self._stand_in.feature}, but its pictures have "
+                f"the conversation has {len(places)} times the token {self._stand_in.feature}, but its images have "
                 f"{sum(counts)} features; remove the token from the text."
             )
         spans: list[list[Span]] = [[] for _ in counts]
         first = 0
         for number in _order(chat):
             own = places[first : first + counts[number]]
-            assert own[-1] - own[0] + 1 == len(own), "features of a picture are side by side"
+            assert own[-1] - own[0] + 1 == len(own), "features of an image are side by side"
             spans[number] = [(own[0], own[-1] + 1)]
             first += len(own)
         stand_ins = set(places)
@@ -204,7 +202,7 @@ class ProcessorFamily(VisionFamily):
         return EncodedChat(ids, targets, spans)
 
     def _count(self, size: Size, *, alone: bool) -> int:
-        """Returns the features of a picture of this size; `alone` in its conversation or not."""
+        """Returns the features of an image of this size; `alone` in its conversation or not."""
         if self._kind in _IN_TILES:
             return num_features(self._anyres(size, alone=alone))
         if self.rotates_by_grid:
@@ -212,7 +210,7 @@ class ProcessorFamily(VisionFamily):
             return rows * columns // int(self._processor.merge_size) ** 2
         if self._kind == "gemma3":
             return int(self._config.get("mm_tokens_per_image", 256))
-        rows, columns = (side // self._patch for side in self._picture_size())
+        rows, columns = (side // self._patch for side in self._image_size())
         if self._kind == "internvl":
             ratio = float(self._config.get("downsample_ratio", 0.5))
             return self._num_tiles(size) * round(rows * ratio) * round(columns * ratio)
@@ -220,21 +218,21 @@ class ProcessorFamily(VisionFamily):
         return rows * columns + (self._tower["model_type"] == CLIP) - self._leaves_out_first
 
     def _num_tiles(self, size: Size) -> int:
-        """Returns the tiles that InternVL's processor cuts a picture into."""
+        """Returns the tiles that InternVL's processor cuts an image into."""
         return int(self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True}))
 
     @property
     def _leaves_out_first(self) -> bool:
         return self._config.get("vision_feature_select_strategy", "default") == "default"
 
-    def _picture_size(self) -> Size:
-        """Returns height and width in pixels of a picture, or of a tile, as the processor makes it."""
+    def _image_size(self) -> Size:
+        """Returns height and width in pixels of an image, or of a tile, as the processor makes it."""
         crop = self._processor.crop_size if getattr(self._processor, "do_center_crop", False) else None
         size = dict(crop or self._processor.size)
         if not (size.get("height") and size.get("width")) or not (crop or self._processor.do_resize):
             raise UserError(
-                f"{self._file} makes pictures of no fixed height and width (size {size}, do_resize "
-                f"{self._processor.do_resize}), but the tower takes pictures of one size; copy the model's own file."
+                f"{self._file} makes images of no fixed height and width (size {size}, do_resize "
+                f"{self._processor.do_resize}), but the tower takes images of one size; copy the model's own file."
             )
         return int(size["height"]), int(size["width"])
 
@@ -246,7 +244,7 @@ class ProcessorFamily(VisionFamily):
         if made != tower or not processor.do_resize:
             raise UserError(
                 f"{self._file} has patch_size, temporal_patch_size and merge_size {made} and do_resize "
-                f"{processor.do_resize}, but config.json has a tower for {tower} and pictures that are resized; copy "
+                f"{processor.do_resize}, but config.json has a tower for {tower} and images that are resized; copy "
                 "both files of one model."
             )
         if not (limits.get("shortest_edge") and limits.get("longest_edge")):
@@ -256,21 +254,21 @@ class ProcessorFamily(VisionFamily):
             )
 
     def _check_size(self) -> None:
-        """Refuses pictures of another size than the tower's."""
+        """Refuses images of another size than the tower's."""
         if (edge := dict(self._processor.size).get("shortest_edge") or 0) > _LONGEST_SIDE:
             raise UserError(f"{self._file} has size.shortest_edge {edge}, but at most {_LONGEST_SIDE:,} is expected.")
         side = _side(self._tower, "image_size")
-        height, width = self._picture_size()
+        height, width = self._image_size()
         if (height, width) != (side, side):
             raise UserError(
-                f"{self._file} makes pictures of {height} x {width} pixels, but config.json has a tower for {side} x "
+                f"{self._file} makes images of {height} x {width} pixels, but config.json has a tower for {side} x "
                 f"{side}; copy both files of one model."
             )
         if self._kind in _IN_TILES:
             self._check_pinpoints()
 
     def _check_processing(self) -> None:
-        """Processes a picture, because transformers looks at most of the settings only then."""
+        """Processes an image, because transformers looks at most of the settings only then."""
         from PIL.Image import new
 
         try:
@@ -285,12 +283,12 @@ class ProcessorFamily(VisionFamily):
             fault = str(error)
         if fault:
             raise UserError(
-                f"{self._file} has settings with which transformers makes no picture of {_TRIED[0]} x {_TRIED[1]} "
+                f"{self._file} has settings with which transformers makes no image of {_TRIED[0]} x {_TRIED[1]} "
                 f"({fault}); copy the model's own file."
             )
 
     def _check_pinpoints(self) -> None:
-        tile, _ = self._picture_size()
+        tile, _ = self._image_size()
         pinpoints = [list(one) for one in self._processor.image_grid_pinpoints]
         if any(length % tile or length < tile for one in pinpoints for length in one):
             raise UserError(
@@ -309,11 +307,11 @@ class ProcessorFamily(VisionFamily):
         try:
             height, width = smart_resize(size[1], size[0], merged, limits["shortest_edge"], limits["longest_edge"])
         except ValueError as error:
-            raise UserError(f"the model's processor refuses a picture of {size[0]} x {size[1]} ({error}).") from error
+            raise UserError(f"the model's processor refuses an image of {size[0]} x {size[1]} ({error}).") from error
         return height // self._patch, width // self._patch
 
     def _anyres(self, size: Size, *, alone: bool) -> Grid:
-        tile, _ = self._picture_size()
+        tile, _ = self._image_size()
         side = tile // self._patch
         most = None
         if self._kind == _ONEVISION:
@@ -351,9 +349,9 @@ def _image_processor(folder: Path) -> Any:
 _OF_PROCESSORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What becomes of settings that transformers' processors do not check."""
 _LONGEST_SIDE = 1 << 12
-"""Pixels of the shorter side of a picture, before it is cropped to what the tower takes."""
+"""Pixels of the shorter side of an image, before it is cropped to what the tower takes."""
 _TRIED = (64, 64)
-"""Width and height of the picture that is processed for a trial."""
+"""Width and height of the image that is processed for a trial."""
 _FORMER_QWEN = "Qwen2_5_VLImageProcessor"
 """Its name in folders from before the release of transformers that has Qwen2.5-VL, where it is Qwen2-VL's."""
 
@@ -378,8 +376,8 @@ def _side(vision: Mapping[str, Any], key: str) -> int:
 
 
 def _order(chat: Conversation) -> list[int]:
-    """Returns the pictures of a conversation in the order of its text."""
-    return [number for turn in chat.turns for number in turn.pictures]
+    """Returns the images of a conversation in the order of its text."""
+    return [number for turn in chat.turns for number in turn.images]
 
 
 def _messages(chat: Conversation) -> list[Message]:
@@ -387,7 +385,7 @@ def _messages(chat: Conversation) -> list[Message]:
 
 
 def _content(turn: Turn, chat: Conversation) -> str | list[dict[str, str]]:
-    if not turn.pictures:
+    if not turn.images:
         return turn.text
     found = []
     for before, part, behind in zip((None, *turn.parts), turn.parts, (*turn.parts[1:], None), strict=False):

@@ -1,6 +1,6 @@
-"""Finds the pictures of a record, and where in the conversation they belong.
+"""Finds the images of a record, and where in the conversation they belong.
 
-| written by     | where the pictures are named                 | where they belong                                   |
+| written by     | where the images are named                 | where they belong                                   |
 |----------------|----------------------------------------------|-----------------------------------------------------|
 | MiniCPM-V      | image: a path                                | at <image>; without it before the first question    |
 | MiniCPM-V      | image: {"<image_00>": path, ...}             | at <image_00>, ...                                  |
@@ -9,7 +9,7 @@
 | OpenAI, TRL    | parts of content: {"type": "image", ...}     | where the part is; one without a path of its own is |
 |                |                                              | the next of the field images                        |
 
-A picture that belongs nowhere, or a place without a picture, is an error that names file, record and field.
+An image that belongs nowhere, or a place without an image, is an error that names file, record and field.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MARKER = "<image>"
 FIELDS = ("image", "images")
 _NUMBERED = re.compile(r"(<image_\d+>)")
 _PART_FIELDS = ("image", "path", "image_url", "url")
-"""Where a part names its picture."""
+"""Where a part names its image."""
 
 
 @dataclass(frozen=True, slots=True)
-class PictureRef:
-    """A picture as a record names it.
+class ImageRef:
+    """An image as a record names it.
 
     Args:
         field: of the record.
@@ -46,38 +46,38 @@ class PictureRef:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSample:
-    """A conversation with pictures; its assistant turns are trained on."""
+class ImageSample:
+    """A conversation with images; its assistant turns are trained on."""
 
     place: Place
     conversation: Conversation
-    pictures: tuple[PictureRef, ...]
+    images: tuple[ImageRef, ...]
 
     @property
     def num_turns(self) -> int:
         return len(self.conversation.turns)
 
 
-def has_pictures(record: Record, messages: Sequence[Message]) -> bool:
-    """Returns whether a record names pictures, or has turns in parts."""
+def has_images(record: Record, messages: Sequence[Message]) -> bool:
+    """Returns whether a record names images, or has turns in parts."""
     return any(record.get(field) for field in FIELDS) or any(_is_list(message) for message in messages)
 
 
-def picture_sample(place: Place, record: Record, messages: Sequence[Message]) -> PictureSample:
-    """Returns a record's conversation with its pictures.
+def image_sample(place: Place, record: Record, messages: Sequence[Message]) -> ImageSample:
+    """Returns a record's conversation with its images.
 
     Args:
         messages: of the record; their content is text or a list of parts.
 
     Raises:
-        UserError: a picture and its place do not find each other, or a field is not what it should be.
+        UserError: an image and its place do not find each other, or a field is not what it should be.
     """
     given = [field for field in FIELDS if record.get(field)]
     if len(given) == 2:
-        raise place.error("fields 'image' and 'images' both name pictures; keep one of them.")
+        raise place.error("fields 'image' and 'images' both name images; keep one of them.")
     for message in messages:
         if message["role"] == "tool" or message.get("tool_calls"):
-            raise place.error("a conversation with pictures calls tools, which no layout has; remove such records.")
+            raise place.error("a conversation with images calls tools, which no layout has; remove such records.")
     if any(_is_list(message) for message in messages):
         return _of_parts(place, record, messages)
     named = record[given[0]]
@@ -89,12 +89,12 @@ def picture_sample(place: Place, record: Record, messages: Sequence[Message]) ->
 
 
 def _has_roles(record: Record) -> bool:
-    """Returns whether turns are written as MiniCPM-V's script reads them, which puts a picture first by itself."""
+    """Returns whether turns are written as MiniCPM-V's script reads them, which puts an image first by itself."""
     turns = record.get("conversations")
     return isinstance(turns, list) and isinstance(turns[0], dict) and "role" in turns[0]
 
 
-def _of_markers(place: Place, refs: list[PictureRef], messages: Sequence[Message], *, optional: bool) -> PictureSample:
+def _of_markers(place: Place, refs: list[ImageRef], messages: Sequence[Message], *, optional: bool) -> ImageSample:
     turns, count = [], 0
     for message in messages:
         parts: list[str | int] = []
@@ -105,16 +105,16 @@ def _of_markers(place: Place, refs: list[PictureRef], messages: Sequence[Message
             parts.append(text)
         turns.append(Turn(message["role"], tuple(parts)))
     if count != len(refs) and not (optional and not count):
-        pictures = "1 picture" if len(refs) == 1 else f"{len(refs)} pictures"
+        images = "1 image" if len(refs) == 1 else f"{len(refs)} images"
         field = refs[0].field.partition("[")[0]
         raise place.error(
-            f"field '{field}' names {pictures}, but {MARKER} stands {count} times in the conversation; "
-            "put it once where each picture belongs."
+            f"field '{field}' names {images}, but {MARKER} stands {count} times in the conversation; "
+            "put it once where each image belongs."
         )
     return _checked(place, Conversation(tuple(turns)), refs)
 
 
-def _of_map(place: Place, named: Mapping[str, Any], messages: Sequence[Message]) -> PictureSample:
+def _of_map(place: Place, named: Mapping[str, Any], messages: Sequence[Message]) -> ImageSample:
     if list(named) == [MARKER]:
         refs = [_ref(place, f"image.{MARKER}", named[MARKER])]
         return _of_markers(place, refs, messages, optional=True)
@@ -128,17 +128,17 @@ def _of_map(place: Place, named: Mapping[str, Any], messages: Sequence[Message])
         parts: list[str | int] = []
         for text in _NUMBERED.split(str(message["content"])):
             if _NUMBERED.fullmatch(text) and text not in numbers:
-                raise place.error(f"the conversation has {text}, but field 'image' has no such key; add the picture.")
+                raise place.error(f"the conversation has {text}, but field 'image' has no such key; add the image.")
             parts.append(numbers.get(text, text))
         turns.append(Turn(message["role"], tuple(parts)))
     return _checked(place, Conversation(tuple(turns), "split"), refs)
 
 
-def _of_parts(place: Place, record: Record, messages: Sequence[Message]) -> PictureSample:
+def _of_parts(place: Place, record: Record, messages: Sequence[Message]) -> ImageSample:
     given = next((field for field in FIELDS if record.get(field)), None)
     listed = [] if given is None else list(_refs(place, given, record[given]))
     waiting = iter(listed)
-    refs: list[PictureRef] = []
+    refs: list[ImageRef] = []
     turns = []
     for at, message in enumerate(messages):
         parts: list[str | int] = []
@@ -156,24 +156,24 @@ def _of_parts(place: Place, record: Record, messages: Sequence[Message]) -> Pict
             else:
                 ref = _of_part(place, field, part) or next(waiting, None)
                 if ref is None:
-                    raise place.error(f"field '{field}' is a picture without a path; add it to the field images.")
+                    raise place.error(f"field '{field}' is an image without a path; add it to the field images.")
                 parts.append(len(refs))
                 refs.append(ref)
         turns.append(Turn(message["role"], tuple(parts)))
     if (left := next(waiting, None)) is not None:
-        raise place.error(f"field '{left.field}' names a picture that no part of a turn stands for; add the part.")
+        raise place.error(f"field '{left.field}' names an image that no part of a turn stands for; add the part.")
     return _checked(place, Conversation(tuple(turns), "parts"), refs)
 
 
-def _of_part(place: Place, field: str, part: Mapping[str, Any]) -> PictureRef | None:
-    """Returns the picture that a part names, or None where it only stands for one."""
+def _of_part(place: Place, field: str, part: Mapping[str, Any]) -> ImageRef | None:
+    """Returns the image that a part names, or None where it only stands for one."""
     for name in _PART_FIELDS:
         if part.get(name) is not None:
             return _ref(place, f"{field}.{name}", part[name])
     return None
 
 
-def _refs(place: Place, field: str, value: object) -> Iterator[PictureRef]:
+def _refs(place: Place, field: str, value: object) -> Iterator[ImageRef]:
     if isinstance(value, list):
         for number, item in enumerate(value):
             yield _ref(place, f"{field}[{number}]", item)
@@ -181,70 +181,70 @@ def _refs(place: Place, field: str, value: object) -> Iterator[PictureRef]:
         yield _ref(place, field, value)
 
 
-def _ref(place: Place, field: str, value: object) -> PictureRef:
-    """Returns the picture that a field names: a path, or an object with path or url."""
+def _ref(place: Place, field: str, value: object) -> ImageRef:
+    """Returns the image that a field names: a path, or an object with path or url."""
     if isinstance(value, Mapping):
         if value.get("bytes") is not None:
-            raise place.error(f"field '{field}' has the bytes of a picture, expected a path; write it to a file.")
+            raise place.error(f"field '{field}' has the bytes of an image, expected a path; write it to a file.")
         value = value.get("path") or value.get("url")
     if not isinstance(value, str) or not value:
-        raise place.error(f"field '{field}' is no path of a picture; correct the record.")
+        raise place.error(f"field '{field}' is no path of an image; correct the record.")
     value = value.removeprefix("file://")
     if re.match("[a-z][a-z0-9+]+:", value):
         scheme = value.partition(":")[0]
         raise place.error(
-            f"field '{field}' is a picture in {scheme}:, but only files are read; save it and name its path."
+            f"field '{field}' is an image in {scheme}:, but only files are read; save it and name its path."
         )
-    return PictureRef(field, value)
+    return ImageRef(field, value)
 
 
-def _checked(place: Place, conversation: Conversation, refs: list[PictureRef]) -> PictureSample:
-    """Returns the sample, once every picture is in one turn of the user."""
+def _checked(place: Place, conversation: Conversation, refs: list[ImageRef]) -> ImageSample:
+    """Returns the sample, once every image is in one turn of the user."""
     seen: list[int] = []
     for turn in conversation.turns:
-        if turn.role == "assistant" and turn.pictures:
-            raise place.error("a turn of the assistant has a picture, which no model here writes; remove the record.")
-        seen += turn.pictures
+        if turn.role == "assistant" and turn.images:
+            raise place.error("a turn of the assistant has an image, which no model here writes; remove the record.")
+        seen += turn.images
     for number, ref in enumerate(refs):
         times = seen.count(number)
         if times > 1 or (not times and seen):
             often = "more than once" if times else "nowhere"
             raise place.error(
-                f"field '{ref.field}' names a picture that stands {often} in the conversation; correct it."
+                f"field '{ref.field}' names an image that stands {often} in the conversation; correct it."
             )
     if not seen and len(refs) > 1:
         raise place.error(
-            f"field '{refs[0].field}' names a picture that stands nowhere in the conversation; correct it."
+            f"field '{refs[0].field}' names an image that stands nowhere in the conversation; correct it."
         )
-    return PictureSample(place, conversation, tuple(refs))
+    return ImageSample(place, conversation, tuple(refs))
 
 
 def _is_list(message: Message) -> bool:
     return isinstance(message.get("content"), list)
 
 
-def prompt_sample(place: Place, record: Record, messages: Sequence[Message]) -> PictureSample:
-    """Returns a prompt with its pictures, which stand in front of the first question where it has no markers.
+def prompt_sample(place: Place, record: Record, messages: Sequence[Message]) -> ImageSample:
+    """Returns a prompt with its images, which stand in front of the first question where it has no markers.
 
     Raises:
-        UserError: as for `picture_sample`.
+        UserError: as for `image_sample`.
     """
     named = next((record[field] for field in FIELDS if record.get(field)), None)
     by_marker = isinstance(named, Mapping) and not named.keys() & {"path", "url", "bytes"}
     marked = by_marker or any(MARKER in str(message.get("content")) for message in messages)
     if marked or any(_is_list(message) for message in messages):
-        return picture_sample(place, record, messages)
+        return image_sample(place, record, messages)
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
     count = len(named) if isinstance(named, list) else 1
     parts = [*[{"type": "image"}] * count, {"type": "text", "text": str(messages[first]["content"])}]
     placed = [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
-    pictures = picture_sample(place, record, placed).pictures
+    images = image_sample(place, record, placed).images
     conversation = plain_conversation(messages)
     if count > 1:  # the families themselves place one, each in its way
         turns, lines = list(conversation.turns), [part for number in range(count) for part in (number, "\n")]
         turns[first] = Turn(turns[first].role, (*lines, *turns[first].parts))
         conversation = Conversation(tuple(turns))
-    return PictureSample(place, conversation, pictures)
+    return ImageSample(place, conversation, images)
 
 
 def plain_conversation(messages: Sequence[Message]) -> Conversation:

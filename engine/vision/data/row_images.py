@@ -1,6 +1,6 @@
-"""The pictures of a micro-batch: decoded where its rows are built, each once, and placed among its tokens.
+"""The images of a micro-batch: decoded where its rows are built, each once, and placed among its tokens.
 
-A rank decodes what it encodes: the pictures that have a tile in its share (`engine.vision.tile_shares`). The tiles of
+A rank decodes what it encodes: the images that have a tile in its share (`engine.vision.tile_shares`). The tiles of
 the others follow from their sizes.
 
 Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K feature rows.
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import BidirectionalSpans, ExpertTokens, Images
-from engine.vision.data.columns import PlacedPicture, VisionColumns
+from engine.vision.data.columns import PlacedImage, VisionColumns
 from engine.vision.data.family import Span, Tiles, VisionFamily
-from engine.vision.data.files import read_picture
+from engine.vision.data.files import read_image
 from engine.vision.data.pixels import Grid, Size
 from engine.vision.tile_shares import EncoderRank
 
-_PICTURE_TILES = 1 << 10
-"""More tiles than a picture has: tile n of the picture at token t has the dropout coordinate t * _PICTURE_TILES + n."""
+_IMAGE_TILES = 1 << 10
+"""More tiles than an image has: tile n of the image at token t has the dropout coordinate t * _IMAGE_TILES + n."""
 
 
 Decoded = dict[tuple[Path, bool], tuple[Tiles, Tiles | None]]
-"""The tiles of pictures for both towers, by file and whether it is alone in its conversation."""
+"""The tiles of images for both towers, by file and whether it is alone in its conversation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,31 +45,31 @@ class VisionRows:
 
 
 class _Placed(NamedTuple):
-    """A picture of the micro-batch.
+    """An image of the micro-batch.
 
     Args:
         document: its number in the micro-batch.
-        index: the dropout coordinate of the first token that stands for the picture.
+        index: the dropout coordinate of the first token that stands for the image.
     """
 
-    picture: PlacedPicture
+    image: PlacedImage
     document: int
     index: int
 
 
-class RowPictures:
+class RowImages:
     """Collects the documents of a micro-batch.
 
     Args:
         family: of the model.
         columns: of the data set; None where its documents have tokens alone.
-        decoded: pictures that need not be decoded again, to which others are added; None keeps none.
+        decoded: images that need not be decoded again, to which others are added; None keeps none.
     """
 
     def __init__(self, family: VisionFamily, columns: VisionColumns | None, decoded: Decoded | None = None) -> None:
         self._family, self._columns = family, columns
         self._known: Decoded = {} if decoded is None else decoded
-        self._pictures: list[_Placed] = []
+        self._images: list[_Placed] = []
         self._places: list[Span] = []
         self._experts: list[Span] = []
 
@@ -83,7 +83,7 @@ class RowPictures:
         labels: NDArray[np.int64],
         first_index: int = 0,
     ) -> NDArray[np.int64]:
-        """Adds a document's pictures, writes its odd labels, and returns the positions of its tokens.
+        """Adds a document's images, writes its odd labels, and returns the positions of its tokens.
 
         Args:
             document: its number in the data set.
@@ -97,10 +97,10 @@ class RowPictures:
             return self._family.positions(length, (), ())
         spans: list[Span] = []
         sizes: list[Size] = []
-        for picture in self._columns.pictures(document):
-            self._pictures.append(_Placed(picture, number, first_index + picture.spans[0][0]))
-            spans += picture.spans
-            sizes.append(picture.size)
+        for image in self._columns.images(document):
+            self._images.append(_Placed(image, number, first_index + image.spans[0][0]))
+            spans += image.spans
+            sizes.append(image.size)
         places, odd = self._columns.odd_labels(document)
         labels[places] = odd
         self._places += [(start + first, start + end) for first, end in spans]
@@ -108,26 +108,26 @@ class RowPictures:
         return self._family.positions(length, spans, sizes)
 
     def collected(self, num_tokens: int, encoder: EncoderRank) -> VisionRows:
-        """Decodes the pictures of which `encoder` encodes a tile, and returns all with their places among `num_tokens`
+        """Decodes the images of which `encoder` encodes a tile, and returns all with their places among `num_tokens`
         tokens.
 
         Raises:
             UserError: one of those that it decodes cannot be read, or has changed.
         """
-        family, sizes = self._family, [one.picture.size for one in self._pictures]
-        alone = [one.picture.alone for one in self._pictures]
+        family, sizes = self._family, [one.image.size for one in self._images]
+        alone = [one.image.alone for one in self._images]
         grids = [family.grids(size, alone=only) for size, only in zip(sizes, alone, strict=True)]
         tower = _Tower(grids, encoder, family.patch_features)
         second = None
         if family.cross_patch_features is not None:
             second = _Tower(list(map(family.cross_grids, sizes)), encoder, family.cross_patch_features)
-        decoded = self._decoded(sorted({*tower.pictures, *(() if second is None else second.pictures)}), alone)
+        decoded = self._decoded(sorted({*tower.encoded, *(() if second is None else second.encoded)}), alone)
         places = _indices(self._places)
         cross_images = None
         if second is not None:
             cross_tiles = {at: cross for at, (_, cross) in decoded.items() if cross is not None}
-            cross_images = second.images(self._pictures, cross_tiles, _indices([]))
-        images = tower.images(self._pictures, {at: tiles for at, (tiles, _) in decoded.items()}, places)
+            cross_images = second.images(self._images, cross_tiles, _indices([]))
+        images = tower.images(self._images, {at: tiles for at, (tiles, _) in decoded.items()}, places)
         return VisionRows(
             images=replace(images, grids=family.grids_together(images.grids, images.documents)),
             cross_images=cross_images,
@@ -135,30 +135,30 @@ class RowPictures:
             bidirectional=BidirectionalSpans.of(self._places) if family.is_bidirectional else None,
         )
 
-    def _decoded(self, pictures: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
-        """Returns the tiles of these pictures for both towers, by the pictures' numbers."""
+    def _decoded(self, images: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
+        """Returns the tiles of these images for both towers, by the images' numbers."""
         found = self._known
-        for at in pictures:
-            picture, key = self._pictures[at].picture, self._key(at, alone)
-            if key not in found:  # the answers of a pair share a picture
-                image = read_picture(picture.file, picture.size, picture.where, upright=self._family.turns_upright)
+        for at in images:
+            placed, key = self._images[at].image, self._key(at, alone)
+            if key not in found:  # the answers of a pair share an image
+                image = read_image(placed.file, placed.size, placed.where, upright=self._family.turns_upright)
                 found[key] = self._family.tiles(image, alone=alone[at]), self._family.cross_tiles(image)
-        return {at: found[self._key(at, alone)] for at in pictures}
+        return {at: found[self._key(at, alone)] for at in images}
 
     def _key(self, at: int, alone: Sequence[bool]) -> tuple[Path, bool]:
-        return self._pictures[at].picture.file, alone[at]
+        return self._images[at].image.file, alone[at]
 
 
 class _Tower:
-    """The tiles of the pictures for one tower, of which this rank encodes a share.
+    """The tiles of the images for one tower, of which this rank encodes a share.
 
     Args:
-        grids: of the tiles of each picture.
+        grids: of the tiles of each image.
         encoder: this rank.
         features: numbers of a patch.
 
     Attributes:
-        pictures: the numbers of those with a tile in the share.
+        encoded: the numbers of those with a tile in the share.
     """
 
     def __init__(self, grids: Sequence[tuple[Grid, ...]], encoder: EncoderRank, features: int) -> None:
@@ -167,38 +167,38 @@ class _Tower:
         self._share = encoder.share(self._all)
         ends = list(accumulate(map(len, grids), initial=0))
         wanted = self._share.tiles
-        self.pictures = [at for at in range(len(grids)) if max(ends[at], wanted.start) < min(ends[at + 1], wanted.stop)]
+        self.encoded = [at for at in range(len(grids)) if max(ends[at], wanted.start) < min(ends[at + 1], wanted.stop)]
 
-    def images(self, pictures: Sequence[_Placed], tiles: Mapping[int, Tiles], places: Tensor) -> Images:
+    def images(self, images: Sequence[_Placed], tiles: Mapping[int, Tiles], places: Tensor) -> Images:
         """Returns the record with the patches of the share.
 
         Args:
-            pictures: of the micro-batch.
-            tiles: those of `self.pictures`.
+            images: of the micro-batch.
+            tiles: those of `self.encoded`.
             places: the tokens that features replace.
         """
-        assert all(tiles[at].grids == self._grids[at] for at in self.pictures), "tiles that do not follow from sizes"
-        assert all(len(own) < _PICTURE_TILES for own in self._grids)
-        parts = [tiles[at].patches_PF for at in self.pictures]
+        assert all(tiles[at].grids == self._grids[at] for at in self.encoded), "tiles that do not follow from sizes"
+        assert all(len(own) < _IMAGE_TILES for own in self._grids)
+        parts = [tiles[at].patches_PF for at in self.encoded]
         patches = np.concatenate(parts) if parts else np.empty((0, self._features), np.float32)
-        first, wanted = _num_patches(self._grids[: self.pictures[0]]) if parts else 0, self._share.patches
-        numbered = [(one, at) for one, own in zip(pictures, self._grids, strict=True) for at in range(len(own))]
+        first, wanted = _num_patches(self._grids[: self.encoded[0]]) if parts else 0, self._share.patches
+        numbered = [(one, at) for one, own in zip(images, self._grids, strict=True) for at in range(len(own))]
         return Images(
             patches_PF=torch.from_numpy(patches[wanted.start - first : wanted.stop - first] if parts else patches),
             grids=self._all,
             documents=tuple(one.document for one, _ in numbered),
             places_K=places,
-            tile_index_N=torch.tensor([one.index * _PICTURE_TILES + at for one, at in numbered], dtype=torch.int64),
+            tile_index_N=torch.tensor([one.index * _IMAGE_TILES + at for one, at in numbered], dtype=torch.int64),
             first_patch=wanted.start,
         )
 
 
-def _num_patches(pictures: Sequence[tuple[Grid, ...]]) -> int:
-    return sum(grid[0] * grid[1] for own in pictures for grid in own)
+def _num_patches(images: Sequence[tuple[Grid, ...]]) -> int:
+    return sum(grid[0] * grid[1] for own in images for grid in own)
 
 
 def held_images(images: Images, columns: Tensor, row_length: int) -> Images:
-    """Returns the pictures of whole rows with the places among some columns of every row.
+    """Returns the images of whole rows with the places among some columns of every row.
 
     Args:
         columns: int64, the columns that are held, in order.

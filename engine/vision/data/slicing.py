@@ -1,8 +1,8 @@
-"""Cuts a picture into tiles as MiniCPM-V does, all versions.
+"""Cuts an image into tiles as MiniCPM-V does, all versions.
 
-The whole picture is always the first tile, shrunk (or grown) to about `scale_resolution` squared pixels. A picture of
+The whole image is always the first tile, shrunk (or grown) to about `scale_resolution` squared pixels. An image of
 more pixels is also cut into a grid of up to `max_slices` tiles of that size each, whose shape is closest to the
-picture's own. All sides are multiples of the patch size.
+image's own. All sides are multiples of the patch size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The tiles of one picture.
+    """The tiles of one image.
 
     Args:
-        source: size of the whole picture as a tile.
+        source: size of the whole image as a tile.
         columns, rows: the grid of further tiles; both 0 where there are none.
-        refined: size to which the picture is resized before it is cut into the grid.
+        refined: size to which the image is resized before it is cut into the grid.
     """
 
     source: Size
@@ -43,11 +43,11 @@ class Slices:
         return self.refined[0] // self.columns, self.refined[1] // self.rows
 
     def sizes(self) -> list[Size]:
-        """Returns the sizes of all tiles, the whole picture first."""
+        """Returns the sizes of all tiles, the whole image first."""
         return [self.source] + [self.cell] * (self.columns * self.rows) if self.columns else [self.source]
 
     def tiles(self, image: Image) -> Iterator[Image]:
-        """Yields the tiles of the picture: the whole, and then the grid row by row."""
+        """Yields the tiles of the image: the whole, and then the grid row by row."""
         yield resized(image, self.source)
         if self.columns:
             refined, (width, height) = resized(image, self.refined), self.cell
@@ -59,7 +59,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class SlicingRule:
-    """How pictures are cut.
+    """How images are cut.
 
     Args:
         max_slices: tiles of the grid at most.
@@ -72,7 +72,7 @@ class SlicingRule:
     patch_size: int = 14
 
     def slices(self, size: Size) -> Slices:
-        """Returns the tiles of a picture of this size."""
+        """Returns the tiles of an image of this size."""
         width, height = size
         wanted = min(math.ceil(width * height / self.scale_resolution**2), self.max_slices)
         if wanted <= 1:

@@ -42,7 +42,7 @@ class SplitText:
         """
         if text not in self._added:
             raise UserError(
-                f"the tokenizer has no token {text}, which the model needs for pictures; give data.tokenizer the "
+                f"the tokenizer has no token {text}, which the model needs for images; give data.tokenizer the "
                 "folder with the model's own tokenizer files."
             )
         return self._added[text]
@@ -65,15 +65,15 @@ class ChatWriter:
 
     Args:
         text: encodes text.
-        num_pictures: of the conversation.
+        num_images: of the conversation.
     """
 
-    def __init__(self, text: SplitText, num_pictures: int) -> None:
+    def __init__(self, text: SplitText, num_images: int) -> None:
         self._text = text
         self._waiting = ""
         self._ids: list[int] = []
         self._targets: list[bool] = []
-        self._spans: list[list[Span]] = [[] for _ in range(num_pictures)]
+        self._spans: list[list[Span]] = [[] for _ in range(num_images)]
 
     def write(self, text: str) -> None:
         """Appends text, which is encoded together with the text that follows up to `place` or `mark`."""
@@ -85,12 +85,12 @@ class ChatWriter:
         self._ids += ids
         self._targets += [target] * len(ids)
 
-    def place(self, picture: int, token: int, count: int) -> None:
-        """Appends stand-ins for `count` features of a picture."""
+    def place(self, image: int, token: int, count: int) -> None:
+        """Appends stand-ins for `count` features of an image."""
         start = self.mark()
         self._ids += [token] * count
         self._targets += [False] * count
-        self._spans[picture].append((start, start + count))
+        self._spans[image].append((start, start + count))
 
     def mark(self) -> int:
         """Encodes the text that waits, and returns the number of tokens so far."""

@@ -1,8 +1,8 @@
-"""CogVLM, CogVLM2 and CogAgent: Llama with weights of their own for the tokens of pictures.
+"""CogVLM, CogVLM2 and CogAgent: Llama with weights of their own for the tokens of images.
 
 Their released configs have no `model_type`: the architecture tells CogAgent from CogVLM, and `num_multi_query_heads`
 CogVLM2. What their code has as constants, the config does not give: the base of the rotary embedding, and biases of the
-vision expert's query, key and value. Of a picture's tokens, boi and patches take the vision expert, eoi the text's.
+vision expert's query, key and value. Of an image's tokens, boi and patches take the vision expert, eoi the text's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: SigLIP in front of its language model, in which tokens of a picture see the whole picture."""
+"""Gemma 3 with images: SigLIP in front of its language model, in which tokens of an image see the whole image."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from engine.vision.families.wrapping import Wrapping, spellings
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    # where no picture is looked at, the packages that vision models need may be missing
+    # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.gemma3 import Gemma3VisionConfig
 
     if text.logits_softcap is not None:
         raise UserError(
             f"config.json has text_config.final_logit_softcapping {text.logits_softcap:g}, which a Gemma 3 with "
-            "pictures does not apply: set it to null."
+            "images does not apply: set it to null."
         )
     vision = Gemma3VisionConfig.from_hf(hf, width=text.hidden)
-    return replace(text, vision=vision, bidirectional_pictures=True)
+    return replace(text, vision=vision, bidirectional_images=True)
 
 
 def _unused(hf: dict[str, Any]) -> tuple[str, ...]:

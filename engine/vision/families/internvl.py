@@ -10,7 +10,7 @@ from engine.vision.families.wrapping import Wrapping, spellings
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    # where no picture is looked at, the packages that vision models need may be missing
+    # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.internvl import InternVLVisionConfig
 
     return replace(text, vision=InternVLVisionConfig.from_hf(hf, text.hidden))

@@ -16,7 +16,7 @@ _ROOTS, _INNER = ("vision_tower", "multi_modal_projector"), {"vision_tower": "vi
 
 
 def _vision(hf: dict[str, Any], width: int) -> LlavaVisionConfig | TiledLlavaConfig:
-    # where no picture is looked at, the packages that vision models need may be missing
+    # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.llava import LlavaVisionConfig
     from engine.vision.towers.llava_tiles import TiledLlavaConfig
 

@@ -42,7 +42,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def _vision(hf: dict[str, Any], version: str) -> VisionConfig:
-    # where no picture is looked at, the packages that vision models need may be missing
+    # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.minicpm_v2 import MiniCPMV2VisionConfig
     from engine.vision.towers.minicpm_v2_6 import MiniCPMV26VisionConfig
 

@@ -23,7 +23,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    # where no picture is looked at, the packages that vision models need may be missing
+    # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.omnilmm import OmniLMMVisionConfig
 
     return replace(mistral.config_from_hf(hf), vision=OmniLMMVisionConfig.from_hf(hf))

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 whose tokens of pictures are rotated by time, height and width.
+"""Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 whose tokens of images are rotated by time, height and width.
 
 A head's pairs of features are shared out between the three: Qwen2.5-VL has them one after the other, Qwen3-VL in turn,
 so that each has high and low frequencies. Qwen3-VL's tower has features for its first layers too.
@@ -88,7 +88,7 @@ def config_3(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def _complete_2_5(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    # where no picture is looked at, the packages that vision models need may be missing
+    # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.qwen2_5_vl import Qwen25VisionConfig
 
     return replace(text, vision=Qwen25VisionConfig.from_hf(hf, text.hidden))

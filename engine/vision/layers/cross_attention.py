@@ -1,9 +1,9 @@
-"""Attention of all tokens to the encoded pictures of their document, between attention and MLP (CogAgent).
+"""Attention of all tokens to the encoded images of their document, between attention and MLP (CogAgent).
 
-The heads are attention's, with a width of their own. One set of weights serves tokens of text and of pictures.
+The heads are attention's, with a width of their own. One set of weights serves tokens of text and of images.
 
 Context-parallel ranks hold some of a document's tokens and all of its encoded rows, whose keys and values each makes:
-for CogAgent's 6,400 rows that is 27 GFLOP a picture and layer, where a gather of the others' would move 26 MB.
+for CogAgent's 6,400 rows that is 27 GFLOP an image and layer, where a gather of the others' would move 26 MB.
 Gradients of keys and values are partial there, as all gradients are.
 """
 

@@ -48,7 +48,7 @@ class VisionConfig(Protocol):
 
     @property
     def usual_tile(self) -> Grid:
-        """The size of a tile that the family cuts most pictures into."""
+        """The size of a tile that the family cuts most images into."""
 
     def build(self) -> nn.Module:
         """Returns the model: (patches_PF, grids) -> features [K, hidden], tile after tile; with features for later
@@ -122,7 +122,7 @@ class VisionEncoder(ShardedModule):
             step: int64 0-dim, the optimizer step, a coordinate of what its adapters drop; None drops nothing.
 
         Returns:
-            x_TH with the features in their places. Where there are pictures and features for later layers, these lie
+            x_TH with the features in their places. Where there are images and features for later layers, these lie
             below: [levels * T, hidden].
         """
         if not self._leaves and (images is None or not images.grids):

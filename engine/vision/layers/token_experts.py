@@ -1,4 +1,4 @@
-"""Two sets of weights for one place in a layer, one for the tokens of pictures and one for those of text (CogVLM).
+"""Two sets of weights for one place in a layer, one for the tokens of images and one for those of text (CogVLM).
 
 Each set is a linear, or an MLP of linears, on its own tokens packed by index (see `engine.vision.ops.token_experts`):
 with its own adapters, folded or not, frozen or trained. An adapter's dropout has the coordinates of the tokens in the

@@ -1,6 +1,6 @@
-"""Attention of a document's tokens to its encoded pictures: no mask, no rotation.
+"""Attention of a document's tokens to its encoded images: no mask, no rotation.
 
-Which tokens belong to which pictures is known on the host. Tokens of documents without pictures get zeros.
+Which tokens belong to which images is known on the host. Tokens of documents without images get zeros.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def pair_spans(tokens: Sequence[Span], documents: tuple[int, ...], rows: tuple[i
 
     Args:
         tokens: of each document of the micro-batch, those that this rank holds; may be none.
-        documents: the document of each picture, ascending.
-        rows: encoded rows of each picture.
+        documents: the document of each image, ascending.
+        rows: encoded rows of each image.
     """
     spans: list[EncodedSpan] = []
     first_row, last_document = 0, -1
     for document, count in zip(documents, rows, strict=True):
-        if document == last_document:  # several pictures of one document
+        if document == last_document:  # several images of one document
             first_of_document = spans.pop().rows.start
         else:
             first_of_document, last_document = first_row, document
@@ -62,7 +62,7 @@ def cross_attention(q_TND: Tensor, encoded: EncodedRows) -> Tensor:
 
     Args:
         q_TND: queries of all tokens.
-        encoded: of all pictures.
+        encoded: of all images.
     """
     k_KND, v_KND, spans = encoded
     # nothing of each, so that backward reaches all three on ranks whose tokens attend to no row

@@ -1,8 +1,8 @@
-"""CLIP's tower for pictures of one size, up to the last layer whose output is taken.
+"""CLIP's tower for images of one size, up to the last layer whose output is taken.
 
 The layers are transformers'; the embeddings are ours, because patches come flattened.
 
-Legend: N pictures, L patches of each, F = 3 * patch ** 2, V width, S outputs that are taken.
+Legend: N images, L patches of each, F = 3 * patch ** 2, V width, S outputs that are taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CogAgent's encoder of large pictures, which every decoder layer attends to: EVA02-CLIP-L without its last block.
+"""CogAgent's encoder of large images, which every decoder layer attends to: EVA02-CLIP-L without its last block.
 
 Positions are learned, and patches are rotated besides: the first half of a head by the row, the second by the column,
 adjacent features together. The class token is not rotated, and dropped at the end. The checkpoint's head, last norm and
@@ -38,8 +38,8 @@ class CrossVisionConfig:
 
     Args:
         width, num_layers, num_heads, mlp_width: of what is computed; the checkpoint has one more block.
-        patch, side: pixels on a side of a patch, and patches on a side of a picture.
-        trained_side: patches on a side of the pictures of pretraining, which rotary coordinates are scaled to.
+        patch, side: pixels on a side of a patch, and patches on a side of an image.
+        trained_side: patches on a side of the images of pretraining, which rotary coordinates are scaled to.
         norm_eps: of all norms.
     """
 
@@ -93,7 +93,7 @@ class CrossVisionConfig:
 
     @property
     def rows_per_tile(self) -> int:
-        """Encoded rows of one picture."""
+        """Encoded rows of one image."""
         return self.side**2
 
     @property
@@ -103,7 +103,7 @@ class CrossVisionConfig:
 
     @property
     def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture."""
+        """Rows and columns, in patches, of an image."""
         return self.side, self.side
 
     def num_features(self, grid: Grid) -> int:

@@ -1,8 +1,8 @@
 """The tower of CogVLM, CogVLM2 and CogAgent: EVA2-CLIP-E with its norms behind attention and MLP, and a gated adapter.
 
-A tile is one picture of a fixed size. Its feature rows are boi, the patches' and eoi, which replace the embeddings of
+A tile is one image of a fixed size. Its feature rows are boi, the patches' and eoi, which replace the embeddings of
 as many tokens. CogVLM2 joins 2 x 2 patches by a convolution before the adapter. CogAgent adds a second table of
-positions there, and has an encoder of larger pictures beside this tower (see engine.vision.towers.cogagent).
+positions there, and has an encoder of larger images beside this tower (see engine.vision.towers.cogagent).
 
 Legend: N tiles, P patches of all tiles, L positions of a tile (cls first), F = 3 * patch ** 2, V tower's width.
 """
@@ -35,7 +35,7 @@ class CogVLMVisionConfig:
 
     Args:
         width, num_layers, num_heads, mlp_width: of the tower.
-        patch, side: pixels on a side of a patch, and patches on a side of a picture.
+        patch, side: pixels on a side of a patch, and patches on a side of an image.
         norm_eps: of the tower's norms.
         hidden, adapter_width: of the decoder, and of the adapter's MLP.
         merges: 2 x 2 patches become one feature row (CogVLM2).
@@ -73,13 +73,13 @@ class CogVLMVisionConfig:
         side = square_side(sizes["image_size"], sizes["patch_size"], "vision_config")
         if vision.get("num_positions", side**2 + 1) != side**2 + 1:
             raise UserError(
-                f"config.json has vision_config.num_positions {vision['num_positions']}, but a picture of "
+                f"config.json has vision_config.num_positions {vision['num_positions']}, but an image of "
                 f"{sizes['image_size']} pixels has {side**2} patches and one class token: correct it or copy it again."
             )
         merges = hf.get("num_multi_query_heads") is not None  # which CogVLM2 alone has
         if merges and side % _MERGE:
             raise UserError(
-                f"config.json has pictures of {side} x {side} patches, which do not divide into squares of 2 x 2: "
+                f"config.json has images of {side} x {side} patches, which do not divide into squares of 2 x 2: "
                 "correct vision_config.image_size or copy it again."
             )
         return cls(
@@ -112,7 +112,7 @@ class CogVLMVisionConfig:
 
     @property
     def rows_per_tile(self) -> int:
-        """Feature rows of one picture, boi and eoi among them."""
+        """Feature rows of one image, boi and eoi among them."""
         return (self.side // _MERGE if self.merges else self.side) ** 2 + 2
 
     @property
@@ -122,7 +122,7 @@ class CogVLMVisionConfig:
 
     @property
     def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture."""
+        """Rows and columns, in patches, of an image."""
         return self.side, self.side
 
     def num_features(self, grid: Grid) -> int:

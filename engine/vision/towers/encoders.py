@@ -52,7 +52,7 @@ class EncoderConfig:
     norm_eps: float
 
     has_class: ClassVar[bool] = False
-    """Whether the first output of a layer is that of a token for the class of the picture."""
+    """Whether the first output of a layer is that of a token for the class of the image."""
 
     @property
     def patch_features(self) -> int:

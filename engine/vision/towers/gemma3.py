@@ -1,9 +1,9 @@
 """Gemma 3's vision model: SigLIP, the mean of each square of patches, a norm, and a projection.
 
-A picture is one tile. Its patches are averaged in squares, so that `mm_tokens_per_image` rows are left, which a norm
+An image is one tile. Its patches are averaged in squares, so that `mm_tokens_per_image` rows are left, which a norm
 with weights next to 1 and a matrix of [tower's width, decoder's width] turn into features.
 
-Legend: N pictures, V the tower's width, K feature rows, C the decoder's width.
+Legend: N images, V the tower's width, K feature rows, C the decoder's width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gemma3VisionConfig:
     """Sizes of tower and projector.
 
     Args:
-        side: feature rows along a side of a picture.
+        side: feature rows along a side of an image.
         width: C, of a feature row.
     """
 
@@ -46,7 +46,7 @@ class Gemma3VisionConfig:
             width: C, of the language model that it describes.
 
         Raises:
-            UserError: a size is missing, or the features do not divide a picture into squares of patches.
+            UserError: a size is missing, or the features do not divide an image into squares of patches.
         """
         vision = vision_part(hf)
         if (kind := vision["model_type"]) != SIGLIP:
@@ -59,7 +59,7 @@ class Gemma3VisionConfig:
         side = isqrt(count)
         if side**2 != count or tower.side % side:
             raise UserError(
-                f"config.json has mm_tokens_per_image {count}, which are not the squares of a picture of "
+                f"config.json has mm_tokens_per_image {count}, which are not the squares of an image of "
                 f"{tower.side} x {tower.side} patches: correct it or copy it again."
             )
         return cls(tower=tower, side=side, width=width)
@@ -75,15 +75,15 @@ class Gemma3VisionConfig:
 
     @property
     def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of every picture."""
+        """Rows and columns, in patches, of every image."""
         return self.tower.usual_tile
 
     def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a picture."""
+        """Returns the feature rows of an image."""
         return self.side**2
 
     def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
+        """Returns the FLOPs of these images in forward."""
         projection = 2 * self.side**2 * self.tower.width * self.width
         return self.tower.encoder_flops(grids) + len(grids) * projection
 
@@ -123,11 +123,11 @@ class Gemma3Vision(nn.Module):
         self.multi_modal_projector = _Projector(config)
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all pictures, [K, C], picture after picture and row by row.
+        """Returns the feature rows of all images, [K, C], image after image and row by row.
 
         Args:
-            patches_PF: picture after picture, each row by row, flattened as (channel, y, x), normalised.
-            grids: rows and columns of each picture, which are those of the config.
+            patches_PF: image after image, each row by row, flattened as (channel, y, x), normalised.
+            grids: rows and columns of each image, which are those of the config.
         """
         check_grids(grids, self.config.tower.side)
         return run_by_length(patches_PF, grids, self._features, self.config.width)

@@ -1,6 +1,6 @@
 """LLaVA: features of a tower's inner layers, through two linears.
 
-Legend: N pictures, L patches of each, F numbers of a patch, S outputs of layers that are taken, V the tower's width,
+Legend: N images, L patches of each, F numbers of a patch, S outputs of layers that are taken, V the tower's width,
 D the decoder's.
 """
 
@@ -110,7 +110,7 @@ class LlavaVisionConfig:
 
     @property
     def rows_per_tile(self) -> int:
-        """Feature rows of one picture."""
+        """Feature rows of one image."""
         return self.tower.side**2 + int(self.tower.has_class) - self.first
 
     @property
@@ -120,15 +120,15 @@ class LlavaVisionConfig:
 
     @property
     def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture."""
+        """Rows and columns, in patches, of an image."""
         return self.tower.usual_tile
 
     def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a picture."""
+        """Returns the feature rows of an image."""
         return self.rows_per_tile
 
     def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
+        """Returns the FLOPs of these images in forward."""
         return self.tower.encoder_flops(grids) + len(grids) * self.rows_per_tile * self.projector.flops_per_row
 
 
@@ -188,11 +188,11 @@ class LlavaVision(nn.Module):
         self.multi_modal_projector = Projector(config.projector)
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all pictures, [K, D].
+        """Returns the feature rows of all images, [K, D].
 
         Args:
-            patches_PF: picture after picture, each row by row, flattened as (channel, y, x), normalised.
-            grids: rows and columns of each picture, which are the tower's.
+            patches_PF: image after image, each row by row, flattened as (channel, y, x), normalised.
+            grids: rows and columns of each image, which are the tower's.
         """
         check_grids(grids, self.config.tower.side)
         return run_by_length(patches_PF, grids, self._features, self.config.projector.width)

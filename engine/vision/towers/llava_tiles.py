@@ -1,7 +1,7 @@
-"""LLaVA-NeXT and LLaVA-OneVision: pictures as one tile and a grid of tiles, whose features are joined to one map
+"""LLaVA-NeXT and LLaVA-OneVision: images as one tile and a grid of tiles, whose features are joined to one map
 without its padding.
 
-The grid of a picture has (rows, columns) of patches, all tiles one below the other, and behind that, where it is in
+The grid of an image has (rows, columns) of patches, all tiles one below the other, and behind that, where it is in
 several tiles, (rows, columns) of the tiles but the first, (rows, columns) of features without padding, and (rows,
 columns) that these are scaled to.
 
@@ -27,8 +27,8 @@ from engine.vision.towers.sizes import Grid, Grids
 
 _DEFAULTS = {"llava_onevision": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}}
 """By model_type: what config.json leaves out, where it is not what LLaVA 1.5 has."""
-_TILES_OF_A_PICTURE = 2
-"""On a side, of the picture that stands for all in plans."""
+_TILES_OF_A_IMAGE = 2
+"""On a side, of the image that stands for all in plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +74,19 @@ class TiledLlavaConfig:
 
     @property
     def usual_tile(self) -> tuple[int, ...]:
-        """The grid of a square picture in four tiles and the one of the whole."""
-        side, count = self.tower.side, _TILES_OF_A_PICTURE
+        """The grid of a square image in four tiles and the one of the whole."""
+        side, count = self.tower.side, _TILES_OF_A_IMAGE
         whole = (count * side,) * 2
         return ((1 + count**2) * side, side, count, count, *whole, *whole)
 
     def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a picture."""
+        """Returns the feature rows of an image."""
         if len(grid) == 2:
             return self.tiles.rows_per_tile + 1
         return self.tiles.rows_per_tile + grid[6] * (grid[7] + 1)
 
     def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
+        """Returns the FLOPs of these images in forward."""
         return self.tiles.flops(((self.tower.side,) * 2,) * sum(self._num_tiles(grid) for grid in grids))
 
     def _num_tiles(self, grid: Grid) -> int:
@@ -112,12 +112,12 @@ class TiledLlava(nn.Module):
         self.image_newline = _Newline(config.tiles.projector.width)
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all pictures, [K, D].
+        """Returns the feature rows of all images, [K, D].
 
         Args:
-            patches_PF: picture after picture, tile after tile, each row by row, flattened as (channel, y, x),
+            patches_PF: image after image, tile after tile, each row by row, flattened as (channel, y, x),
                 normalised.
-            grids: of each picture.
+            grids: of each image.
         """
         width = self.config.tiles.projector.width
         if not grids:
@@ -129,11 +129,11 @@ class TiledLlava(nn.Module):
         patches_NLF = rearrange(patches_PF, "(n l) f -> n l f", l=side**2)
         outputs = self.vision_tower(patches_NLF, self.config.tiles.states)
         features_NLD = self.multi_modal_projector(outputs[:, self.config.tiles.first :])
-        pictures = features_NLD.split([grid[0] // side for grid in grids])
-        return torch.cat([self._joined(tiles, grid) for tiles, grid in zip(pictures, grids, strict=True)])
+        images = features_NLD.split([grid[0] // side for grid in grids])
+        return torch.cat([self._joined(tiles, grid) for tiles, grid in zip(images, grids, strict=True)])
 
     def _joined(self, tiles_NLD: Tensor, grid: Grid) -> Tensor:
-        """Returns the features of a picture: those of the whole, and the rows of the map of the other tiles."""
+        """Returns the features of an image: those of the whole, and the rows of the map of the other tiles."""
         newline = self.image_newline.weight
         if len(grid) == 2:
             return torch.cat([tiles_NLD[0], newline[None]])

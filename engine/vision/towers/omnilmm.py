@@ -19,7 +19,7 @@ CHECKPOINT_PREFIX = "model."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OmniLMMVisionConfig(ResampledTimmConfig):
-    """Sizes of tower and resampler; `side` is that of a picture as the processor makes it."""
+    """Sizes of tower and resampler; `side` is that of an image as the processor makes it."""
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> OmniLMMVisionConfig:
@@ -43,12 +43,12 @@ class OmniLMMVisionConfig(ResampledTimmConfig):
 
 
 class OmniLMMVision(ResampledTimm):
-    """The vision model, for square pictures."""
+    """The vision model, for square images."""
 
     tower_name = "vision_tower"
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns what `ResampledTower.forward` does, of pictures that are square.
+        """Returns what `ResampledTower.forward` does, of images that are square.
 
         Raises:
             ValueError: one is not.

@@ -1,11 +1,11 @@
 """What the towers of Qwen2.5-VL and Qwen3-VL share.
 
-Both take pictures of any size, whose patches come in blocks that are merged into one feature row each, block after
-block. Blocks of transformers' towers are taken, all but how attention runs: theirs takes one window or picture after
+Both take images of any size, whose patches come in blocks that are merged into one feature row each, block after
+block. Blocks of transformers' towers are taken, all but how attention runs: theirs takes one window or image after
 the other, and reads lengths that lie on the device; here those of one length that follow each other are one batch, and
 lengths are on the host.
 
-Legend: P patches of all pictures, V width, N heads, D features of a head, m side of a merged block in patches.
+Legend: P patches of all images, V width, N heads, D features of a head, m side of a merged block in patches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Segments = tuple[tuple[int, int], ...]
 """(number, length) of sequences that attention keeps apart, those of one length that follow each other together."""
 
 FRAMES = 2
-"""Times that a picture stands in a patch: as that many equal frames of a video."""
+"""Times that an image stands in a patch: as that many equal frames of a video."""
 _SETTINGS = {"temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3}
 KEPT_TABLES = 64
-"""Sizes of pictures whose tables on the host are kept; those of a picture of 640 x 480 have 0.1 MB."""
-_USUAL_PICTURE = (480, 640)
-"""Pixels; pictures keep their size, within the processor's limits."""
+"""Sizes of images whose tables on the host are kept; those of an image of 640 x 480 have 0.1 MB."""
+_USUAL_IMAGE = (480, 640)
+"""Pixels; images keep their size, within the processor's limits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MergedPictures:
+class MergedImages:
     """Sizes that the towers have in common.
 
     Args:
@@ -63,12 +63,12 @@ class MergedPictures:
 
     @property
     def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of a picture of 640 x 480 pixels."""
-        rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_PICTURE)
+        """Rows and columns, in patches, of an image of 640 x 480 pixels."""
+        rows, columns = (round(side / self.patch / self.merge) * self.merge for side in _USUAL_IMAGE)
         return rows, columns
 
     def num_features(self, grid: Grid) -> int:
-        """Returns the feature rows of a picture."""
+        """Returns the feature rows of an image."""
         return grid[0] * grid[1] // self.merge**2
 
 
@@ -91,10 +91,10 @@ def block_places(grid: tuple[int, int], merge: int) -> Tensor:
 
 
 def check_merged(grids: Grids, merge: int) -> None:
-    """Raises ValueError where a picture does not divide into merged blocks."""
+    """Raises ValueError where an image does not divide into merged blocks."""
     for rows, columns in grids:
         if rows % merge or columns % merge:
-            raise ValueError(f"a picture of {rows} x {columns} patches came to a tower that merges {merge} x {merge}")
+            raise ValueError(f"an image of {rows} x {columns} patches came to a tower that merges {merge} x {merge}")
 
 
 def sizes_from_hf(vision: Mapping[str, Any], keys: tuple[str, ...], activation: str, hidden: int) -> dict[str, int]:

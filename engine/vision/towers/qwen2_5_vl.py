@@ -1,10 +1,10 @@
 """Qwen2.5-VL's tower: attention within windows in most blocks, and a merger of 2 x 2 patches.
 
 Blocks and merger are transformers'. Patches are put in the order of their windows once, and features back at the end.
-Windows of one picture are sorted by their length, whole ones first, so that attention runs those of one length as one
+Windows of one image are sorted by their length, whole ones first, so that attention runs those of one length as one
 batch; no number depends on the order of windows.
 
-Legend: P patches of all pictures, F = 3 * 2 * patch ** 2, K feature rows.
+Legend: P patches of all images, F = 3 * 2 * patch ** 2, K feature rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.layers.host_copies import sent
 from engine.vision.towers.qwen import (
     KEPT_TABLES,
     AxialRotation,
-    MergedPictures,
+    MergedImages,
     PatchEmbed,
     SegmentAttention,
     block_places,
@@ -41,12 +41,12 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen25VisionConfig(MergedPictures):
+class Qwen25VisionConfig(MergedImages):
     """Sizes of the tower.
 
     Args:
         window: merged blocks on a side of a window.
-        whole: blocks whose attention sees the whole picture.
+        whole: blocks whose attention sees the whole image.
     """
 
     window: int
@@ -90,7 +90,7 @@ class Qwen25VisionConfig(MergedPictures):
         return Qwen25Vision(self)
 
     def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
+        """Returns the FLOPs of these images in forward."""
         total = 0
         for rows, columns in grids:
             patches = rows * columns
@@ -105,10 +105,10 @@ class Qwen25VisionConfig(MergedPictures):
 
 
 class Windows(NamedTuple):
-    """The windows of a picture, on the host, to be read only.
+    """The windows of an image, on the host, to be read only.
 
     Args:
-        patches_P: int64, the picture's patches in the order of its windows.
+        patches_P: int64, the image's patches in the order of its windows.
         places_P2: int64, their rows and columns.
         back_K: int64, for each merged block its place in that order.
         lengths: patches of each window.
@@ -122,7 +122,7 @@ class Windows(NamedTuple):
 
 @lru_cache(maxsize=KEPT_TABLES)
 def windows(grid: tuple[int, int], config: Qwen25VisionConfig) -> Windows:
-    """Returns the windows of a picture of this size, in patches."""
+    """Returns the windows of an image of this size, in patches."""
     rows, columns = (side // config.merge for side in grid)
     blocks, merged = torch.arange(rows * columns, device="cpu").view(rows, columns), config.merge**2
     found = [part.flatten() for strip in blocks.split(config.window) for part in strip.split(config.window, dim=1)]
@@ -186,10 +186,10 @@ class Qwen25Vision(nn.Module):
         self.visual = _Tower(config)
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all pictures: [K, decoder's width].
+        """Returns the feature rows of all images: [K, decoder's width].
 
         Args:
-            patches_PF: picture after picture, in merged blocks, flattened as (channel, frame, y, x), normalised.
+            patches_PF: image after image, in merged blocks, flattened as (channel, frame, y, x), normalised.
             grids: rows and columns of each, in patches.
         """
         if not grids:

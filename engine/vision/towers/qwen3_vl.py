@@ -3,7 +3,7 @@ of the language model take (DeepStack, arXiv 2406.04334).
 
 Blocks and mergers are transformers'.
 
-Legend: P patches of all pictures, F = 3 * 2 * patch ** 2, K feature rows, L mergers behind blocks.
+Legend: P patches of all images, F = 3 * 2 * patch ** 2, K feature rows, L mergers behind blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.layers.host_copies import sent
 from engine.vision.towers.qwen import (
     KEPT_TABLES,
     AxialRotation,
-    MergedPictures,
+    MergedImages,
     PatchEmbed,
     SegmentAttention,
     block_places,
@@ -42,7 +42,7 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3VisionConfig(MergedPictures):
+class Qwen3VisionConfig(MergedImages):
     """Sizes of the tower.
 
     Args:
@@ -95,7 +95,7 @@ class Qwen3VisionConfig(MergedPictures):
         return Qwen3Vision(self)
 
     def flops(self, grids: Grids) -> int:
-        """Returns the FLOPs of these pictures in forward."""
+        """Returns the FLOPs of these images in forward."""
         lengths = [rows * columns for rows, columns in grids]
         wide = self.width * self.merge**2
         mergers = (1 + len(self.deepstack)) * 2 * wide * (wide + self.hidden)
@@ -178,11 +178,11 @@ class Qwen3Vision(nn.Module):
         self.visual = _Tower(config)
 
     def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all pictures, and beside them those for later layers: [K, (1 + L) * decoder's
+        """Returns the feature rows of all images, and beside them those for later layers: [K, (1 + L) * decoder's
         width].
 
         Args:
-            patches_PF: picture after picture, in merged blocks, flattened as (channel, frame, y, x), normalised.
+            patches_PF: image after image, in merged blocks, flattened as (channel, frame, y, x), normalised.
             grids: rows and columns of each, in patches.
         """
         if not grids:

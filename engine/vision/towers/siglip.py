@@ -1,9 +1,9 @@
-"""SigLIP's tower for pictures of one size: all layers and the last norm, or up to the last layer whose output is taken.
+"""SigLIP's tower for images of one size: all layers and the last norm, or up to the last layer whose output is taken.
 
 The layers are transformers'; the embeddings are ours, because patches come flattened. The pooling head is left out, as
 language models read patches.
 
-Legend: N pictures, L patches of each, F = 3 * patch ** 2, V width, S outputs that are taken.
+Legend: N images, L patches of each, F = 3 * patch ** 2, V width, S outputs that are taken.
 """
 
 from __future__ import annotations

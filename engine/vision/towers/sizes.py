@@ -1,4 +1,4 @@
-"""The sizes of towers that take pictures of one size, as `config.json` gives them."""
+"""The sizes of towers that take images of one size, as `config.json` gives them."""
 
 from __future__ import annotations
 
@@ -116,28 +116,28 @@ def heads_fit(width: int, heads: int) -> None:
 
 
 def square_side(image: int, patch: int, place: str) -> int:
-    """Returns the patches on a side of a square picture.
+    """Returns the patches on a side of a square image.
 
     Raises:
         UserError: it does not divide into patches.
     """
     if image % patch:
         raise UserError(
-            f"config.json has pictures of {image} pixels in {place}, which do not divide into patches of {patch}: "
+            f"config.json has images of {image} pixels in {place}, which do not divide into patches of {patch}: "
             "correct it or copy it again."
         )
     return image // patch
 
 
 def whole_patches(image: int, patch: int, place: str) -> int:
-    """Returns the patches on a side of a square picture whose tower passes over pixels behind the last whole patch.
+    """Returns the patches on a side of a square image whose tower passes over pixels behind the last whole patch.
 
     Raises:
         UserError: there is no whole patch.
     """
     if image < patch:
         raise UserError(
-            f"config.json has pictures of {image} pixels in {place}, which are less than a patch of {patch}: correct "
+            f"config.json has images of {image} pixels in {place}, which are less than a patch of {patch}: correct "
             "it or copy it again."
         )
     return image // patch

@@ -153,7 +153,7 @@ PARTS = (
     Part(name="experts", tool="experts", arguments=f"{_MIXTURE} --peers peft-experts"),
     Part(name="experts-nf4", tool="experts", arguments=f"{_MIXTURE} --peers none --base-dtype nf4"),
     Part(name="train-experts", tool="train", arguments="--config EXPERTS/run.yaml --model.dtype bfloat16"),
-    Part(name="tower", tool="tower", arguments="--dtype bfloat16 --pictures 8 --layers 27"),
+    Part(name="tower", tool="tower", arguments="--dtype bfloat16 --images 8 --layers 27"),
     Part(name="rollouts", tool="train", arguments=_ROLLOUTS),
     Part(name="lora-tax", tool="lora-tax", arguments=""),
     Part(name="memory", tool="memory", arguments=f"{PRESET} --peers peft"),

@@ -23,7 +23,7 @@ from rankfold.migrating.conversion import (
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainer import Default, Ours, Trainer
 from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import pictures, shared, trl_grpo
+from rankfold.migrating.trainers import images, shared, trl_grpo
 from rankfold.migrating.trainers.trl import reference
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
@@ -218,10 +218,10 @@ _OWN: dict[str, Rule] = {
     "embedding_lr": rates.rate_of(*_EMBEDDINGS),
     "embedding_lr_scale": rates.multiple_of_lr(*_EMBEDDINGS),
     "lr_groups": lr_groups,
-    "freeze_mm_modules": pictures.switch("freeze_mm_modules", "tower and projector stay frozen"),
-    "image_size": Rule(lambda conversion, given: conversion.lack(given, pictures.SIZES)),
+    "freeze_mm_modules": images.switch("freeze_mm_modules", "tower and projector stay frozen"),
+    "image_size": Rule(lambda conversion, given: conversion.lack(given, images.SIZES)),
     "image_resize_algorithm": dropped("part of image_size"),
-    "process_images": dropped("pictures that records name are read"),
+    "process_images": dropped("images that records name are read"),
     "load_in_8bit": shared.quantize("int8"),
     "load_in_4bit": shared.quantize("nf4"),
     "train_on_inputs": option("data.mask_prompt", lambda given: not truth(given)),
@@ -480,7 +480,7 @@ def _finish(conversion: Conversion) -> None:
         facts.setdefault("use_wandb", True)  # WandbConfig: a project switches it on
     facts.setdefault("save_strategy", "steps" if "save_steps" in facts else "epoch")
     if facts.get("freeze_mm_modules"):
-        facts["full training"] = pictures.LANGUAGE_MODEL
+        facts["full training"] = images.LANGUAGE_MODEL
     elif conversion.given("processor_type") and _adapters(conversion):
         conversion.to_fill.append(
             "lora.targets: names mean the language model here; where Axolotl's mean modules of the tower too, add them "

@@ -29,7 +29,7 @@ def _rate(conversion: Conversion, given: Given) -> None:
 
 
 def _length(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, f"length {given.key}", whole(given), "data.seq_length: both, and 2303 for the picture")
+    conversion.know(given, f"length {given.key}", whole(given), "data.seq_length: both, and 2303 for the image")
 
 
 RULES: dict[str, Rule] = hf.RULES | {

@@ -182,7 +182,7 @@ DEFAULTS: dict[str, Default | Ours] = {
     "data.seq_length": Ours("each script has a length of its own, and which one is not in what was given"),
     "data.packing": Default(False, "Trainer: one sample a row"),
     "data.mask_prompt": Ours("each script has labels of its own, and which ones is not in what was given"),
-    "data.image_folder": Default(None, "records name pictures by their paths"),
+    "data.image_folder": Default(None, "records name images by their paths"),
     "optim.lr_pattern": Default(None, "Trainer.create_optimizer: one learning rate"),
     "data.num_workers": Ours("changes the speed, not what is computed"),
     "optim.lr": Default(5e-5, "TrainingArguments.learning_rate"),

@@ -21,7 +21,7 @@ from rankfold.migrating.conversion import (
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainer import Default, Ours, Trainer
 from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import pictures, shared
+from rankfold.migrating.trainers import images, shared
 from rankfold.migrating.trainers.trl import reference
 
 _LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
@@ -191,17 +191,17 @@ RULES |= {
 }
 RULES |= {
     "media_dir": option("data.image_folder", text),
-    "freeze_vision_tower": pictures.switch("freeze_vision_tower", "the tower stays frozen"),
-    "freeze_multi_modal_projector": pictures.switch("freeze_projector", "the projector stays frozen"),
-    "freeze_language_model": pictures.switch("freeze_language_model", "the language model stays frozen"),
-    "train_mm_proj_only": pictures.switch("projector_only", "the projector alone trains"),
+    "freeze_vision_tower": images.switch("freeze_vision_tower", "the tower stays frozen"),
+    "freeze_multi_modal_projector": images.switch("freeze_projector", "the projector stays frozen"),
+    "freeze_language_model": images.switch("freeze_language_model", "the language model stays frozen"),
+    "train_mm_proj_only": images.switch("projector_only", "the projector alone trains"),
     "loraplus_lr_ratio": rates.multiple_of_lr("lora_B"),
-    **{key: Rule(lambda conversion, given: conversion.lack(given, pictures.SIZES))
+    **{key: Rule(lambda conversion, given: conversion.lack(given, images.SIZES))
        for key in ("image_max_pixels", "image_min_pixels", "image_resolution")},
-    **{key: shared.off_or_lack(pictures.PROCESSOR) for key in ("image_do_pan_and_scan", "crop_to_patches")},
+    **{key: shared.off_or_lack(images.PROCESSOR) for key in ("image_do_pan_and_scan", "crop_to_patches")},
     **shared.every(
         "video_max_pixels video_min_pixels video_fps video_maxlen video_resolution use_audio_in_video",
-        why=pictures.VIDEOS,
+        why=images.VIDEOS,
     ),
 }  # fmt: skip
 RULES |= shared.every(
@@ -329,23 +329,23 @@ def _finish(conversion: Conversion) -> None:
         conversion.imply("derived", "packing", "data.packing", False)
     if facts.get("finetuning_type") == "freeze":
         _freeze(conversion)
-    _pictures(conversion)
+    _images(conversion)
 
 
-_PICTURES = (
+_IMAGES = (
     "media_dir", "image_max_pixels", "image_min_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
     "freeze_language_model", "train_mm_proj_only",
 )  # fmt: skip
 
 
-def _pictures(conversion: Conversion) -> None:
+def _images(conversion: Conversion) -> None:
     """Sets what trains of a vision-language model: by default the language model alone. Full training says
     so of every model, because nothing given tells which has a vision model."""
     facts = conversion.facts
     frozen = {part: facts.get(f"freeze_{part}", part != "language_model") for part in _PARTS}
     if facts.get("projector_only"):
         frozen = {part: part != "projector" for part in _PARTS}
-    facts["full training"] = [] if frozen["language_model"] else list(pictures.LANGUAGE_MODEL)
+    facts["full training"] = [] if frozen["language_model"] else list(images.LANGUAGE_MODEL)
     trained = [name for part, name in _PARTS.items() if name and not frozen[part]]
     if facts.get("finetuning_type", "lora") == "full" and trained:
         conversion.to_fill.append(
@@ -356,9 +356,9 @@ def _pictures(conversion: Conversion) -> None:
             "lora.targets: freeze_vision_tower false puts adapters into the tower too; add names of its linears, as "
             r"'vision_tower\..*' or 'visual\.blocks\..*'"
         )
-    if conversion.given(*_PICTURES) and not conversion.given("image_max_pixels"):
+    if conversion.given(*_IMAGES) and not conversion.given("image_max_pixels"):
         conversion.notes.append(
-            "LLaMA-Factory makes pictures of more than 589,824 pixels smaller (image_max_pixels); here they keep their "
+            "LLaMA-Factory makes images of more than 589,824 pixels smaller (image_max_pixels); here they keep their "
             "size until the model's own processor cuts them"
         )
 

@@ -7,7 +7,7 @@ from rankfold.migrating.conversion import Conversion, Rule, dropped
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainer import Default, Trainer
 from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import pictures, shared
+from rankfold.migrating.trainers import images, shared
 
 _PROJECTOR = "multi_modal_projector"
 KEYS = frozenset({
@@ -19,16 +19,16 @@ KEYS = frozenset({
 
 def aspect_ratio(conversion: Conversion, given: Given) -> None:
     if str(given.value) == "square":
-        conversion.drop(given, pictures.PROCESSOR)
+        conversion.drop(given, images.PROCESSOR)
     else:
-        conversion.lack(given, pictures.PROCESSOR)
+        conversion.lack(given, images.PROCESSOR)
 
 
 RULES: dict[str, Rule] = hf.RULES | {
-    "tune_mm_mlp_adapter": pictures.switch("projector_only", "the projector alone trains"),
-    "freeze_mm_mlp_adapter": pictures.switch("freeze_projector", "the projector stays frozen"),
-    "freeze_backbone": pictures.switch("freeze_backbone", "the language model stays frozen"),
-    "unfreeze_mm_vision_tower": pictures.switch("tune_tower", "the tower trains in full"),
+    "tune_mm_mlp_adapter": images.switch("projector_only", "the projector alone trains"),
+    "freeze_mm_mlp_adapter": images.switch("freeze_projector", "the projector stays frozen"),
+    "freeze_backbone": images.switch("freeze_backbone", "the language model stays frozen"),
+    "unfreeze_mm_vision_tower": images.switch("tune_tower", "the tower trains in full"),
     "mm_tunable_parts": shared.off_or_lack("trainable names what trains in full"),
     "vision_tower": dropped("the folder in model.path has its tower"),
     "image_aspect_ratio": Rule(aspect_ratio),
@@ -43,7 +43,7 @@ def _what_trains(conversion: Conversion) -> list[str]:
     parts += ["vision_tower"] if facts.get("tune_tower") else []
     if facts.get("projector_only") or facts.get("freeze_backbone") or facts.get("lora", False):
         return parts
-    return [*pictures.LANGUAGE_MODEL, *parts]
+    return [*images.LANGUAGE_MODEL, *parts]
 
 
 def _finish(conversion: Conversion) -> None:

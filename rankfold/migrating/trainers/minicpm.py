@@ -7,7 +7,7 @@ from rankfold.migrating.conversion import Conversion, Rule, number, sets, whole
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainer import Default, Ours, Trainer
 from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import pictures, shared
+from rankfold.migrating.trainers import images, shared
 
 
 def max_slice_nums(conversion: Conversion, given: Given) -> None:
@@ -22,8 +22,8 @@ def target_loss(conversion: Conversion, given: Given) -> None:
 
 
 _MINICPM_RULES: dict[str, Rule] = hf.RULES | {
-    "tune_llm": pictures.switch("tune_llm", "the language model trains in full"),
-    "tune_vision": pictures.switch("tune_vision", "the tower trains in full"),
+    "tune_llm": images.switch("tune_llm", "the language model trains in full"),
+    "tune_vision": images.switch("tune_vision", "the tower trains in full"),
     "max_slice_nums": Rule(max_slice_nums),
 }
 _MINICPM_RULES |= shared.every("llm_type", why="the model's own chat template is used")
@@ -36,7 +36,7 @@ def _what_trains(conversion: Conversion) -> list[str]:
     tower = ["vpm"] if facts.get("tune_vision", True) else []
     if facts.get("lora", False):
         return ["embed_tokens", "resampler", *tower]
-    language = pictures.LANGUAGE_MODEL if facts.get("tune_llm", True) else []
+    language = images.LANGUAGE_MODEL if facts.get("tune_llm", True) else []
     return ["*"] if language and tower else [*language, *tower, "resampler"]
 
 

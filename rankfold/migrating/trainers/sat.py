@@ -37,7 +37,7 @@ RULES |= shared.every("version", why="the model's own chat template is used")
 _TOWER = ("vit_checkpoint_activations", "vit_no_grad", "image_length", "eva_args")
 RULES |= {key: dropped(why) for key, why in zip(_TOWER, (
     "memory.recompute is of the tower's blocks too", "a tower without anything that trains has no backward",
-    "the size of the pictures says it", "the model's config.json describes the tower",
+    "the size of the images says it", "the model's config.json describes the tower",
 ), strict=True)}  # fmt: skip
 
 

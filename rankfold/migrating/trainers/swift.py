@@ -27,7 +27,7 @@ from rankfold.migrating.conversion import (
 from rankfold.migrating.given import PROGRAM, Given
 from rankfold.migrating.trainer import Default, Ours, Trainer
 from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import pictures, shared, swift_flags
+from rankfold.migrating.trainers import images, shared, swift_flags
 
 KEYS = frozenset({
     "rlhf_type", "train_type", "tuner_type", "model_author", "lazy_tokenize", "split_dataset_ratio", "freeze_vit",
@@ -343,10 +343,10 @@ RULES: dict[str, Rule] = {
     "lorap_lr_ratio": rates.multiple_of_lr("lora_B"),
     "init_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
     "use_swift_lora": shared.off_or_lack("adapters are PEFT's"),
-    "freeze_llm": pictures.switch("freeze_language_model", "the language model stays frozen"),
-    "freeze_vit": pictures.switch("freeze_vision_tower", "the tower stays frozen"),
-    "freeze_aligner": pictures.switch("freeze_projector", "the projector stays frozen"),
-    "max_pixels": Rule(lambda conversion, given: conversion.lack(given, pictures.SIZES)),
+    "freeze_llm": images.switch("freeze_language_model", "the language model stays frozen"),
+    "freeze_vit": images.switch("freeze_vision_tower", "the tower stays frozen"),
+    "freeze_aligner": images.switch("freeze_projector", "the projector stays frozen"),
+    "max_pixels": Rule(lambda conversion, given: conversion.lack(given, images.SIZES)),
     "torch_dtype": torch_dtype,
     "bf16": precision("bf16"),
     "fp16": precision("fp16"),
@@ -461,7 +461,7 @@ def finish(conversion: Conversion) -> None:
 def set_what_trains(conversion: Conversion) -> None:
     """Sets what trains: by default the language model alone, where there is a vision model."""
     facts = conversion.facts
-    facts["full training"] = [] if facts.get("freeze_language_model") else list(pictures.LANGUAGE_MODEL)
+    facts["full training"] = [] if facts.get("freeze_language_model") else list(images.LANGUAGE_MODEL)
     thawed = [said for part, said in (("vision_tower", "the tower"), ("projector", "the projector"))
               if facts.get(f"freeze_{part}") is False]  # fmt: skip
     if thawed and trains_adapters(conversion):

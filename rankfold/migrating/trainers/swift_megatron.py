@@ -141,7 +141,7 @@ DEFAULTS: dict[str, Default | Ours] = megatron.DEFAULTS | swift.DATA_DEFAULTS | 
     "model.init": Default("checkpoint", "MegatronArguments.perform_initialization = False"),
     "data.validation": Ours("the data has to be named"),
     "data.validation_split": Default(None, "DataArguments.split_dataset_ratio = 0"),
-    "data.image_folder": Default(None, "records name pictures by their paths"),
+    "data.image_folder": Default(None, "records name images by their paths"),
     "data.tokenizer": Default(None, "that of the model"),
     "data.num_workers": Ours("changes the speed, not what is computed"),
     "optim.lr": Default(lambda conversion: 1e-4 if _adapters(conversion) else 1e-5, "MegatronArguments._set_default"),

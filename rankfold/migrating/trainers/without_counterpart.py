@@ -4,7 +4,7 @@ they change nothing, or ask for something that is not available, which is report
 from __future__ import annotations
 
 from rankfold.migrating.conversion import Rule, dropped
-from rankfold.migrating.trainers import pictures, shared
+from rankfold.migrating.trainers import images, shared
 
 RULES: dict[str, Rule] = {}
 RULES |= shared.every("bf16_full_eval fp16_full_eval", why="evaluations have the arithmetic of training")
@@ -119,7 +119,7 @@ RULES |= shared.every(
     """
     mm_* image_* vision_*
     """,
-    why=pictures.PROCESSOR,
+    why=images.PROCESSOR,
 )
 RULES |= shared.every("group_by_modality_length", why="each epoch has an order of its own")
 RULES |= {

@@ -1,4 +1,4 @@
-"""Pictures that mean nothing in documents and prompts that have room for one, by arrays of the host, as a loader's
+"""Images that mean nothing in documents and prompts that have room for one, by arrays of the host, as a loader's
 threads make them."""
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from engine.vision.layers.encoder import VisionConfig
 from engine.zigzag import Span
 
 
-def with_pictures(batch: Batch, decoder: DecoderConfig) -> Batch:
-    """Gives every second document that has room a picture."""
+def with_images(batch: Batch, decoder: DecoderConfig) -> Batch:
+    """Gives every second document that has room an image."""
     found = _in_documents(batch.document_lengths, decoder, every=2)
     by_grid = batch.positions_BS.repeat(3, 1, 1) if decoder.rope_axes else None
     return pin(replace(batch, **found, grid_positions_3BS=by_grid))
 
 
-def prompts_with_pictures(decoder: DecoderConfig) -> tuple[list[list[int]], PromptCoordinates]:
-    """Returns the tokens of two prompts, the first with a picture, where the model takes any."""
+def prompts_with_images(decoder: DecoderConfig) -> tuple[list[list[int]], PromptCoordinates]:
+    """Returns the tokens of two prompts, the first with an image, where the model takes any."""
     count = 0 if decoder.vision is None else decoder.vision.num_features(decoder.vision.usual_tile)
-    # where layers attend to pictures, each prompt has one
+    # where layers attend to images, each prompt has one
     lengths = [count + 3, count + 3 if decoder.cross_attention is not None else 2]
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
     found = {} if decoder.vision is None else _in_documents(lengths, decoder, every=1)
@@ -40,7 +40,7 @@ def prompts_with_pictures(decoder: DecoderConfig) -> tuple[list[list[int]], Prom
 
 
 def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int) -> dict[str, Any]:
-    """Returns what a batch has of the pictures in every so many documents."""
+    """Returns what a batch has of the images in every so many documents."""
     vision, cross = decoder.vision, decoder.cross_attention
     assert vision is not None
     count, start = vision.num_features(vision.usual_tile), 0
@@ -58,7 +58,7 @@ def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int)
     if decoder.token_experts:
         language = np.setdiff1d(np.arange(start), places)
         found["experts"] = ExpertTokens(vision_V=torch.from_numpy(places), language_L=torch.from_numpy(language))
-    if decoder.bidirectional_pictures:
+    if decoder.bidirectional_images:
         earlier = np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])
         found["bidirectional"] = BidirectionalSpans(
             spans=tuple(spans),

@@ -1,4 +1,4 @@
-"""What trainers of vision-language models have in common: rules for pictures, and for what trains."""
+"""What trainers of vision-language models have in common: rules for images, and for what trains."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from rankfold.migrating.given import Given
 
 LANGUAGE_MODEL = ["embed_tokens", "layers", "norm", "lm_head"]
 """All modules of a language model, with a vision model beside it or without."""
-PROCESSOR = "the model's own config.json and processor say how pictures are cut"
-SIZES = "pictures are read in the size that they have, and cut as the model's own processor does"
+PROCESSOR = "the model's own config.json and processor say how images are cut"
+SIZES = "images are read in the size that they have, and cut as the model's own processor does"
 VIDEOS = "videos are not read"
 
 

@@ -1,4 +1,4 @@
-"""Text about pictures: tokens with a cache are those of whole passes without one, and of the originals' logits."""
+"""Text about images: tokens with a cache are those of whole passes without one, and of the originals' logits."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation
 from engine.training.trainer import train
-from engine.vision.data import row_images as row_pictures
+from engine.vision.data import row_images as row_images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Tiles, VisionFamily
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from engine.vision.inference import PromptCoordinates
 from rankfold.generating.prompts import Prompt, Writer, requests_of
 from tests.parity.test_vision_models import make_batch
@@ -44,7 +44,7 @@ from tests.support.vision_fixtures import VisionFixture
 CPU = torch.device("cpu")
 NAMES = ("minicpm-v-2", "minicpm-v-2_6", "omnilmm", "cogvlm-v1", "cogvlm2", "cogagent")
 SEVERAL = ("minicpm-v-2", "minicpm-v-2_6", "omnilmm")
-"""Models that take several pictures."""
+"""Models that take several images."""
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?", "Look!")
 
@@ -57,19 +57,19 @@ def model_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-def pictures(name: str) -> list[Path]:
+def image_files(name: str) -> list[Path]:
     return sorted((shared("vision") / name / "images").glob("*.png"))
 
 
 def prompts(name: str, folder: Path) -> list[Prompt]:
-    """Prompts of several lengths: with a picture, with two or another, and of text alone where the model takes such."""
+    """Prompts of several lengths: with an image, with two or another, and of text alone where the model takes such."""
     tokenizer = load_tokenizer(folder)
     family = read_vision_family(folder, tokenizer)
     assert family is not None
-    files = [str(path) for path in pictures(name)]
+    files = [str(path) for path in image_files(name)]
     images = [tuple(files[:1]), tuple(files[:2] if name in SEVERAL else files[-1:]), ()]
     return [
-        Writer(tokenizer=tokenizer, chat=True, system=None, reader=PictureReader(family), images=own).text(text, 1)
+        Writer(tokenizer=tokenizer, chat=True, system=None, reader=ImageReader(family), images=own).text(text, 1)
         for text, own in zip(TEXTS, images, strict=True)
         if own or name != "cogagent"
     ]
@@ -116,8 +116,8 @@ def images_of(tiles: list[Tiles], spans: Sequence[tuple[int, int]], features: in
 
 def whole_batch(name: str, family: VisionFamily, prompt: Prompt, ids: list[int]) -> Batch:
     """All tokens so far as one row."""
-    spans = [span for picture in prompt.pictures for span in picture.spans]
-    opened = [Image.open(picture.file).convert("RGB") for picture in prompt.pictures]
+    spans = [span for image in prompt.images for span in image.spans]
+    opened = [Image.open(image.file).convert("RGB") for image in prompt.images]
     positions, vision = rule_of(name, len(ids), spans)
     cross_images = None
     if family.cross_patch_features is not None:
@@ -171,7 +171,7 @@ def test_tokens_are_those_of_whole_passes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_choices_are_those_of_the_originals_logits(name: str, tmp_path: Path) -> None:
-    """A prompt that ends behind the picture, and then the fixture's own tokens one by one."""
+    """A prompt that ends behind the image, and then the fixture's own tokens one by one."""
     data = VisionFixture(name)
     batch = cogvlm_cases.batch_of(data, "one_image") if name.startswith("cog") else make_batch(data, "one_image")
     assert batch.images is not None
@@ -221,9 +221,9 @@ class TestCommand:
     def minicpm(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return model_folder("minicpm-v-2", tmp_path_factory.mktemp("minicpm"))
 
-    def test_pictures_on_the_command_line_and_in_records(self, minicpm: Path, tmp_path: Path) -> None:
-        """The same question in every way that it can be asked, and one that names the pictures' places."""
-        first, second = pictures("minicpm-v-2")[:2]
+    def test_images_on_the_command_line_and_in_records(self, minicpm: Path, tmp_path: Path) -> None:
+        """The same question in every way that it can be asked, and one that names the images' places."""
+        first, second = image_files("minicpm-v-2")[:2]
         shutil.copy(first, tmp_path / "a.png")
         shutil.copy(second, tmp_path / "b.png")
         parts = [{"type": "image"}, {"type": "image", "path": "b.png"}, {"type": "text", "text": TEXTS[1]}]
@@ -253,40 +253,40 @@ class TestCommand:
         ("options", "words"),
         [
             (["--image", "{tmp}/none.png", "--prompt", "a"], "--image names {tmp}/none.png, which does not exist"),
-            (["--image", "{tmp}/text.png", "--prompt", "a"], "text.png, which is no picture that Pillow can read"),
+            (["--image", "{tmp}/text.png", "--prompt", "a"], "text.png, which is no image that Pillow can read"),
             (["--image", "{tmp}/cut.png", "--prompt", "a"], "--image names {tmp}/cut.png, which cannot be read"),
-            (["--image", "{tmp}/a.png", "--prompt", "<image> or <image>"], "names 1 picture, but <image> stands 2"),
+            (["--image", "{tmp}/a.png", "--prompt", "<image> or <image>"], "names 1 image, but <image> stands 2"),
             (["--image", "{tmp}/a.png", "--prompts", "{tmp}/in.jsonl"], "--image and --prompts were both given"),
             (["--prompts", "{tmp}/in.jsonl"], "in.jsonl line 2: field 'image' names {tmp}/none.png"),
         ],
     )
     def test_refusals(self, options: list[str], words: str, minicpm: Path, tmp_path: Path) -> None:
-        picture = pictures("minicpm-v-2")[0]
-        shutil.copy(picture, tmp_path / "a.png")
-        (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:-60])
+        image = image_files("minicpm-v-2")[0]
+        shutil.copy(image, tmp_path / "a.png")
+        (tmp_path / "cut.png").write_bytes(image.read_bytes()[:-60])
         (tmp_path / "text.png").write_text("a")
         records = [{"prompt": "a", "image": "a.png"}, {"prompt": "a", "image": "none.png"}]
         (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         self.check_refused(minicpm, options, words, tmp_path)
 
     def test_models_that_take_none_or_one(self, stories_dir: Path, tmp_path: Path) -> None:
-        for file in pictures("minicpm-v-2")[:2]:
+        for file in image_files("minicpm-v-2")[:2]:
             shutil.copy(file, tmp_path)
-        first, second = [path.name for path in pictures("minicpm-v-2")[:2]]
+        first, second = [path.name for path in image_files("minicpm-v-2")[:2]]
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "image": first}) + "\n")
         one, two = ["--image", "{tmp}/" + first], ["--image", "{tmp}/" + second]
         agent = model_folder("cogagent", tmp_path / "agent")
         self.check_refused(
-            stories_dir, [*one, "--prompt", "a"], "--image names a picture, but the model reads text alone", tmp_path
+            stories_dir, [*one, "--prompt", "a"], "--image names an image, but the model reads text alone", tmp_path
         )
         self.check_refused(
             stories_dir,
             ["--prompts", "{tmp}/in.jsonl"],
-            "in.jsonl line 1: field 'image' names a picture, but",
+            "in.jsonl line 1: field 'image' names an image, but",
             tmp_path,
         )
-        self.check_refused(agent, [*one, *two, "--prompt", "a"], "2 pictures, but the model takes one", tmp_path)
-        self.check_refused(agent, ["--prompt", "a"], "no picture, but the model's layers attend to one", tmp_path)
+        self.check_refused(agent, [*one, *two, "--prompt", "a"], "2 images, but the model takes one", tmp_path)
+        self.check_refused(agent, ["--prompt", "a"], "no image, but the model's layers attend to one", tmp_path)
 
     @staticmethod
     def check_refused(model: Path, options: list[str], words: str, tmp_path: Path) -> None:
@@ -300,16 +300,16 @@ class TestCommand:
 def test_samples_while_training_are_what_is_generated(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, of prompts with a picture and without, in the family's layout. Read as plain text, prompts
-    would be continued otherwise. A picture is decoded once for all tokens, and again for each evaluation."""
+    """Before the first step, of prompts with an image and without, in the family's layout. Read as plain text, prompts
+    would be continued otherwise. An image is decoded once for all tokens, and again for each evaluation."""
     opened: list[Path] = []
-    read = row_pictures.read_picture
+    read = row_images.read_image
     monkeypatch.setattr(
-        row_pictures, "read_picture", lambda path, *rest, **more: (opened.append(path), read(path, *rest, **more))[1]
+        row_images, "read_image", lambda path, *rest, **more: (opened.append(path), read(path, *rest, **more))[1]
     )
     (tmp_path / "model").mkdir()
     folder = model_folder(name, tmp_path / "model")
-    files = [str(path) for path in pictures(name)]
+    files = [str(path) for path in image_files(name)]
     turns = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A day."}]
     records = [{"id": str(number), "image": files[0], "conversations": turns} for number in range(2)]
     (tmp_path / "train.json").write_text(json.dumps(records), encoding="utf-8")

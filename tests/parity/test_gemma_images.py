@@ -1,6 +1,6 @@
-"""Gemma 3 with pictures against stock transformers and PEFT: logits, losses, every gradient, 20 steps of adapters.
+"""Gemma 3 with images against stock transformers and PEFT: logits, losses, every gradient, 20 steps of adapters.
 
-Causal attention within pictures moves logits by 0.1 and more, as do features that are scaled like embeddings.
+Causal attention within images moves logits by 0.1 and more, as do features that are scaled like embeddings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
 from tests.distributed.cases import relative_error
 from tests.support.family_models import engine_model, losses_and_gradients
-from tests.support.gemma_pictures import LENGTH, batch_of, make_folder, stock_losses
+from tests.support.gemma_images import LENGTH, batch_of, make_folder, stock_losses
 from tests.support.peft_following import ALONE, DECAY, LR, build, decayed_names
 
 STEPS = 20
@@ -127,7 +127,7 @@ def test_adapters_follow_peft(kind: str, tmp_path: Path) -> None:
     sizes = {"data.seq_length": LENGTH, "train.micro_batch_size": rows, "train.global_batch_size": rows}
     given = {"lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", **sizes, **ours}
     training, lines = build(tmp_path, given, ALONE)
-    assert any("tokens of pictures see their whole picture" in line for line in lines)
+    assert any("tokens of images see their whole image" in line for line in lines)
     targets = float(batch.loss_weights_BS.sum())
     losses = [training.step([batch], targets, LR).loss.item() for _ in range(STEPS)]
     expected = _their_losses(model, batch)

@@ -1,4 +1,4 @@
-"""What the planner says of a model whose layers attend to encoded pictures: peaks of real steps, arithmetic by hand."""
+"""What the planner says of a model whose layers attend to encoded images: peaks of real steps, arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_peaks_are_those_of_real_steps(name: str, folder: Path) -> None:
     assert predicted.step == pytest.approx(measured.step, rel=0.01)
 
 
-def test_made_up_pictures_reach_both_towers_and_the_vision_expert(folder: Path) -> None:
+def test_made_up_images_reach_both_towers_and_the_vision_expert(folder: Path) -> None:
     """Without them, a warm-up would leave these to the first step on data."""
     training = build(_config(folder), LAUNCH)
     (model,) = training.parts

@@ -1,4 +1,4 @@
-"""Runs on records with pictures that stop and go on in another layout: as if they had not stopped."""
+"""Runs on records with images that stop and go on in another layout: as if they had not stopped."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of MiniCPM-V's kind; records with a picture, with two and with none."""
-    folder = tmp_path_factory.mktemp("pictures")
+    """A model of MiniCPM-V's kind; records with an image, with two and with none."""
+    folder = tmp_path_factory.mktemp("images")
     make_small.write(folder)
     records = json.loads((folder / "train.json").read_text(encoding="utf-8"))[:RECORDS]
     for number, record in enumerate(records):
@@ -86,7 +86,7 @@ def test_another_layout_goes_on(name: str, place: Path, whole: Any, tmp_path: Pa
     assert [found[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-5)
 
 
-def test_pictures_that_have_changed_since_are_said(place: Path, whole: Any, tmp_path: Path) -> None:
+def test_images_that_have_changed_since_are_said(place: Path, whole: Any, tmp_path: Path) -> None:
     folder = tmp_path / "place"
     shutil.copytree(place, folder, ignore=shutil.ignore_patterns("whole-*"))
     file = folder / json.loads((folder / "train.json").read_text(encoding="utf-8"))[0]["image"]

@@ -1,4 +1,4 @@
-"""Files that would start a program, block, or take minutes or gigabytes, given as pictures: one sentence, at once."""
+"""Files that would start a program, block, or take minutes or gigabytes, given as images: one sentence, at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import EpsImagePlugin, Image
 
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
-from engine.vision.data.files import FORMATS, picture_size, read_picture
+from engine.vision.data.files import FORMATS, image_size, read_image
 from engine.vision.data.limited_file import MOST_BYTES
 from tests.unit.test_vision_data_faults import PNG, chat, chunk, rows, save
 from tests.unit.test_vision_data_rows import opened, write
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "strips of nothing, big-endian": (lambda: strips(order=">"), "has a table of 262,144 values"),
     "strips of nothing in BigTIFF": (lambda: strips(big=True), "has a table of 262,144 values"),
     "samples beyond count": (lambda: tiff(*SIZE[:-1], (277, 3, 1, 65535)), "whose header is broken"),
-    "a tile beyond the picture": (
+    "a tile beyond the image": (
         lambda: tiff(*SIZE, (322, 4, 1, 32768), (323, 4, 1, 32768), (324, 4, 1, 8), (325, 4, 1, len(TILE))) + TILE,
         "has tiles of 32768 x 32768 pixels",
     ),
@@ -166,7 +166,7 @@ def test_a_hostile_file_is_refused_in_one_sentence_and_little_memory(name: str, 
     Image.init()
     before, begin = used_megabytes(begin=True), time.process_time()
     with pytest.raises(UserError) as refused:
-        read_picture(file, picture_size(file, "here", upright=True), "here", upright=True)
+        read_image(file, image_size(file, "here", upright=True), "here", upright=True)
     assert str(refused.value).startswith(f"here names {file}, ") and words in str(refused.value)
     assert str(refused.value).endswith(".") and "\n" not in str(refused.value)
     assert time.process_time() - begin < SECONDS and used_megabytes() - before < MEGABYTES
@@ -176,27 +176,24 @@ def test_a_tiff_files_notes_are_not_made_into_objects(tmp_path: Path) -> None:
     file = tmp_path / "x.tif"
     file.write_bytes(fractions(1 << 20))
     before, begin = used_megabytes(begin=True), time.process_time()
-    assert (
-        read_picture(file, picture_size(file, "here", upright=True), "here", upright=True).getpixel((20, 15))
-        == (0,) * 3
-    )
+    assert read_image(file, image_size(file, "here", upright=True), "here", upright=True).getpixel((20, 15)) == (0,) * 3
     assert time.process_time() - begin < 0.5 and used_megabytes() - before < 50
 
 
 def test_a_broken_header_is_named_without_objects_of_python(tmp_path: Path) -> None:
     (tmp_path / "x.tif").write_bytes(tiff(*SIZE[1:]))
     with pytest.raises(UserError, match="whose header is broken; replace the file"):
-        picture_size(tmp_path / "x.tif", "here")
+        image_size(tmp_path / "x.tif", "here")
 
 
-def test_no_picture_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_image_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, started = tmp_path / "gs", tmp_path / "started"
     program.write_text(f"#!/bin/sh\ntouch '{started}'\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(program))
     (tmp_path / "x.jpg").write_bytes(EPS)
     with pytest.raises(UserError, match="whose format is EPS"):
-        read_picture(tmp_path / "x.jpg", (40, 30), "here")
+        read_image(tmp_path / "x.jpg", (40, 30), "here")
     assert not started.exists()
     with Image.open(tmp_path / "x.jpg") as plain, pytest.raises(Exception, match="gs"):
         plain.load()
@@ -215,7 +212,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path:
     else:
         held = socket.socket(socket.AF_UNIX)
         held.bind(os.path.relpath(file))
-    for read in (lambda: picture_size(file, "here"), lambda: read_picture(file, (40, 30), "here")):
+    for read in (lambda: image_size(file, "here"), lambda: read_image(file, (40, 30), "here")):
         with pytest.raises(UserError, match=rf"^here names {file}, which (is not a regular file|cannot be read)"):
             read()
 
@@ -224,23 +221,23 @@ def test_large_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     save(tmp_path / "x.png")
     os.truncate(tmp_path / "x.png", MOST_BYTES + 1)
     with pytest.raises(UserError, match="which has 268,435,457 bytes, more than 268,435,456; make it smaller"):
-        picture_size(tmp_path / "x.png", "here")
+        image_size(tmp_path / "x.png", "here")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_formats_are_told_by_their_bytes_not_their_names(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "x.eps"
     file.write_bytes(encoded(kind))
-    assert picture_size(file, "here") == (40, 30)
+    assert image_size(file, "here") == (40, 30)
     with Image.open(io.BytesIO(encoded(kind))) as plain:
-        assert read_picture(file, (40, 30), "here").tobytes() == plain.convert("RGB").tobytes()
+        assert read_image(file, (40, 30), "here").tobytes() == plain.convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF", "MPO"])
 def test_the_first_of_several_frames_is_read(kind: str, tmp_path: Path) -> None:
     frames = [Image.new("RGB", (40, 30), color) for color in ("red", "blue", "green")]
     frames[0].save(tmp_path / "x.png", kind, save_all=True, append_images=frames[1:])
-    red, _, blue = read_picture(tmp_path / "x.png", picture_size(tmp_path / "x.png", "here"), "here").getpixel((20, 15))
+    red, _, blue = read_image(tmp_path / "x.png", image_size(tmp_path / "x.png", "here"), "here").getpixel((20, 15))
     assert red > 240 and blue < 16
 
 
@@ -253,9 +250,9 @@ def test_errors_of_any_class_become_a_sentence(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "x.png")
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path)
+    tokenizer, images = opened("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", [{"image": "x.png", "conversations": chat()}])
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, pictures=pictures)
+    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, images=images)
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -266,12 +263,12 @@ def test_errors_of_any_class_become_a_sentence(
 
 
 @pytest.mark.parametrize("kind", ["absolute", "above", "link"])
-def test_paths_may_lead_out_of_the_folder_of_pictures(kind: str, tmp_path: Path) -> None:
+def test_paths_may_lead_out_of_the_folder_of_images(kind: str, tmp_path: Path) -> None:
     """A record's path is that of any file that the user can read, as in the models' own scripts."""
     (tmp_path / "folder").mkdir()
     save(tmp_path / "x.png")
     (tmp_path / "folder" / "link.png").symlink_to(tmp_path / "x.png")
     path = {"absolute": str(tmp_path / "x.png"), "above": "../x.png", "link": "link.png"}[kind]
-    tokenizer, pictures = opened("minicpm-v-2", tmp_path, tmp_path / "folder")
+    tokenizer, images = opened("minicpm-v-2", tmp_path, tmp_path / "folder")
     file = write(tmp_path / "records.jsonl", [{"image": path, "conversations": chat()}])
-    rows(TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, pictures=pictures))
+    rows(TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, images=images))

@@ -1,6 +1,6 @@
-"""A small Gemma 3 with pictures as its users have it, made by stock transformers, and rows of records for it.
+"""A small Gemma 3 with images as its users have it, made by stock transformers, and rows of records for it.
 
-A picture has four tokens and windows are of three, so that a picture's last token does not see its first one in half of
+An image has four tokens and windows are of three, so that an image's last token does not see its first one in half of
 the layers. transformers takes seconds to import, so that happens inside the functions: ranks import this module and
 need none.
 """
@@ -21,7 +21,7 @@ from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
 from engine.vision.data.families import read_vision_family
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,8 +54,8 @@ RECORDS: tuple[dict[str, Any], ...] = (
     {"messages": _turns("Say something.", 1)},
     {"images": ["1.png"], "messages": _turns("Look: <image>", 2)},
     {"images": ["0.png"], "messages": _turns("<image>", 3)},
-    {"messages": _turns("And without any picture?", 0)},
-    {"messages": _turns("Again, in a row of its own, which has no picture at all, and is rather long, or not.", 1)},
+    {"messages": _turns("And without any image?", 0)},
+    {"messages": _turns("Again, in a row of its own, which has no image at all, and is rather long, or not.", 1)},
 )
 
 
@@ -71,13 +71,13 @@ def draw(model: nn.Module) -> None:
 
 
 def make_folder(folder: Path, **text: Any) -> PreTrainedModel:
-    """The model, saved in `folder` with its tokenizer, its processor's settings, pictures and records."""
+    """The model, saved in `folder` with its tokenizer, its processor's settings, images and records."""
     import transformers
 
-    from tests.unit.test_vision_data_processors import pictures, written
+    from tests.unit.test_vision_data_processors import images, written
 
     tokenizer, _ = written("gemma3", folder)
-    pictures(folder)
+    images(folder)
     tokens = {name: getattr(tokenizer, f"{name}_token_id") for name in ("image", "boi", "eoi")}
     config = transformers.Gemma3Config(
         text_config={**TEXT, **text},
@@ -103,7 +103,7 @@ def dataset(folder: Path, *, packing: bool = True) -> TokenDataset:
         tokenizer=tokenizer,
         seq_length=LENGTH,
         packing=packing,
-        pictures=PictureReader(family),
+        images=ImageReader(family),
     )
 
 
@@ -118,7 +118,7 @@ def batch_of(
 
 
 def stock_pixels(images: Images, document: int) -> Tensor | None:
-    """[n, 3, H, W] of a document's pictures."""
+    """[n, 3, H, W] of a document's images."""
     tiles = images.patches_PF.split([rows * columns for rows, columns in images.grids])
     own = [tile for tile, owner in zip(tiles, images.documents, strict=True) if owner == document]
     if not own:

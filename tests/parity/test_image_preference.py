@@ -1,4 +1,4 @@
-"""DPO on pairs of answers about pictures, against transformers and PEFT in fp64 with the formula of the paper."""
+"""DPO on pairs of answers about images, against transformers and PEFT in fp64 with the formula of the paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.data.collate import rank_batch
 from engine.data.tokenizer import load_tokenizer
 from engine.preferences.data.preference_pairs import build_pairs
 from engine.vision.data.families import read_vision_family
-from engine.vision.data.reader import PictureReader
+from engine.vision.data.reader import ImageReader
 from tests.support.peft_following import ALONE, DECAY, LR, build
 from tests.support.qwen_vl import PAD, make_model, stock_outputs
 
@@ -30,7 +30,7 @@ PAIRS: list[dict[str, Any]] = [
     {"question": "Say something.", "answers": ("Good day to you!", "No.")},
     {"images": ["1.png"], "question": "<image>\nWho is this?", "answers": ("He.", "Nobody at all, or somebody.")},
 ]
-"""With two pictures, with none, with one."""
+"""With two images, with none, with one."""
 
 
 def _records() -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def _batch(folder: Path) -> Batch:
     tokenizer = load_tokenizer(folder)
     family = read_vision_family(folder, tokenizer)
     assert family is not None
-    data = build_pairs(folder / "pairs.jsonl", tokenizer=tokenizer, seq_length=LENGTH, pictures=PictureReader(family))
+    data = build_pairs(folder / "pairs.jsonl", tokenizer=tokenizer, seq_length=LENGTH, images=ImageReader(family))
     rows = range(len(PAIRS))
     return rank_batch(data, rows, rows, pad_multiple=4, pad_token=0, context_size=1, context_rank=0)
 

@@ -20,6 +20,58 @@ VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveKind:
+    """The parts of an objective, as "module:NAME" for `engine.seams.resolve`, and what its rows are made of.
+
+    Args:
+        loss: builds it; see `engine.objectives.build.build_objective`.
+        rules: refuses what does not go with the objective, given the RunConfig; None where everything does.
+        group: documents that belong together, side by side in one row.
+        answers: how many of these are answers that are judged.
+        synthetic: whether made-up tokens can stand in for its data.
+        beside: the work that each step has beside training, which is not planned; None where there is none.
+        sections: sections of the configuration that belong to this objective.
+    """
+
+    loss: str
+    rules: str | None = None
+    group: int = 1
+    answers: int = 0
+    synthetic: bool = False
+    beside: str | None = None
+    sections: tuple[str, ...] = ()
+
+
+_PAIRS = ObjectiveKind(
+    loss="engine.preferences.objectives.preference:build_preference",
+    rules="engine.preferences.rules:check_preferences",
+    group=2,
+    answers=2,
+)
+OBJECTIVES: dict[Name, ObjectiveKind] = {
+    "language_modeling": ObjectiveKind(
+        loss="engine.objectives.language_modeling:build_language_modeling", synthetic=True
+    ),
+    "dpo": _PAIRS,
+    "ipo": _PAIRS,
+    "hinge": _PAIRS,
+    "orpo": _PAIRS,
+    "simpo": _PAIRS,
+    "kto": ObjectiveKind(
+        loss="engine.preferences.objectives.kto:build_kto",
+        rules="engine.preferences.rules:check_preferences",
+        answers=1,
+    ),
+    "grpo": ObjectiveKind(
+        loss="engine.rollouts.objective.policy:build_policy_gradient",
+        rules="engine.rollouts.rules:check_rollouts",
+        beside="samples completions beside training on them",
+        sections=("rollout",),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveOptions:
     """Objective: which loss is minimised.
 
@@ -123,7 +175,7 @@ class ObjectiveOptions:
     def __post_init__(self) -> None:
         require_choice("objective.name", self.name, get_args(Name))
         require_choice("objective.reference", self.reference, get_args(Reference))
-        if self.samples_completions:
+        if self.name in POLICY_GRADIENT:
             require_not_negative("objective.beta", self.divergence_weight, "use for example 0.04, or 0 for none")
             require(
                 self.kl_bias_correction or self.divergence_weight > 0,
@@ -303,25 +355,18 @@ class ObjectiveOptions:
     def limits_ratios(self) -> bool:
         """Whether a limit of the importance ratio was chosen, which matters where old completions are trained on."""
         chosen = self.epsilon != 0.2 or self.epsilon_high is not None or self.delta is not None
-        return self.samples_completions and self.loss_type != "cispo" and chosen
+        return self.name in POLICY_GRADIENT and self.loss_type != "cispo" and chosen
 
     @property
-    def samples_completions(self) -> bool:
-        """Whether the model is trained on completions that it samples itself."""
-        return self.name in POLICY_GRADIENT
+    def kind(self) -> ObjectiveKind:
+        """The parts of this objective."""
+        return OBJECTIVES[self.name]
 
     @property
-    def compares_answers(self) -> bool:
-        """Whether samples are answers that were judged, in pairs or one by one."""
-        return self.name != "language_modeling" and not self.samples_completions
-
-    @property
-    def compares_pairs(self) -> bool:
-        """Whether samples are pairs of answers."""
-        return self.compares_answers and self.name != "kto"
-
-    @property
-    def has_reference(self) -> bool:
-        if self.samples_completions:
-            return self.divergence_weight > 0
-        return self.compares_answers and self.name not in REFERENCE_FREE
+    def compared_with(self) -> Reference | None:
+        """The model that the trained one is compared with; None where there is no such model."""
+        if self.name in POLICY_GRADIENT:
+            has_reference = self.divergence_weight > 0
+        else:
+            has_reference = self.kind.answers > 0 and self.name not in REFERENCE_FREE
+        return self.reference if has_reference else None

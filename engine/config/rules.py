@@ -15,6 +15,7 @@ from engine.config.hub import instead_of
 from engine.config.matching import matches_target
 from engine.config.run import RunConfig
 from engine.errors import UserError
+from engine.seams import resolve
 
 
 def check_config(config: RunConfig) -> None:
@@ -36,10 +37,7 @@ def check_config(config: RunConfig) -> None:
     check_warmup(config)
     check_evaluation(config)
     check_objective(config)
-    check_completions(config)
     check_synthetic_steps(config)
-    check_rollouts(config)
-    check_server(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -280,10 +278,18 @@ def check_evaluation(config: RunConfig) -> None:
         "null, so that nothing would stop early: set train.early_stopping_patience to for example 3, or remove "
         "train.early_stopping_min_delta.",
     )
+
+
+def check_objective(config: RunConfig) -> None:
+    """Refuses what the objective does not go with, and sections that belong to another one."""
+    objective, rollout = config.objective, config.rollout
+    if objective.kind.rules is not None:
+        resolve(objective.kind.rules)(config)
+    given = next((field.name for field in fields(rollout) if getattr(rollout, field.name) != field.default), None)
     require(
-        train.eval_mean == "tokens" or not config.objective.compares_answers,
-        f"train.eval_mean is rows and objective.name is {config.objective.name}, whose loss is a mean over pairs: set "
-        "train.eval_mean to tokens.",
+        given is None or "rollout" in objective.kind.sections,
+        f"rollout.{given} is set and objective.name is {objective.name}, which samples nothing: remove it, or set "
+        "objective.name to grpo.",
     )
 
 
@@ -293,7 +299,7 @@ def check_synthetic_steps(config: RunConfig) -> None:
     if not steps:
         return
     require(
-        config.objective.name == "language_modeling",
+        config.objective.kind.synthetic,
         f"train.synthetic_steps is {steps} and objective.name is {config.objective.name}, but there are no made-up "
         "answers: set train.synthetic_steps to 0.",
     )
@@ -303,100 +309,6 @@ def check_synthetic_steps(config: RunConfig) -> None:
         "the documents in a row, which are not known before the data is read: set data.packing to concatenate, or "
         "train.synthetic_steps to 0.",
     )
-
-
-def check_server(config: RunConfig) -> None:
-    """Refuses what a server of completions cannot be given, and options of one where there is none."""
-    rollout = config.rollout
-    if rollout.server is None:
-        require(
-            not rollout.overlap,
-            "rollout.overlap is true and rollout.server is not set, but the engine samples on the devices that train, "
-            "so that nothing would overlap: name a server, or set rollout.overlap to false.",
-        )
-        server = ("server_kind", "server_model", "server_timeout", "adapter_dir", "mismatch", "mismatch_bound")
-        options = (field for field in fields(rollout) if field.name in server)
-        given = next((field.name for field in options if getattr(rollout, field.name) != field.default), None)
-        require(
-            given is None,
-            f"rollout.{given} is set and rollout.server is not, without which the engine samples: remove it, or name a "
-            "server.",
-        )
-        return
-    for given, wanted in (
-        (f"lora.rank is {config.lora.rank}", config.lora.rank > 0),
-        ("lora.dora is true", not config.lora.dora),
-        ("lora.bias is true", not config.lora.bias),
-    ):
-        require(
-            wanted,
-            f"{given} and rollout.server is set, which loads plain adapters and nothing else: train such adapters, or "
-            "remove rollout.server, so that the engine samples.",
-        )
-
-
-def check_rollouts(config: RunConfig) -> None:
-    """Refuses options of rollouts without rollouts, and those of data that rollouts do not take."""
-    rollout, data, name = config.rollout, config.data, config.objective.name
-    if not config.objective.samples_completions:
-        given = next((field.name for field in fields(rollout) if getattr(rollout, field.name) != field.default), None)
-        require(
-            given is None,
-            f"rollout.{given} is set and objective.name is {name}, which samples nothing: remove it, or set "
-            "objective.name to grpo.",
-        )
-        return
-    require(
-        len(rollout.rewards) > 0,
-        f"objective.name is {name} and rollout.rewards is [], so that no completion is better than another: name a "
-        "function, such as rewards.py:accuracy, or exact_match.",
-    )
-    objective = config.objective
-    for option, limit, default in (
-        ("importance_min", objective.importance_min, None), ("importance_max", objective.importance_max, 3.0),
-    ):  # fmt: skip
-        require(
-            objective.importance_correction != "none" or rollout.corrects_sampler or limit == default,
-            f"objective.{option} is {limit} and objective.importance_correction is none, which has no limits: set "
-            f"objective.importance_correction to for example sequence_mask, or remove objective.{option}.",
-        )
-    batch, members = config.train.global_batch_size, rollout.num_generations
-    require(
-        batch % members == 0,
-        f"train.global_batch_size is {batch}, which counts completions, and rollout.num_generations {members}: use "
-        f"for example train.global_batch_size {max(members, batch - batch % members)}.",
-    )
-    require(
-        data.seq_length > rollout.max_completion_length,
-        f"data.seq_length is {data.seq_length}, which is that of prompt and completion, and "
-        f"rollout.max_completion_length {rollout.max_completion_length}, which leaves no room for a prompt: raise "
-        "data.seq_length.",
-    )
-    for given, wanted in (
-        (f"data.mix is {list(data.mix)}", not data.mix),
-        (f"data.validation is {data.validation}", data.validation is None),
-        (f"data.validation_split is {data.validation_split}", data.validation_split is None),
-        (f"data.format is {data.format}", data.format == "auto"),
-        ("data.mask_prompt is false", data.mask_prompt),
-        ("data.overlong is cut", data.overlong != "cut"),
-    ):
-        require(
-            wanted,
-            f"{given} and objective.name is {name}, whose data are the prompts of data.train, without answers and each "
-            "whole: remove it.",
-        )
-    train = config.train
-    for given, wanted, why in (
-        ("data.learn_after_end is false", data.learn_after_end, "whose completions end where sampling ends"),
-        (f"data.show is {data.show}", data.show == 0, "whose rows are not there before the first step: rollout.show "
-         "logs completions"),
-        (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no images"),
-        ("train.last_batch is full", train.last_batch == "short", "whose batches are all full, since prompts continue "
-         "over the ends of epochs"),
-        (f"train.eval_samples is {train.eval_samples}", train.eval_samples is None, "which evaluates nothing"),
-        ("train.eval_mean is rows", train.eval_mean == "tokens", "which evaluates nothing"),
-    ):  # fmt: skip
-        require(wanted, f"{given} and objective.name is {name}, {why}: remove it.")
 
 
 def check_sequence_split(config: RunConfig) -> None:
@@ -425,91 +337,6 @@ def check_context_split(config: RunConfig) -> None:
         f"data.seq_length {config.data.seq_length} makes rows of {length} tokens, and parallel.context {context} with "
         f"parallel.tensor {config.parallel.tensor} divides each row into {unit} pieces: make data.seq_length a "
         f"multiple of {unit}.",
-    )
-
-
-def check_objective(config: RunConfig) -> None:
-    """Refuses options that do not go with an objective over judged answers, or with its reference."""
-    objective, data = config.objective, config.data
-    if not objective.compares_answers:
-        return
-    require(
-        not data.mix,
-        f"objective.name is {objective.name} and data.mix is {list(data.mix)}, but answers that are compared come from "
-        "one file: put them together, and leave data.mix out.",
-    )
-    require(
-        data.overlong != "cut",
-        f"objective.name is {objective.name} and data.overlong is cut, but an answer in pieces cannot be compared: set "
-        "data.overlong to truncate, drop or error.",
-    )
-    require(
-        data.format == "auto" and data.mask_prompt,
-        f"objective.name is {objective.name}, whose records are judged answers, and data.format is {data.format} and "
-        f"data.mask_prompt {str(data.mask_prompt).lower()}: leave both out, these records are recognised by their "
-        "fields and only answers are compared.",
-    )
-    require(
-        data.packing != "concatenate",
-        f"objective.name is {objective.name} and data.packing is concatenate, which would split answers: "
-        "set data.packing to true or false.",
-    )
-    require(
-        config.memory.cuda_graph != "step",
-        f"objective.name is {objective.name} and memory.cuda_graph is step, but which answers a step compares is known "
-        "on the host only: set memory.cuda_graph to layer or none.",
-    )
-    if not objective.has_reference or objective.reference == "initial":
-        return
-    require(
-        not config.trainable,
-        f"objective.reference is base and trainable is {list(config.trainable)}, so that the model without adapters "
-        "would change with training: set objective.reference to initial.",
-    )
-    require(
-        config.lora.init_from is None,
-        f"objective.reference is base and lora.init_from is {config.lora.init_from}: set objective.reference to "
-        "initial to compare with the adapter that the run starts from, or merge it into the model first to compare "
-        "with that.",
-    )
-
-
-def check_completions(config: RunConfig) -> None:
-    """Refuses options that do not go with training on sampled completions, or with its reference."""
-    objective, graph = config.objective, config.memory.cuda_graph
-    if not objective.samples_completions:
-        return
-    require(
-        graph == "none",
-        f"objective.name is {objective.name} and memory.cuda_graph is {graph}, whose size depends on the rows, which "
-        "are not known before they are sampled: set memory.cuda_graph to none.",
-    )
-    require(
-        config.data.packing != "concatenate",
-        f"objective.name is {objective.name} and data.packing is concatenate, which would split completions: set "
-        "data.packing to true or false.",
-    )
-    require(
-        objective.reference == "base",
-        f"objective.name is {objective.name} and objective.reference is {objective.reference}, but completions are "
-        "compared with the model without its adapters, if at all: remove it.",
-    )
-    require(
-        not objective.has_reference or not config.trainable,
-        f"objective.beta is {objective.beta} and trainable is {list(config.trainable)}, so that the model without "
-        "adapters, which completions are compared with, would change with training: set objective.beta to 0, or "
-        "trainable to [].",
-    )
-    require(
-        not objective.has_reference or config.lora.rank > 0,
-        f"objective.beta is {objective.beta} and lora.rank is 0, but completions are compared with the model without "
-        "its adapters: set lora.rank to for example 16, or objective.beta to 0.",
-    )
-    require(
-        not objective.has_reference or config.lora.init_from is None,
-        f"objective.beta is {objective.beta} and lora.init_from is {config.lora.init_from}, but completions are "
-        "compared with the model without its adapters, and not with the adapter that the run starts from: merge it "
-        "into the model first, or set objective.beta to 0.",
     )
 
 

@@ -66,5 +66,5 @@ class RunConfig:
 
     @property
     def row_length(self) -> int:
-        """Maximum tokens of a row. A pair of answers shares one row, each of up to data.seq_length tokens."""
-        return self.data.seq_length * (2 if self.objective.compares_pairs else 1)
+        """Maximum tokens of a row. The answers of a pair share one row, each of up to data.seq_length tokens."""
+        return self.data.seq_length * self.objective.kind.group

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config.run import RunConfig
+from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
 
 
@@ -54,3 +56,8 @@ class LanguageModeling:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
         loss = self.loss_sum(token_losses_T, batch)
         return ObjectiveSums(loss, loss.detach()[None])
+
+
+def build_language_modeling(config: RunConfig, *, cp: Axis, dp: Axis) -> LanguageModeling:
+    """Returns the language-modeling objective; see `engine.objectives.build.build_objective`."""
+    return LanguageModeling()

@@ -28,10 +28,11 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
     Raises:
         UserError: a backend that is not known.
     """
-    if config.objective.samples_completions:
+    objective = config.objective
+    if objective.kind.beside is not None:
         raise UserError(
-            f"objective.name is {config.objective.name}, which samples completions beside training on them: memory and "
-            "time are not predicted for such runs."
+            f"objective.name is {objective.name}, which {objective.kind.beside}: memory and time are not predicted for "
+            "such runs."
         )
     kernels = backend_name(config.model.kernels, device_type=device_type, dtype=config.model.dtype)
     optimizer = config.optim.backend
@@ -45,8 +46,8 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         seq_length=config.row_length,
         tiles=usual_tiles(decoder, config.train.micro_batch_size),
         longest_document=config.data.seq_length,
-        answers=_answers(config),
-        refers_to_base=config.objective.has_reference and config.objective.reference == "base",
+        answers=config.train.micro_batch_size * objective.kind.answers,
+        refers_to_base=objective.compared_with == "base",
         balances=config.train.router_aux_loss_coef > 0,
         base_dtype=config.model.base_dtype,
         device_type=device_type,
@@ -61,13 +62,6 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
 def usual_tiles(decoder: DecoderConfig, count: int) -> tuple[tuple[int, ...], ...]:
     """Returns so many tiles of the size that most images are cut into; none for a model of text alone."""
     return () if decoder.vision is None else (decoder.vision.usual_tile,) * count
-
-
-def _answers(config: RunConfig) -> int:
-    """Returns the number of answers in a micro-batch of full rows where answers are compared, else 0."""
-    objective = config.objective
-    in_a_row = config.row_length // config.data.seq_length
-    return config.train.micro_batch_size * in_a_row if objective.compares_answers else 0
 
 
 def memory_plan_of(config: RunConfig) -> MemoryPlan:

@@ -51,7 +51,7 @@ def load_references(
     Raises:
         UserError: they are not there, belong to other data, or are not finite.
     """
-    if not (config.objective.has_reference and config.objective.reference == "initial"):
+    if config.objective.compared_with != "initial":
         return
     assert isinstance(data.train, DataLoader), "completions are compared with the base"
     sets = {"train": data.train.dataset}

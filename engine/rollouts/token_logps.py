@@ -33,7 +33,6 @@ def token_logps(
         dataset: the completions, in memory.
         adapters: False leaves them out: the reference.
     """
-    assert config.objective.samples_completions, config.objective.name
     mesh, stages = training.mesh, training.stages
     device = stages.step.device
     options = loader_options(config, device, **mesh_position(mesh))

@@ -85,7 +85,7 @@ def build_training(
     layout = _layout(config, mesh, plan.partition, decoder, choices, log)
     places = host_places(config.memory, launch.device)
     weights = _placement(config, mesh, places.weights)
-    objective = build_objective(config.objective, cp=mesh.cp, dp=mesh.dp, rollout=config.rollout)
+    objective = build_objective(config, cp=mesh.cp, dp=mesh.dp)
     loss_scale = _loss_scale(config, launch.device)
     balance = _load_balance(config, launch, decoder, mesh, loss_scale, log)
     stages = _build_stages(config, launch, decoder, plan, layout, mesh, weights, objective, loss_scale, balance)

@@ -81,7 +81,7 @@ def rate_change(saved: str, config: RunConfig, course: Course, order: DataOrder,
 def _order_of(before: RunConfig, now: RunConfig, order: DataOrder) -> DataOrder:
     """Returns the order that the data of now has under an earlier configuration."""
     batch = before.train.global_batch_size
-    if not now.objective.samples_completions:
+    if "rollout" not in now.objective.kind.sections:
         return replace(order, batch=batch, last_batch=before.train.last_batch)
     # of completions, as many to each prompt as the options say; their batches are always full
     return replace(order, batch=batch, count=order.count // _trainings(now) * _trainings(before))

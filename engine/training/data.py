@@ -80,7 +80,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     images = _image_reader(config, model, tokenizer)
     if images is not None and images.family.remark is not None:
         log.info(images.family.remark)
-    if config.objective.samples_completions:
+    if "rollout" in config.objective.kind.sections:
         prompts = _prompt_loader(config, launch, model, tokenizer, log)
         return RunData(tokenizer=tokenizer, train=prompts, validation=None)
     source = _Source(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch))
@@ -365,7 +365,7 @@ class _Source:
 
     def _stored(self, path: str) -> TokenDataset:
         data, objective = self.config.data, self.config.objective
-        if objective.compares_answers:
+        if objective.kind.answers:
             raise UserError(
                 f"{path} is a token store, but objective.name {objective.name} compares answers: give their records."
             )
@@ -387,9 +387,9 @@ class _Source:
                 done = count
 
             data, objective = self.config.data, self.config.objective
-            if objective.compares_answers:
+            if objective.kind.answers:
                 assert data.packing != "concatenate", "which would tear answers apart"
-                return (build_pairs if objective.compares_pairs else build_judged)(
+                return (build_pairs if objective.kind.group > 1 else build_judged)(
                     path,
                     tokenizer=self.tokenizer,
                     seq_length=data.seq_length,

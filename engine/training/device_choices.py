@@ -50,7 +50,7 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
     # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same.
     # Images whose tokens see each other are one more document each.
-    packed = config.data.fills_rows or config.objective.compares_pairs or decoder.bidirectional_images
+    packed = config.data.fills_rows or config.objective.kind.group > 1 or decoder.bidirectional_images
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     check_graphs(config, device, attention, decoder)
     if config.memory.offload_activations:

@@ -97,7 +97,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
 
 def _know_references(config: RunConfig, training: Training, dataset: TokenDataset, log: Log) -> None:
     """Computes the reference of an objective that compares with the initial model, before factors are drawn."""
-    if not (config.objective.has_reference and config.objective.reference == "initial"):
+    if config.objective.compared_with != "initial":
         return
     for name, one in (("training", dataset), ("mismatched", dataset.mismatched)):
         if one is not None:

@@ -178,7 +178,7 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
             loss_weights_BS=torch.ones(rows, length),
             document_offsets=torch.arange(rows * length // document + 1, dtype=torch.int32) * document,
             document_lengths=(document,) * (rows * length // document),
-            answers=_pairs(config, rows) if config.objective.compares_answers else None,
+            answers=_pairs(config, rows) if config.objective.kind.answers else None,
         )
         axis, decoder = training.mesh.cp, training.source.model.decoder
         batch = context_part(batch, size=axis.size, rank=axis.rank)
@@ -190,7 +190,7 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
 def _pairs(config: RunConfig, rows: int) -> Answers:
     """Returns two answers per row, of which the first was preferred."""
     length, count = config.data.seq_length, 2 * rows
-    known = config.objective.has_reference and config.objective.reference == "initial"
+    known = config.objective.compared_with == "initial"
     return Answers(
         ids_BS=torch.arange(count).repeat_interleave(length).view(rows, 2 * length),
         signs=torch.tensor([1.0, -1.0]).repeat(rows),

@@ -285,7 +285,7 @@ def winning_yaml(answer: Answer, best: Candidate) -> str:
     for name in ("path", "base_dtype"):
         if sections["model"][name] is None:
             del sections["model"][name]
-    if config.objective.compares_answers:
+    if config.objective.kind.answers:
         sections["objective"] = {"name": config.objective.name}
     return yaml.safe_dump(sections, sort_keys=False).rstrip()
 

@@ -143,7 +143,7 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
         take_step = training.step if training.graphs is None else training.graphs
         consumed = 0
         sampled = None
-        if config.objective.samples_completions:
+        if config.objective.name == "grpo":
             sampled = rollout_source(config, launch, training).stream(0, 0, case.steps)
         for step in range(1, case.steps + 1):
             if sampled is None:
@@ -217,7 +217,7 @@ def _reporter(
 
 def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed: int) -> tuple[list[Batch], float]:
     """A step's micro-batches in pinned memory of the host, and the number of its targets."""
-    if not config.objective.compares_answers:
+    if not config.objective.kind.answers:
         batches, decoder = loader.batches(consumed), training.source.model.decoder
         if decoder.vision is not None:
             batches = [with_images(batch, decoder) for batch in batches]
@@ -229,7 +229,7 @@ def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed
 def _evaluate(
     config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset, batches: list[Batch]
 ) -> None:
-    if config.objective.compares_answers:
+    if config.objective.kind.answers:
         training.stages.figures(batches)
     if config.objective.name != "language_modeling":
         return

@@ -62,7 +62,7 @@ def test_what_nobody_gave_is_the_trainers_default(trainer: Trainer) -> None:
             continue
         from_key = any(row.kind == "taken" and row.became.startswith(f"{name}:") for row in conversion.rows
                        if row.given.value != "not given")  # fmt: skip
-        if from_key or (name.startswith("objective.") and not config.objective.compares_answers):
+        if from_key or (name.startswith("objective.") and not config.objective.kind.answers):
             continue
         if (name.startswith("lora.") and config.lora.rank == 0) or (name == "trainable" and config.lora.rank == 0):
             continue

@@ -7,9 +7,10 @@ TRL's functions are called on a stand-in for their trainer that holds the consta
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Answers, Batch
-from engine.config.objective import ObjectiveOptions
+from engine.config import RunConfig
+from engine.config.model import ModelOptions
+from engine.config.objective import OBJECTIVES, Name, ObjectiveOptions
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.objectives.build import build_objective
@@ -26,6 +29,7 @@ from engine.objectives.objective import Objective
 from engine.objectives.stuck import REPORTS, StuckLoss
 from engine.preferences.objectives.kto import Kto, KtoSettings
 from engine.preferences.objectives.preference import LOSSES, Preference, PreferenceSettings
+from engine.seams import resolve
 
 ALONE = Axis("cp")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
@@ -268,7 +272,7 @@ def test_a_batch_of_fillers_adds_nothing(loss: str) -> None:
         token_index_BS=batch.token_index_BS, loss_weights_BS=torch.zeros(2, WIDTH),
         document_offsets=batch.document_offsets, document_lengths=batch.document_lengths, answers=empty,
     )  # fmt: skip
-    objective = build_objective(ObjectiveOptions(name="dpo" if loss == "sigmoid" else loss), cp=ALONE, dp=ALONE)
+    objective = _built(name="dpo" if loss == "sigmoid" else loss)
     losses.requires_grad_()
     found = objective.sums(losses, fillers, torch.zeros(0), torch.zeros(()))
     assert found.figures.tolist() == [0.0] * (1 + len(objective.metrics))
@@ -276,13 +280,26 @@ def test_a_batch_of_fillers_adds_nothing(loss: str) -> None:
     assert not gradient.any()
 
 
+def _built(**options: Any) -> Objective:
+    """The objective of a run with these options."""
+    config = RunConfig(model=ModelOptions(path="x"), objective=ObjectiveOptions(**options))
+    return build_objective(config, cp=ALONE, dp=ALONE)
+
+
+def test_every_part_of_every_objective_is_there() -> None:
+    assert OBJECTIVES.keys() == set(get_args(Name))
+    for kind in OBJECTIVES.values():
+        for value in (getattr(kind, field.name) for field in fields(kind)):
+            assert not isinstance(value, str) or ":" not in value or callable(resolve(value)), value
+
+
 def test_options_become_the_objective() -> None:
-    assert isinstance(build_objective(ObjectiveOptions(), cp=ALONE, dp=ALONE), LanguageModeling)
-    built = build_objective(ObjectiveOptions(name="dpo", beta=0.15), cp=ALONE, dp=ALONE)
+    assert isinstance(_built(), LanguageModeling)
+    built = _built(name="dpo", beta=0.15)
     assert isinstance(built, Preference) and built.compares_with_base
     assert (built.settings.loss, built.settings.beta) == ("sigmoid", 0.15)
-    assert not build_objective(ObjectiveOptions(name="simpo"), cp=ALONE, dp=ALONE).compares_with_base
-    kept = build_objective(ObjectiveOptions(name="kto", reference="initial"), cp=ALONE, dp=ALONE)
+    assert not _built(name="simpo").compares_with_base
+    kept = _built(name="kto", reference="initial")
     assert isinstance(kept, Kto) and not kept.compares_with_base and kept.loss_at_chance == 0.5
 
 

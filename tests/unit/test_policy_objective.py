@@ -189,16 +189,17 @@ def test_options_reach_the_objective() -> None:
     options = ObjectiveOptions(
         name="grpo", loss_type="gspo", epsilon=3e-4, beta=0.04, importance_correction="token_mask"
     )
-    built = build_objective(
-        options, cp=ALONE, dp=ALONE, rollout=RolloutOptions(temperature=0.7, max_completion_length=9)
-    )
+    rollout = RolloutOptions(temperature=0.7, max_completion_length=9)
+    config = RunConfig(model=ModelOptions(path="x"), objective=options, rollout=rollout)
+    built = build_objective(config, cp=ALONE, dp=ALONE)
     assert isinstance(built, PolicyGradient) and built.compares_with_base and built.temperature == 0.7
     assert built.settings == PolicySettings(
         loss="gspo", level="sequence", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7,
         max_completion_length=9, samples_elsewhere=True, correction="token_mask",
     )  # fmt: skip
-    plain = build_objective(ObjectiveOptions(name="grpo"), cp=ALONE, dp=ALONE)
-    assert not plain.compares_with_base and not ObjectiveOptions(name="grpo").has_reference
+    plain = replace(config, objective=ObjectiveOptions(name="grpo"))
+    assert not build_objective(plain, cp=ALONE, dp=ALONE).compares_with_base
+    assert plain.objective.compared_with is None
     assert ObjectiveOptions(name="dpo").preference_strength == 0.1
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
@@ -150,6 +151,17 @@ class Kto:
         if "reward_desirable" in found and "reward_undesirable" in found:
             found["margin"] = found["reward_desirable"] - found["reward_undesirable"]
         return {**found, "desirable": liked, "kl": kl}
+
+
+def build_kto(config: RunConfig, *, cp: Axis, dp: Axis) -> Kto:
+    """Returns the KTO objective of a configuration; see `engine.objectives.build.build_objective`."""
+    options = config.objective
+    settings = KtoSettings(
+        beta=options.preference_strength,
+        desirable_weight=options.desirable_weight,
+        undesirable_weight=options.undesirable_weight,
+    )
+    return Kto(settings, cp=cp, dp=dp, compares_with_base=options.compared_with == "base")
 
 
 _NO_SHARE = 1e-6

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
 from engine.preferences.objectives.likelihood import answers_of, log_likelihoods
@@ -150,6 +151,19 @@ class Preference:
         margin = rewards_chosen - rewards_rejected
         columns = (better, margin, rewards_chosen, rewards_rejected, logp_chosen, logp_rejected)
         return tuple(column.sum() for column in columns)
+
+
+def build_preference(config: RunConfig, *, cp: Axis, dp: Axis) -> Preference:
+    """Returns the objective over pairs that a configuration names; see `engine.objectives.build.build_objective`."""
+    options = config.objective
+    settings = PreferenceSettings(
+        loss="sigmoid" if options.name == "dpo" else options.name,
+        beta=options.preference_strength,
+        label_smoothing=options.label_smoothing,
+        length_normalised=options.length_normalised,
+        margin=options.margin,
+    )
+    return Preference(settings, cp=cp, compares_with_base=options.compared_with == "base")
 
 
 def _log_one_minus_exp(x: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Completions
 from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel
+from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.differentiable import reduce_from_all
 from engine.distributed.mesh import Axis
@@ -404,3 +405,34 @@ class PolicyGradient:
             del figures["importance_weight"]
         largest = dict(zip(self.maxima, means[len(self.metrics) :], strict=False))
         return {**figures, **largest, "length": tokens / completions}
+
+
+def build_policy_gradient(config: RunConfig, *, cp: Axis, dp: Axis) -> PolicyGradient:
+    """Returns the policy gradient of a configuration; see `engine.objectives.build.build_objective`."""
+    options, rollout = config.objective, config.rollout
+    correction = options.importance_correction
+    if correction == "none" and rollout.corrects_sampler:
+        correction = "token_truncate"
+    settings = PolicySettings(
+        loss=options.loss_type,
+        level=options.importance_level,
+        epsilon=options.epsilon,
+        epsilon_high=options.epsilon if options.epsilon_high is None else options.epsilon_high,
+        delta=options.delta,
+        temperature_pos=options.sapo_temperature_pos,
+        temperature_neg=options.sapo_temperature_neg,
+        gamma_pos=(options.vespo_k_pos, options.vespo_lambda_pos),
+        gamma_neg=(options.vespo_k_neg, options.vespo_lambda_neg),
+        beta=options.divergence_weight,
+        kl_bias_correction=options.kl_bias_correction,
+        temperature=rollout.temperature,
+        max_completion_length=rollout.max_completion_length,
+        top_entropy_quantile=options.top_entropy_quantile,
+        reports_entropy=options.report_entropy,
+        off_policy_threshold=options.off_policy_threshold,
+        samples_elsewhere=rollout.server is not None or correction != "none",
+        correction=correction,
+        importance_min=options.importance_min,
+        importance_max=options.importance_max,
+    )
+    return PolicyGradient(settings, cp=cp, dp=dp)

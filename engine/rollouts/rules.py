@@ -1,0 +1,142 @@
+"""Rules between sections that concern objectives over sampled completions alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from engine.config.checks import require
+from engine.config.run import RunConfig
+
+
+def check_rollouts(config: RunConfig) -> None:
+    """Refuses what does not go with training on sampled completions.
+
+    Raises:
+        UserError: two values clash.
+    """
+    _check_completions(config)
+    _check_prompts(config)
+    _check_server(config)
+
+
+def _check_completions(config: RunConfig) -> None:
+    """Refuses options that do not go with training on sampled completions, or with its reference."""
+    objective, graph = config.objective, config.memory.cuda_graph
+    require(
+        graph == "none",
+        f"objective.name is {objective.name} and memory.cuda_graph is {graph}, whose size depends on the rows, which "
+        "are not known before they are sampled: set memory.cuda_graph to none.",
+    )
+    require(
+        config.data.packing != "concatenate",
+        f"objective.name is {objective.name} and data.packing is concatenate, which would split completions: set "
+        "data.packing to true or false.",
+    )
+    require(
+        objective.reference == "base",
+        f"objective.name is {objective.name} and objective.reference is {objective.reference}, but completions are "
+        "compared with the model without its adapters, if at all: remove it.",
+    )
+    require(
+        objective.compared_with is None or not config.trainable,
+        f"objective.beta is {objective.beta} and trainable is {list(config.trainable)}, so that the model without "
+        "adapters, which completions are compared with, would change with training: set objective.beta to 0, or "
+        "trainable to [].",
+    )
+    require(
+        objective.compared_with is None or config.lora.rank > 0,
+        f"objective.beta is {objective.beta} and lora.rank is 0, but completions are compared with the model without "
+        "its adapters: set lora.rank to for example 16, or objective.beta to 0.",
+    )
+    require(
+        objective.compared_with is None or config.lora.init_from is None,
+        f"objective.beta is {objective.beta} and lora.init_from is {config.lora.init_from}, but completions are "
+        "compared with the model without its adapters, and not with the adapter that the run starts from: merge it "
+        "into the model first, or set objective.beta to 0.",
+    )
+
+
+def _check_prompts(config: RunConfig) -> None:
+    """Refuses rollouts without rewards or room, and options of data that rollouts do not take."""
+    rollout, data, name = config.rollout, config.data, config.objective.name
+    require(
+        len(rollout.rewards) > 0,
+        f"objective.name is {name} and rollout.rewards is [], so that no completion is better than another: name a "
+        "function, such as rewards.py:accuracy, or exact_match.",
+    )
+    objective = config.objective
+    for option, limit, default in (
+        ("importance_min", objective.importance_min, None), ("importance_max", objective.importance_max, 3.0),
+    ):  # fmt: skip
+        require(
+            objective.importance_correction != "none" or rollout.corrects_sampler or limit == default,
+            f"objective.{option} is {limit} and objective.importance_correction is none, which has no limits: set "
+            f"objective.importance_correction to for example sequence_mask, or remove objective.{option}.",
+        )
+    batch, members = config.train.global_batch_size, rollout.num_generations
+    require(
+        batch % members == 0,
+        f"train.global_batch_size is {batch}, which counts completions, and rollout.num_generations {members}: use "
+        f"for example train.global_batch_size {max(members, batch - batch % members)}.",
+    )
+    require(
+        data.seq_length > rollout.max_completion_length,
+        f"data.seq_length is {data.seq_length}, which is that of prompt and completion, and "
+        f"rollout.max_completion_length {rollout.max_completion_length}, which leaves no room for a prompt: raise "
+        "data.seq_length.",
+    )
+    for given, wanted in (
+        (f"data.mix is {list(data.mix)}", not data.mix),
+        (f"data.validation is {data.validation}", data.validation is None),
+        (f"data.validation_split is {data.validation_split}", data.validation_split is None),
+        (f"data.format is {data.format}", data.format == "auto"),
+        ("data.mask_prompt is false", data.mask_prompt),
+        ("data.overlong is cut", data.overlong != "cut"),
+    ):
+        require(
+            wanted,
+            f"{given} and objective.name is {name}, whose data are the prompts of data.train, without answers and each "
+            "whole: remove it.",
+        )
+    train = config.train
+    for given, wanted, why in (
+        ("data.learn_after_end is false", data.learn_after_end, "whose completions end where sampling ends"),
+        (f"data.show is {data.show}", data.show == 0, "whose rows are not there before the first step: rollout.show "
+         "logs completions"),
+        (f"data.image_folder is {data.image_folder}", data.image_folder is None, "whose prompts have no images"),
+        ("train.last_batch is full", train.last_batch == "short", "whose batches are all full, since prompts continue "
+         "over the ends of epochs"),
+        (f"train.eval_samples is {train.eval_samples}", train.eval_samples is None, "which evaluates nothing"),
+        ("train.eval_mean is rows", train.eval_mean == "tokens", "which evaluates nothing"),
+    ):  # fmt: skip
+        require(wanted, f"{given} and objective.name is {name}, {why}: remove it.")
+
+
+def _check_server(config: RunConfig) -> None:
+    """Refuses what a server of completions cannot be given, and options of one where there is none."""
+    rollout = config.rollout
+    if rollout.server is None:
+        require(
+            not rollout.overlap,
+            "rollout.overlap is true and rollout.server is not set, but the engine samples on the devices that train, "
+            "so that nothing would overlap: name a server, or set rollout.overlap to false.",
+        )
+        server = ("server_kind", "server_model", "server_timeout", "adapter_dir", "mismatch", "mismatch_bound")
+        options = (field for field in fields(rollout) if field.name in server)
+        given = next((field.name for field in options if getattr(rollout, field.name) != field.default), None)
+        require(
+            given is None,
+            f"rollout.{given} is set and rollout.server is not, without which the engine samples: remove it, or name a "
+            "server.",
+        )
+        return
+    for given, wanted in (
+        (f"lora.rank is {config.lora.rank}", config.lora.rank > 0),
+        ("lora.dora is true", not config.lora.dora),
+        ("lora.bias is true", not config.lora.bias),
+    ):
+        require(
+            wanted,
+            f"{given} and rollout.server is set, which loads plain adapters and nothing else: train such adapters, or "
+            "remove rollout.server, so that the engine samples.",
+        )

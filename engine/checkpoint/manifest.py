@@ -65,7 +65,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `folder`/manifest.json so that it is either absent or whole, and durable on return.
 
     Raises:
-        UserError: the disk does not take it, or nobody could read it again.
+        UserError: the disk does not take it, or it could not be read again.
     """
     data = sign(manifest_text(manifest))
     if len(data) > _MAX_BYTES:

@@ -61,7 +61,7 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
     arguments = sys.argv[1:] if argv is None else argv
     if (topic := help_topic(arguments)) is not None:
         text = help_text(topic)
-        with suppress(OSError):  # nobody needs to read it to its end
+        with suppress(OSError):  # it need not be read to its end
             sys.stdout.write(text)
         raise SystemExit(0)
     arguments = _split_lists(arguments)

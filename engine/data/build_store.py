@@ -144,7 +144,7 @@ def _make_store(
 ) -> Summary:
     parts = staging / _PARTS
     with writing(parts):
-        if parts.is_symlink():  # no link of ours: what it points to is somebody else's
+        if parts.is_symlink():  # no link of ours: its target is not ours
             parts.unlink()
         parts.mkdir(exist_ok=True)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"

@@ -215,7 +215,7 @@ def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> li
 
     Args:
         operations: whether it is a send, the tensor, and the rank on the axis at the other end. Both ends of a pair
-            post what passes between them in the same order. Nobody may touch a tensor before its handle is waited for.
+            post what passes between them in the same order. No tensor may be touched before its handle is waited for.
 
     Returns:
         One handle each; with NCCL it stands for all of them, which are one group there.

@@ -53,7 +53,7 @@ class Axis:
     Args:
         name: "tp", "cp", "dp", "pp", "ep", or the name of another set of ranks.
         size, rank: number of ranks on the axis and this one's place.
-        group: the process group; None when there is nobody to talk to (size 1, or shapes only).
+        group: the process group; None without peers (size 1, or shapes only).
     """
 
     name: str
@@ -196,7 +196,7 @@ def _connect(axis: Axis, device_type: str) -> None:
     """Takes all ranks of an axis through a collective.
 
     NCCL makes a group's communicator in its first operation, to which all ranks must come. In training that may be an
-    exchange that one rank has no part in, because nobody needs its keys: the others would wait for it, and it for them
+    exchange that one rank has no part in, because no rank needs its keys: the others would wait for it, and it for them
     in the next axis's operation.
     """
     if axis.size > 1:

@@ -8,7 +8,7 @@ sent.
 
 On a GPU the next pass is launched before the tokens of the last one are read, so that the device never waits for the
 host to decide. A row that ends by its length has no further pass. One that a stop token or text ends is found one pass
-late: it takes part in one more, whose token nobody reads.
+late: it takes part in one more, whose token is discarded.
 """
 
 from __future__ import annotations

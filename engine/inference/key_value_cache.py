@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.inference.pages import NOBODY, PAGE, PageTable
+from engine.inference.pages import SPARE_PAGE, PAGE, PageTable
 from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
 from engine.models.decoder import DecoderLayer
@@ -194,12 +194,12 @@ class KeyValues:
 
     def first_pass(self, slots: Sequence[int], lengths: Sequence[int], *, fill: int = 0) -> FirstPass:
         """Returns the pass of whole prompts, one after the other along T, which `begin` gave the pages of these slots;
-        `fill` tokens follow that nobody keeps."""
+        `fill` tokens follow that are not kept."""
         return FirstPass(self, slots, lengths, fill)
 
     def next_pass(self, positions: Sequence[int], *, fill: int = 0) -> NextPass:
         """Returns the pass of one token each of slots 0 to len(positions) - 1, at these positions; `fill` rows follow
-        that nobody reads."""
+        that are not read."""
         return NextPass(self, positions, fill)
 
     def _on_device(self, values: np.ndarray) -> Tensor:
@@ -299,10 +299,10 @@ class NextPass:
         places = table.table[np.arange(rows), kept // PAGE].astype(np.int64) * PAGE + kept % PAGE
         counts = np.minimum(at + 1, table.capacity)
         if fill:
-            places = np.concatenate((places, np.full(fill, NOBODY * PAGE)))
+            places = np.concatenate((places, np.full(fill, SPARE_PAGE * PAGE)))
             counts = np.concatenate((counts, np.ones(fill, dtype=np.int64)))
         longest = int(counts.max())
-        pages_NP = np.full((rows + fill, -(-longest // PAGE)), NOBODY, dtype=np.int32)
+        pages_NP = np.full((rows + fill, -(-longest // PAGE)), SPARE_PAGE, dtype=np.int32)
         pages_NP[:rows] = table.table[:rows, : pages_NP.shape[1]]
         table_NP, counts_N = cache._on_device(pages_NP), cache._on_device(counts)
         index = mask = None

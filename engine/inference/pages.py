@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 PAGE = 16
 """Tokens in a page."""
-NOBODY = 0
+SPARE_PAGE = 0
 """The page of tokens that fill up a pass; no row has it."""
 
 
@@ -40,10 +40,10 @@ class PageTable:
         prompts = 2 * -(-rows // group) + 1 if self._shares else 0
         pages = rows * own + prompts * _pages(min(prompt, capacity))
         self.num_pages, slots = 1 + pages, rows + 1
-        self.table = np.full((slots, self._per_row), NOBODY, dtype=np.int32)
+        self.table = np.full((slots, self._per_row), SPARE_PAGE, dtype=np.int32)
         self._counts, self._reserved = [0] * slots, [0] * slots
         self._readers = [0] * self.num_pages
-        self._free = [*range(self.num_pages - 1, NOBODY, -1)]
+        self._free = [*range(self.num_pages - 1, SPARE_PAGE, -1)]
 
     @property
     def used(self) -> int:
@@ -109,14 +109,14 @@ class PageTable:
             self._readers[page] -= 1
             if self._readers[page] == 0:
                 self._free.append(page)
-        self.table[slot] = NOBODY
+        self.table[slot] = SPARE_PAGE
         self._counts[slot] = self._reserved[slot] = 0
 
     def move(self, source: int, target: int) -> None:
         """Gives the row of one slot to another, which is free."""
         assert self._counts[target] == 0, target
         self.table[target] = self.table[source]
-        self.table[source] = NOBODY
+        self.table[source] = SPARE_PAGE
         for values in (self._counts, self._reserved):
             values[target], values[source] = values[source], 0
 

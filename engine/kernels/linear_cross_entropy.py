@@ -141,8 +141,8 @@ def linear_cross_entropy(
         first_id, num_ids: the ids this shard holds; `num_ids` None for all rows of `weight`.
         combine_max, combine_sum: over the shards; None with one shard. Every shard must have the same tokens.
         chunk_tokens: tokens at a time; the buffer is [chunk_tokens, V] in hidden's dtype.
-        entropies_T: fp32 [T] that the entropies of all tokens' distributions are written to; None where nobody wants
-            them.
+        entropies_T: fp32 [T] that the entropies of all tokens' distributions are written to; None where they are
+            not asked for.
 
     Returns:
         fp32 [T] losses (0 without a label), the same on every shard; and [T, h] in hidden's dtype, this shard's partial

@@ -92,7 +92,7 @@ class CudaTransfer:
         with torch.cuda.stream(self._back):
             tensor.copy_(sent.tensor, non_blocking=True)
         # Who waits orders it before the memory is given out again; what is given up unread, as with a graph that
-        # backward never comes to, nobody waits for.
+        # backward never reaches, is never waited for.
         tensor.record_stream(self._back)
         return _Copy(tensor, self._back.record_event())
 

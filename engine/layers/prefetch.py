@@ -27,7 +27,7 @@ class AsyncTransfer(Protocol):
         """Starts the transfer, unless that was done."""
 
     def take(self) -> None:
-        """Waits until they are where they are read; starts the transfer where nobody did."""
+        """Waits until they are where they are read; starts the transfer if that has not happened."""
 
     def release(self) -> None:
         """Says that they have been read; as often as `take` was called."""

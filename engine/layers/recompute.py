@@ -19,7 +19,7 @@ on its way. Recomputing it would read x and the mask once more and delay that.
 A region that is recomputed runs twice under torch's checkpoint: its second run is a function of the same input and
 the same token coordinates, so no generator state is kept, and every rank calls the same collectives in the same order.
 Gradients are added to their sinks by the backward of the first run's operations alone; the second run's are never
-called. Its last product is left out, because nobody reads it: see `LastLinear`.
+called. Its last product is left out, because it is not read: see `LastLinear`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class KeepsInput(nn.Module):
 class LastLinear(nn.Module):
     """The last linear of a recomputed region.
 
-    Its backward needs what its input was made from, H and the mask, but nobody reads its output a second time. So the
+    Its backward needs what its input was made from, H and the mask, but its output is not read a second time. So the
     second run gives it a weight without rows, which leaves out the product and the reduction over tensor ranks.
     Checkpoint's own early stop comes too late for that: an op's tensors are saved when it has computed everything.
     """

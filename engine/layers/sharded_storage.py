@@ -1,7 +1,7 @@
 """Weights whose memory is sharded over the ranks that train on different data, and gathered while a layer computes.
 
 A storage of a module (base weight and adapter columns of a linear, a norm's weight) is cut into equal parts, one a
-rank, wherever the cuts fall. While nobody computes with it the storage itself has no memory: every view of it, those
+rank, wherever the cuts fall. Between computations the storage itself has no memory: every view of it, those
 that the ops hold among them, stays what it is, and has its numbers again when the memory is back. (Resizing a storage
 is how torch's fully_shard frees its buffers, too. That library itself takes parameters that are dense and that forward
 reads from its module; here B lies between the rows of W, and ops hold views from the day the model is built.)

@@ -25,7 +25,7 @@ class TokenFigures(NamedTuple):
     Args:
         losses_T: fp32 negative log-likelihood of each label, differentiable; 0 where there is none.
         entropies_T: fp32 entropy of the distribution over the vocabulary at each token, without gradient; None where
-            nobody asked for it.
+            it was not asked for.
     """
 
     losses_T: Tensor

@@ -83,7 +83,7 @@ class LowRank:
         Args:
             dh_TR: gradient of H, complete.
             mask: of the input.
-            h_TR: H of the same tokens, complete; None where nobody has a use for it.
+            h_TR: H of the same tokens, complete; None where it is not used.
         """
         scale = self.scale_of(mask)
         if h_TR is None:

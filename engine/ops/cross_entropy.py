@@ -84,7 +84,7 @@ def cross_entropy(
         axis: the axis the vocabulary is split over.
         kernels: the backend.
         entropies_T: fp32 [T] that the entropies of all tokens' distributions are written to, without gradient; None
-            where nobody wants them.
+            where they are not asked for.
 
     Returns:
         fp32 [T]; 0 where the label is IGNORE_LABEL. Equal on all ranks of the axis.

@@ -380,7 +380,7 @@ class KeptInput(_MadeFirst):
         if self._held is not None:
             node: Any = self._held.grad_fn
             (x,) = node.saved_tensors
-            self._held = None  # nobody else reads it, and the graph lives on until backward has ended
+            self._held = None  # there is no other reader, and the graph lives on until backward has ended
             return x, None
         x, statistics = self._source.make(u, out, kernels)
         if self._making:

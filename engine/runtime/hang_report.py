@@ -188,7 +188,7 @@ def _meetings(states: Mapping[int, RankState], begun: _Begun) -> list[_Meeting]:
 
 
 def _stuck(states: Mapping[int, RankState], begun: _Begun) -> _Meeting | None:
-    """Finds devices that do not get on though they wait for nobody; the earliest, where there are several."""
+    """Finds devices that stall outside a collective; the earliest, where there are several."""
     found: dict[tuple[str, int], _Meeting] = {}
     for _, state in sorted(states.items()):
         noted = state.device

@@ -243,7 +243,7 @@ def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Lau
 def stop() -> None:
     """Leaves the process groups, if there are any. Collective: for ranks that have all come to a good end.
 
-    After an error nobody leaves: with NCCL this waits for the other ranks, and the one that failed may be alone. See
+    After an error no rank leaves: with NCCL this waits for the other ranks, and the one that failed may be alone. See
     `engine.telemetry.ending`.
     """
     if dist.is_initialized():

@@ -1,9 +1,9 @@
 """A scheduler's SIGTERM or SIGUSR1, or Ctrl-C: all ranks stop after the same step, which is then saved.
 
-A rank may get the signal while others are steps ahead on the host, or wait for it inside of a step. So nobody stops at
+A rank may get the signal while others are steps ahead on the host, or wait for it inside of a step. So no rank stops at
 once. The first to know leaves word in the store; a thread of each rank, which runs whatever its main thread waits for,
 then holds the main thread at its next place between two steps and says which place that is. The furthest of these is
-where all stop: nobody is past it, and everybody can still reach it. All ranks share one store, so rank 0 alone reads
+where all stop: no rank is past it, and all can still reach it. All ranks share one store, so rank 0 alone reads
 all places, in one request, and leaves word of the furthest. It may hold the store, so it stays where it is until all
 have heard: with nothing to save it would end at once, and the word with it. Until there is a signal this costs a lock
 a step.

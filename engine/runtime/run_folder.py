@@ -31,7 +31,7 @@ SECONDS_TO_BE_SEEN = 90.0
 
 
 SECONDS_FOR_THE_LOCK = 10.0
-"""How long a file in a folder that nobody here has looked into before may take to appear on every node."""
+"""How long a file in a folder that this node has not read before may take to appear on every node."""
 
 
 class RunFolder:

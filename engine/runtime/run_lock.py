@@ -6,7 +6,7 @@ whether the holder is alive by the best means there is:
 - it holds a lock of the system (flock) on the file as long as it lives: alive at once, where the store carries these;
 - on the same host, where process ids mean the same, a process of that number and start time is alive or not;
 - from another host, the holder touches the file every few seconds. A file that does not change while it is watched for
-  several times as long belongs to nobody any more. No clocks are compared.
+  several times as long is abandoned. No clocks are compared.
 
 A file whose holder is gone is taken over, with a line in the log. Two that take over at once see afterwards whose name
 is in the file. A holder that was taken for dead, because it was suspended, finds another's name there and must stop.

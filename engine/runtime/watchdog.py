@@ -42,7 +42,7 @@ class Watchdog:
     """Watches the progress of one rank.
 
     Args:
-        store: over a connection that nobody else uses; None where there is but one rank.
+        store: over a connection of its own; None where there is but one rank.
         rank, world_size: among all ranks.
         folder: of the run.
         report_after: seconds without any progress after which all ranks are asked.

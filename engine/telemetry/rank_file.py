@@ -94,7 +94,7 @@ class RankFile:
             self._say(f"warning: {self._refusal(self._failure)}")
 
     def _write_all(self) -> None:
-        """The thread: after a failure it takes what comes and drops it, so that nobody waits for room."""
+        """The thread: after a failure it takes what comes and drops it, so that no caller waits for room."""
         is_over = False
         while not is_over:
             lines = [self._lines.get()]

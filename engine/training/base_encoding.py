@@ -97,7 +97,7 @@ def fill_base(
         config: of the run.
         model, source: what they are; None as source draws them.
         parts: of the model on this rank.
-        weights: where encoded weights are while nobody computes with them.
+        weights: where encoded weights are between computations.
         log: says how many bytes they take.
 
     Raises:

@@ -174,7 +174,7 @@ def _make_and_lock(folder: Path) -> int:
 
 
 def _require_own(folder: Path) -> None:
-    """Refuses a folder that somebody else has put there: temporary folders are everybody's."""
+    """Refuses a folder of another user: all users can write to temporary folders."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UserError(f"{folder} is not this run's own: delete it, or set TMPDIR to another folder.")

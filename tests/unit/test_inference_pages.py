@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.inference.pages import NOBODY, PAGE, PageTable
+from engine.inference.pages import SPARE_PAGE, PAGE, PageTable
 
 
 class Pool:
@@ -114,7 +114,7 @@ def test_rows_read_their_own_tokens(window: int | None, group: int) -> None:
         pool.end(slot)
     if pool.waiting is not None:
         table.free(pool.last)
-    assert table.used == 0 and (table.table == NOBODY).all()
+    assert table.used == 0 and (table.table == SPARE_PAGE).all()
 
 
 def test_a_prompt_has_its_pages_once() -> None:

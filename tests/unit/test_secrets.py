@@ -14,7 +14,7 @@ from engine.runtime.secrets import secret, take_secret
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-0123456789abcdef"
-NOBODY = 65534
+SPARE_PAGE = 65534
 PROGRAM = """
 import ctypes, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -23,8 +23,8 @@ from engine.runtime.secrets import secret, take_secret
 key = sys.argv[3][::-1]
 if sys.argv[2] == "ordinary" and os.geteuid() == 0:
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(SPARE_PAGE)
+    os.setuid(SPARE_PAGE)
     ctypes.CDLL(None).prctl(4, 1)  # as any program begins that this user starts
 if sys.argv[4] == "takes":
     take_secret("A_KEY")
@@ -41,7 +41,7 @@ if os.fork() == 0:
     print("variable", "A_KEY" in os.environ, flush=True)
     os._exit(0)
 os.wait()
-""".replace("NOBODY", str(NOBODY))
+""".replace("SPARE_PAGE", str(SPARE_PAGE))
 
 
 def seen_by_a_child(user: str, how: str) -> dict[str, str]:

@@ -113,7 +113,7 @@ def abandon(staging: Path, reason: UserError, *, alone: bool) -> None:
     """Deletes the temporary folder of a save that rank 0 has given up.
 
     Where there was no room, a note stays in it: a rank that is late would make the folder again, and fill the disk with
-    a part that nobody asks for.
+    a part that is not asked for.
 
     Args:
         alone: no other rank writes.

@@ -3,7 +3,7 @@
 The sum, modulo 2^64, of bits[r, c] * row[r] * column[c], where row and column are odd 64-bit numbers that depend on the
 place alone. An odd number can be divided by modulo 2^64, so that one element that differs always shows; several
 differences cancel with a probability of about 2^-32 at most. Integers add up in any order, so that the
-fingerprint of given bits is one number on every device. It is no protection against somebody who wants a collision.
+fingerprint of given bits is one number on every device. It is no protection against deliberate collisions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Leaps of the loss and of the gradient norm, judged against the median of the steps before.
 
 The limits are numbers of the host, made of figures that have been read, and lie in 0-dim tensors on the device, where
-the optimizer compares each step's loss and norm with them. So a step is left out without anybody waiting for it; the
+the optimizer compares each step's loss and norm with them. So a step is skipped without a host wait; the
 host compares the same fp32 numbers when it reads them, one report later, and says what was done.
 """
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.inference.pages import SPARE_PAGE, PAGE, PageTable
+from engine.inference.pages import PAGE, SPARE_PAGE, PageTable
 from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
 from engine.models.decoder import DecoderLayer

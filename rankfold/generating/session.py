@@ -129,8 +129,8 @@ class Session:
             out.close()
 
     def _base_answers(self, generator: Generator, requests: list[Request]) -> dict[int, Answer] | None:
-        """Returns the answers of the model without its adapter, by the numbers of the prompts; None where they were not asked for.
-        Collective."""
+        """Returns the answers of the model without its adapter, by the numbers of the prompts; None where they were
+        not asked for. Collective."""
         if not self._arguments.compare_base:
             return None
         generator.stage.adapters = False

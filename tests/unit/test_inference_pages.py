@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.inference.pages import SPARE_PAGE, PAGE, PageTable
+from engine.inference.pages import PAGE, SPARE_PAGE, PageTable
 
 
 class Pool:

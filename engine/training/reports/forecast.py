@@ -73,7 +73,7 @@ class MemoryForecast:
         """Takes the peak so far.
 
         Args:
-            measured: bytes, torch's count on a GPU. On a CPU it is the process that is measured, which is not predicted.
+            measured: bytes, torch's count on a GPU. On a CPU it is the whole process's, which is not predicted.
             last: the run is at its end, so that the peak is not going to rise.
 
         Returns:

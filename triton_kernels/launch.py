@@ -1,4 +1,4 @@
-"""Helpers of the launchers: views of rows, block sizes, what architectures differ in, and the arithmetic of tl.dot.
+"""Helpers of the launchers: views of rows, block sizes, differences of architectures, and the arithmetic of tl.dot.
 
 Sizes are plain integers here: Triton's own functions of them cost the host microseconds a call.
 

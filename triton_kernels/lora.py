@@ -115,7 +115,7 @@ def project(
     Args:
         x_TI: [T, I], rows any distance apart.
         a_RI: [R, I] stacked A.
-        mask: bits of what is kept of x (triton_kernels.dropout), or None.
+        mask: bits of the elements of x that are kept (triton_kernels.dropout), or None.
         keep_scale: 1 / (1 - p), and whatever else the fp32 result is to be multiplied by.
         out: [T, R or more] view to write (the last columns of [x | H | padding], say), zeros after the first R columns;
             new where None.
@@ -377,9 +377,9 @@ def update_tile(
 
 
 NO_UPDATE: tuple[object, ...] = (None, 0, None, 0, 0, None, 0, 1.0)
-"""What `update_arguments` gives where there is no update."""
+"""`update_arguments` without an update."""
 NO_UPDATE_OPTIONS: dict[str, object] = {"MASKED": False, "RANKS": 0, "MANY": False, "DOT": None, "PRECISION": None}
-"""What `update_options` gives there."""
+"""`update_options` without an update."""
 
 
 def update_arguments(update: InputUpdate) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
 """The second stage of every reduction here: partial results, one per program, summed in a fixed order.
 
-out = scale * sum over s of partial[s], or added to what is there. No atomics, so the same bits in every run. Several
+out = scale * sum over s of partial[s], or added to its contents. No atomics, so the same bits in every run. Several
 results of one kernel are summed by one launch.
 
 Bytes moved: S M N fp32 read, M N written (read too where added).
@@ -91,7 +91,7 @@ def sum_all(sums: Sequence[Sum], *, add: bool = False) -> None:
 
     Args:
         sums: their partials have the same strides, and their results one dtype.
-        add: to what is there.
+        add: to the contents of `out`.
     """
     sums = [one for one in sums if one.out_MN.numel() > 0]
     if not sums:

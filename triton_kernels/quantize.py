@@ -101,7 +101,7 @@ def _row_decode_kernel(
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ok_O = rows_O < num_rows
     ok_OC = ok_O[:, None] & (columns_C < num_columns)[None, :]
-    # no number for what is masked: 0 is not cast to e4m3, and nothing of it is stored
+    # no number for masked elements: 0 is not cast to e4m3, and nothing of it is stored
     codes = tl.load(codes_ptr + rows_O[:, None] * codes_stride + columns_C[None, :], mask=ok_OC)
     scales_O = tl.load(scales_ptr + rows_O, mask=ok_O, other=0.0)
     out = out_ptr + rows_O[:, None] * out_stride + columns_C[None, :]

@@ -5,7 +5,7 @@ Backward:  g = (dy + u) w, xhat = x rstd
            dx = rstd (g - xhat mean(g xhat))
            dw = sum over tokens of (dy + u) xhat
 
-u = drop'(dH A) is what adapters on y add to its gradient (triton_kernels.lora). It is added where dy is consumed, so it
+u = drop'(dH A) is the adapters' part of y's gradient (triton_kernels.lora). It is added where dy is consumed, so it
 never lies in memory. Its share of mean(g xhat) needs no product: y is the adapters' input, hence
 sum_f u_f w_f xhat_f = sum_f u_f y_f = dH . (A drop(y)) = dH . H, token by token.
 
@@ -449,7 +449,7 @@ def rmsnorm_backward(
         dy_TF, x_TF: [..., F]; as [T, F], rows any distance apart.
         weight_F: contiguous [F].
         rstd_T1: from forward.
-        update: what adapters on y add to dy. With `h_TR`, the H made from this y, it is fused, and else in a
+        update: the adapters' part of dy. With `h_TR`, the H made from this y, it is fused, and else in a
             pass before, on a copy of dy.
         weight_gradient_F: fp32 [F] to add dw to; None for a frozen weight, which then costs nothing.
         out: [T, F] to write, `dy` included; new, of x's shape and dtype, where None.

@@ -2,7 +2,7 @@
 
 Backward recomputes the activation from gate and up instead of reading it:
     s = sigmoid(gate),  dgate = (dy + u) up s (1 + gate (1 - s)),  dup = (dy + u) gate s
-u = drop'(dH A) is what an adapter on y adds to its gradient (triton_kernels.lora); it is made tile by tile and never
+u = drop'(dH A) is an adapter's part of y's gradient (triton_kernels.lora); it is made tile by tile and never
 lies in memory. The adapter's dA = dH^T drop(y) comes with it, from y in registers (`swiglu_backward_adapted`), and in
 forward its H = drop(y) A^T (`swiglu_project`).
 
@@ -52,7 +52,7 @@ _LONGEST = 16384
 """Features of a row that a program holds at once."""
 _TILES_EACH = 16
 """Tiles of tokens that a program walks for dA: few enough that the last programs do not leave the device idle, and so
-many that the partial sums are a hundredth of what is read and written."""
+many that the partial sums are a hundredth of the bytes read and written."""
 
 
 @triton.jit
@@ -460,7 +460,7 @@ def swiglu_backward(
     Args:
         dy_TF: [..., F]; as [T, F], rows any distance apart.
         gate_up_T2F: [..., 2F], likewise.
-        update: what an adapter on y adds to dy, or None.
+        update: an adapter's part of dy, or None.
         out: [T, 2F] to write, `gate_up` itself included; new where None.
         activation_out: [T, F] to write y into, or None.
 

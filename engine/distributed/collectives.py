@@ -33,7 +33,7 @@ class _Part(NamedTuple):
 
     Args:
         work: torch's.
-        operation, axis, peer: what is reported if it fails, see `raise_if_lost`; the peer only where there is one.
+        operation, axis, peer: for the report of a failure, see `raise_if_lost`; the peer only where there is one.
         note: its operation, peer and number in the log of operations; of several, one of them.
     """
 
@@ -199,7 +199,7 @@ def exchange_async(
 ) -> tuple[Tensor, Handle]:
     """Sends `tensor` to rank `to` of the axis and receives one of shape `received` from rank `source`.
 
-    What is empty is not sent: both ends know the size. The caller keeps `tensor`, which must be contiguous, as it is
+    Empty tensors are not sent: both ends know the size. The caller keeps `tensor`, which must be contiguous, as it is
     until the handle is waited for, and every rank of the axis starts its exchanges in the same order. A rank may leave
     one out, because the axis has been through a collective of all its ranks (`build_mesh`).
     """
@@ -215,7 +215,7 @@ def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> li
 
     Args:
         operations: whether it is a send, the tensor, and the rank on the axis at the other end. Both ends of a pair
-            post what passes between them in the same order. No tensor may be touched before its handle is waited for.
+            post their transfers in the same order. No tensor may be touched before its handle is waited for.
 
     Returns:
         One handle each; with NCCL it stands for all of them, which are one group there.

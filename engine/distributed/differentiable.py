@@ -112,7 +112,7 @@ def to_partial(x: Tensor, axis: Axis, *, splits_tokens: bool) -> Tensor:
 
 
 def from_partial(x: Tensor, axis: Axis, *, splits_tokens: bool) -> Tensor:
-    """Returns the sum of what the ranks have after such a region; of this rank's tokens where these are split."""
+    """Returns the sum over the ranks after such a region; of this rank's tokens where these are split."""
     if axis.size == 1:
         return x
     return _ScatterSum.apply(x, axis) if splits_tokens else _Reduce.apply(x, axis)

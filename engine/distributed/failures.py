@@ -1,4 +1,4 @@
-"""A rank that died or hangs, as the others see it: one exception that says who was waited for, and in what.
+"""A rank that died or hangs, as the others see it: one exception that names the peer and the operation.
 
 The backends report a lost rank as a RuntimeError among others, with the address of a socket. What says that contact was
 lost becomes a `CommunicationError`; anything else, such as sizes that do not fit, is a defect and stays as it is.
@@ -33,7 +33,7 @@ class CommunicationError(RuntimeError):
     """A rank that this one waited for is gone or does not answer; the message is a clause without a full stop.
 
     Args:
-        message: who was waited for, in which operation, on which axis, and what the backend says.
+        message: the peer, the operation, the axis, and the backend's message.
         timed_out: whether there was no answer in time; else the other side has ended.
     """
 
@@ -53,7 +53,7 @@ def raise_if_lost(
     """Raises `CommunicationError` where a backend's `error`, just caught, says that contact was lost; else returns.
 
     Args:
-        operation: what was under way, such as all_reduce.
+        operation: such as all_reduce.
         axis: its axis; None where it is everybody's.
         group: the ranks that take part; None for all.
         peer: the one of the group at the other end of a send or a receive.
@@ -73,7 +73,7 @@ def raise_if_lost(
 
 @contextmanager
 def communicating(operation: str, *, axis: str | None = None, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Calls `raise_if_lost` on errors inside; for what is not in the step, where a `with` may cost something."""
+    """Calls `raise_if_lost` on errors inside; for use outside the step, where a `with` may cost something."""
     try:
         yield
     except RuntimeError as error:

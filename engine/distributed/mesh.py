@@ -27,7 +27,7 @@ rank for each of its own experts."""
 
 
 class Unconnected(dist.ProcessGroup):
-    """Stands in for the process group of ranks that do not exist: what is sent over it is done at once. Results have
+    """Stands in for the process group of ranks that do not exist: every transfer is done at once. Results have
     their shapes, and no numbers.
 
     Args:
@@ -41,7 +41,7 @@ class Unconnected(dist.ProcessGroup):
         self.arrives, self._rows = arrives, rows
 
     def rows(self, num_rows: int, num_experts: int) -> tuple[Counts, Counts]:
-        """Returns what `rows` says."""
+        """Returns the ranks as `rows` does."""
         assert self._rows is not None, "no rows for experts are expected here"
         return self._rows(num_rows, num_experts)
 
@@ -215,7 +215,7 @@ def _end_groups(grid: RankGrid) -> list[list[int]]:
 def _groups_alone(grid: RankGrid) -> frozenset[str]:
     """Returns the axes that share no process group, since a group's operations run one after the other.
 
-    What the ends of a pipeline sum must not queue up behind a receive that was posted ahead, nor keys and values of
+    Sums of the ends of a pipeline must not queue up behind a receive that was posted ahead, nor keys and values of
     context attention, which a layer waits for, behind the gradients of the layers above it; nor tokens on their way to
     experts.
     """

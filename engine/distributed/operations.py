@@ -1,4 +1,4 @@
-"""The log of operations of this process: what it has sent and what it waits for. Only hang reports read it.
+"""The log of operations of this process, sent and awaited. Only hang reports read it.
 
 Every rank of a group goes through the same collectives of an axis in the same order, so their numbers can be compared:
 the first one that some ranks have begun and others have not is where they part. Transfers are numbered for each pair
@@ -95,20 +95,20 @@ class OperationLog:
         self._waits: dict[int, tuple[_Key, int, str, float]] = {}
         self._mark: Callable[[], Mark | None] | None = None
         self._ahead: deque[tuple[_Key | None, int, str, float, Mark]] = deque(maxlen=AHEAD)
-        """What the device is not known to have passed, in its order; without a key where it is no operation."""
+        """Operations that the device is not known to have passed, in its order; without a key for others."""
         self._passed: dict[_Key, int] = {}
         self.total = 0
         """Operations begun, waits ended and marks passed: a hang is where it stays the same."""
 
     def follow(self, mark: Callable[[], Mark | None] | None) -> None:
-        """Follows the device from now on, by what `mark` leaves on it; None follows it no longer."""
+        """Follows the device from now on, by the events of `mark`; None stops that."""
         self._mark, self._ahead = mark, deque(maxlen=AHEAD)
 
     def progressed(self, *, on_device: bool = False) -> None:
         """Notes that this process has come further by something that is no operation: a micro-batch, a block of a file.
 
         Args:
-            on_device: once the device has passed what was launched so far, that is progress too.
+            on_device: once the device has passed the work launched so far, that is progress too.
         """
         self.total += 1
         if on_device:
@@ -183,7 +183,7 @@ class OperationLog:
         return [_noted(*entry, now) for entry in list(self._recent)]
 
     def waits(self) -> dict[int, Noted]:
-        """Returns what each waiting thread waits for, by the thread's identifier."""
+        """Returns the operation that each waiting thread waits for, by the thread's identifier."""
         now = time.monotonic()
         return {thread: _noted(*entry, now) for thread, entry in list(self._waits.items())}
 

@@ -1,4 +1,4 @@
-"""What part of a logical tensor a rank holds: pure data, no process groups.
+"""The part of a logical tensor that a rank holds: pure data, no process groups.
 
 Every parameter of the engine has a logical name, a global shape, and on each rank one `ShardSpec`. Checkpoints, the
 optimizer, clipping, export and initialisation read that one record, so none of them has rules of its own about
@@ -26,11 +26,11 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
-    """Where a rank's tensor lies in the whole, and what its gradient still needs.
+    """The place of a rank's tensor in the whole, and the reductions that its gradient still needs.
 
     Args:
         global_shape: shape of the whole tensor, without padding.
-        local_shape: shape of what this rank holds, with padding.
+        local_shape: shape of this rank's shard, with padding.
         dim: the sharded dimension, or None when every rank holds the whole tensor.
         pieces: runs along `dim`; rows of the local tensor that no piece covers are padding (zero, never saved).
         offsets: where the local tensor begins in each of the other dimensions, of which it may hold a part; one number

@@ -1,4 +1,4 @@
-"""Measures what collectives move and how long they take, without waiting for any rank or device.
+"""Measures the bytes and seconds of collectives, without waiting for any rank or device.
 
 A GPU's own clock is read by events: one before the collective on the stream that launches it, one behind it on a side
 stream of the axis. They are looked at when totals are asked for; those that are not yet done wait for the next time.
@@ -9,7 +9,7 @@ caller waited for it ended at an unknown moment, and counts with its bytes, but 
 
 A time begins when this rank begins, so waiting for the slowest rank is in it. Bytes are those that one rank sends with
 a ring: 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n of the whole for all-gather, reduce-scatter and all-to-all,
-all of it for a transfer. What a replayed graph sends is not seen.
+all of it for a transfer. Transfers of a replayed graph are not seen.
 
 There is one meter in a process, as there is one set of connections, and it is off until it is started.
 """
@@ -79,10 +79,10 @@ class TransferMeter:
 
         Args:
             work: of torch.distributed.
-            begun: what `moment` gave.
+            begun: a result of `moment`.
             name: axis and operation.
             sent: bytes that this rank sends.
-            tensors: all that the collective reads and writes; what is no tensor is passed over.
+            tensors: all that the collective reads and writes; other objects are skipped.
         """
         if begun is None:
             return work

@@ -1,6 +1,6 @@
 """The loops behind the encodings, by one of several backends; plain torch unless another one is handed in.
 
-Only what touches every weight is here; the few numbers beside them (scales of scales, cuts) are plain torch in the
+Only the loops over every weight are here; the few numbers beside them (scales of scales, cuts) are plain torch in the
 encodings themselves. A backend gives the bits of `engine.kernels.reference_quantize`.
 """
 

@@ -94,7 +94,7 @@ class InputUpdate:
 
 
 class SeenWhole(Protocol):
-    """Spans of tokens that see all of themselves; `engine.batch.BidirectionalSpans` says what these are."""
+    """Spans of tokens that see all of themselves; see `BidirectionalSpans`."""
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]: ...

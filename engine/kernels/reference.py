@@ -134,8 +134,8 @@ def project(x_TI: Tensor, a_RI: Tensor, mask_TI: Tensor | None, keep_scale: floa
     """drop(x) A^T into `out`, without the adapters' scales (Hu et al., arXiv 2106.09685).
 
     Args:
-        mask_TI: bool, what dropout keeps; None without dropout.
-        keep_scale: of what is kept, 1 / (1 - p).
+        mask_TI: bool, the elements that dropout keeps; None without dropout.
+        keep_scale: factor on kept elements, 1 / (1 - p).
     """
     torch.mm(_dropped(x_TI, mask_TI, keep_scale), a_RI.t(), out=out_TR)
 

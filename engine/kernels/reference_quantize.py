@@ -24,7 +24,7 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""What the sixteen codes mean, in units of the block's scale."""
+"""The values of the sixteen codes, in units of the block's scale."""
 
 SMALLEST = 1e-38
 """NF4 scales are held above this before a reciprocal is taken, as bitsandbytes does: a block of zeros gives zeros."""

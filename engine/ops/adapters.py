@@ -40,7 +40,7 @@ class Adapter(AdapterPlace):
         assert self.b_OR.shape == (self.num_columns, self.num_ranks), (self.b_OR.shape, self.num_columns)
 
     def section(self, *, da: bool = False, db: bool = False) -> AdapterSection:
-        """Returns what a kernel is given; with the gradients' buffers where it adds to them now."""
+        """Returns the record for a kernel; with the gradients' buffers where it adds to them now."""
         return AdapterSection(
             first_column=self.first_column,
             num_columns=self.num_columns,
@@ -78,7 +78,7 @@ class LowRank:
         return self.dropout.scale if self.dropout is not None else 1.0
 
     def input_update(self, dh_TR: Tensor, mask: Tensor | None, h_TR: Tensor | None = None) -> InputUpdate:
-        """Returns what these adapters add to the gradient of their input.
+        """Returns these adapters' part of the gradient of their input.
 
         Args:
             dh_TR: gradient of H, complete.
@@ -88,7 +88,7 @@ class LowRank:
         scale = self.scale_of(mask)
         if h_TR is None:
             return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=scale)
-        # where s is 0 so is dH, and what multiplies it does not matter
+        # where s is 0 so is dH, and its factor does not matter
         inverse = [1.0 / adapter.scale if adapter.scale else 0.0 for adapter in self.adapters]
         if len(set(inverse)) > 1:
             scaled = [one.ranks(h_TR) * factor for one, factor in zip(self.adapters, inverse, strict=True)]
@@ -97,11 +97,11 @@ class LowRank:
         return InputUpdate(dh_TR=dh_TR, a_RI=self.a_RI, mask=mask, scale=scale, h_TR=h_TR, h_scale=inverse[0])
 
     def sections(self, *, da: bool = False, db: bool = False) -> list[AdapterSection]:
-        """Returns what kernels are given of each adapter; see `Adapter.section`."""
+        """Returns the kernels' record of each adapter; see `Adapter.section`."""
         return [adapter.section(da=da, db=db) for adapter in self.adapters]
 
     def scale_of(self, mask: Tensor | None) -> float:
-        """Returns what the inputs that `mask` keeps are multiplied by."""
+        """Returns the factor on the inputs that `mask` keeps."""
         return 1.0 if mask is None else self.keep_scale
 
     def a_added(self) -> None:
@@ -172,7 +172,7 @@ def accumulate_a(
     """dA = dH^T drop(x), into each adapter's sink.
 
     Args:
-        x_TI: x, or with `norm` what the norm makes x from; only for kernels that have `norm_a_gradient`.
+        x_TI: x, or with `norm` the norm's input; only for kernels that have `norm_a_gradient`.
     """
     keep_scale, sections = low_rank.scale_of(mask), low_rank.sections(da=True)
     if norm is None:

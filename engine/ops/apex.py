@@ -43,7 +43,7 @@ class ApexStatus:
 
     Args:
         available: whether it can.
-        reason: part of a sentence: what was found, or what is wrong and what to do.
+        reason: part of a sentence: the version found, or the fault and its remedy.
     """
 
     available: bool
@@ -140,7 +140,7 @@ class FusedRMSNorm:
             dy: [T, F], gradient of y that still lacks `update`; may be overwritten.
             x, weight: as in forward.
             rstd: of forward.
-            update: what adapters on y add to dy.
+            update: the adapters' part of dy.
             weight_gradient: fp32 [F], the weight's gradient is added to it; None where it is frozen.
         """
         if update is not None:

@@ -31,7 +31,7 @@ from engine.quantization.encoding import Encoding
 @dataclass(slots=True)
 class Scratch:
     """Memory for the numbers of one matrix at a time. It is made when it is first used, large enough for all that
-    were announced, and then stays: what a product reads there is overwritten by the next one."""
+    were announced, and then stays: the next product overwrites its contents."""
 
     _num_bytes: int = 0
     _memory: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class EncodedWeight:
 
     Args:
         weight: as it is stored.
-        dtype: of the decoded numbers, and of what they are multiplied with.
+        dtype: of the decoded numbers, and of the other factor.
         scratch: where they are decoded to.
     """
 

@@ -97,7 +97,7 @@ def frozen_head_losses(
     """Computes the token losses of a head without adapter, bias and trained weight.
 
     Args:
-        u: what the head's input is made from, [T, ...], or [T / tp, ...] with sequence parallelism.
+        u: the tensor from which the head's input is computed, [T, ...], or [T / tp, ...] with sequence parallelism.
         source: how x is made from it.
         operands: the head's; its weight is split over the vocabulary.
         labels_T: int64 global ids, or IGNORE_LABEL.

@@ -2,7 +2,7 @@
 
     n = x / rms(x) * (w + offset) over the head's features,   q and k = n turned by the token's angles
 
-One op, so that what lies between norm and rotation is not kept, and backward writes one gradient of the fused product
+One op, so that the result between norm and rotation is not kept, and backward writes one gradient of the fused product
 without a concatenation. Kept are the product itself, of which v is a part, and the norms' statistics. A backend may
 have kernels that do all of it in one pass (`Kernels.head_norms`); elsewhere the heads are laid out as rows for the
 backend's norm and rotation, in a copy that is normalised in place.

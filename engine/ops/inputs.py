@@ -31,7 +31,7 @@ class LinearInput(Protocol):
         """Returns I."""
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """Returns the trainable tensors among what x is made with."""
+        """Returns the trainable tensors from which x is computed."""
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         """Makes x, in `out` where given, and the statistics that `gradient` needs. Called again in backward."""
@@ -345,7 +345,7 @@ class ClampedGLUInput(_MadeFirst):
 
 
 class _Keep(torch.autograd.Function):
-    """Computes nothing and holds x, as autograd holds what an op saves: hooks on saved tensors see it."""
+    """Computes nothing and holds x, as autograd holds an op's saved tensors: hooks on these see it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class AdaptedForward(Protocol):
 
 class AdaptedBackward(Protocol):
     """dX = dY W, [T, I], and dH = s dY B, [T, R]; dB = dY^T H is added to the sections' `db`. With `updates` dX
-    gets what the adapters add to it, keep_scale * mask * (dH A)."""
+    gets the adapters' part, keep_scale * mask * (dH A)."""
 
     def __call__(
         self,
@@ -278,7 +278,7 @@ class PagedAttention:
 
 class GumbelArgmax(Protocol):
     """The largest sum, of a score and a Gumbel number drawn for it, in each row, fp64 [N], and its column, int64 [N];
-    what is drawn is specified by engine.inference.sampling."""
+    engine.inference.sampling specifies the draw."""
 
     def __call__(
         self, scores_NV: Tensor, rows_N: Tensor, positions_N: Tensor, *, first_id: int, key: tuple[int, int]
@@ -305,7 +305,7 @@ def _always(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> Folds:
 
 
 def gpu_folds(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> Folds:
-    """Returns what the Triton backend folds, for the backend and for the planner.
+    """Returns the folding rule of the Triton backend, for the backend and for the planner.
 
     Whether backward should is a question to `rankfold benchmark kernels --only product` on a GPU, by the cases with dB.
     Counting does not answer it: with Llama-3-8B's 8192 tokens and 4096 inputs the further columns make 1088 tiles of

@@ -129,7 +129,7 @@ def _paged_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    assert softcap is None and sinks_H is None, "see what it lacks"
+    assert softcap is None and sinks_H is None, "see its `lacks`"
     return generation.paged_attention(q_NHD, keys_SKD, values_SKD, table_NP, counts_N, page=page, scale=scale)
 
 

@@ -6,7 +6,7 @@ Column: W [O / tp, I], B rows split with it, A whole on every rank. Row: W [O, I
 on every rank; the low-rank term is added before the one reduction, the bias after it. How base and adapters are
 multiplied is the linear's way (ops.products); here are the collectives between.
 
-What backward leaves as a partial sum over the tensor-parallel ranks depends on where H is made:
+Which gradients backward leaves as partial sums over the tensor-parallel ranks depends on where H is made:
 
 | case                                                                   | dA       | dB       |
 |------------------------------------------------------------------------|----------|----------|
@@ -16,7 +16,7 @@ What backward leaves as a partial sum over the tensor-parallel ranks depends on 
 |   gathered, dX and dH reduce-scattered                                  | sum      | complete |
 | row, with or without sequence parallelism                              | complete | sum      |
 
-The layers record this in each factor's ShardSpec; the optimizer sums what is recorded there, once per step.
+The layers record this in each factor's ShardSpec; the optimizer sums accordingly, once per step.
 With sequence parallelism a column linear's input, and a row linear's output, hold this rank's T / tp tokens.
 x is not kept for backward unless it is u: it is recomputed there (see ops.inputs).
 
@@ -233,7 +233,7 @@ def column_linear(
     """Computes a column-parallel linear.
 
     Args:
-        u: what the input is made from: [T, ...], or [T / tp, ...] with sequence parallelism.
+        u: the tensor from which the input is computed: [T, ...], or [T / tp, ...] with sequence parallelism.
         source: how x [T, I] is made from it.
         operands: weights, adapters and axis of this rank.
         context: token coordinates.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.ops.operands import LinearOperands
 
 Update = Literal["now", "any time", "later"]
-"""When dX gets what the adapters add to it, drop'(dH A). "now": before dX leaves, since dH stays here. "later": after
+"""When dX gets the adapters' part, drop'(dH A). "now": before dX leaves, since dH stays here. "later": after
 the collective, since dH is still a partial sum. "any time": whichever is cheaper."""
 
 
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     Args:
         x: [T, I]; [T, I + E] with H and padding beside it where folded; or codes, where the base's products take those.
         h: [T, R]; None without adapters, and where `outputs` makes it.
-        statistics: what the input's gradient needs.
+        statistics: saved for the input's gradient.
     """
 
     x: Tensor | RowCodes
@@ -50,14 +50,14 @@ class Inputs(NamedTuple):
 
 
 class OutputGradient(NamedTuple):
-    """The output's gradient, and what else `gradients` starts from.
+    """The output's gradient and the other inputs of `gradients`.
 
     Args:
         dy_TO: gradient of the output, of all tokens that were multiplied.
         h: H of the same tokens; None without adapters.
         mask: of the input.
         needs_dx: whether dX is wanted.
-        update: when dX gets what the adapters add to it.
+        update: when dX gets the adapters' part.
     """
 
     dy_TO: Tensor
@@ -71,9 +71,9 @@ class Gradients(NamedTuple):
     """Gradients of x and of H as they leave for a collective.
 
     Args:
-        parts: dH, then dX, leaving out what was not made; or both in one tensor where folded.
+        parts: dH, then dX, as far as they were computed; or both in one tensor where folded.
         added_db: dB is in its sinks.
-        has_update: dX has what the adapters add to it.
+        has_update: dX has the adapters' part.
     """
 
     parts: tuple[Tensor, ...]

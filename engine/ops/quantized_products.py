@@ -37,7 +37,7 @@ from engine.quantization.encoding import Encoding
 _WIDE_COLUMNS = 1024
 """Columns of codes that `plain_product` widens at a time."""
 FP8_MULTIPLE = 16
-"""What both sizes of an e4m3 weight divide by on a GPU."""
+"""Both sizes of an e4m3 weight are multiples of it on a GPU."""
 
 
 class RowCodes(NamedTuple):

@@ -212,7 +212,7 @@ class NativeUpdate:
             add(slot.offset)
             start, end = slot.offset, slot.offset + slot.size
             add(end, parameter)
-            # what lies between two parameters is 0 and stays so
+            # padding between two parameters is 0 and stays so
             start = -(-end // ALIGNMENT) * ALIGNMENT
         add(region.stop)
         return left

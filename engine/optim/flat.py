@@ -189,7 +189,7 @@ class FlatParameters:
     def publish_async(self) -> None:
         """Publishes as `publish`, with the all-gathers in flight until the next forward reads the parameters.
 
-        Where masters are in host memory, `rounded` holds what they have become.
+        Where masters are in host memory, `rounded` holds their new values, rounded.
         """
         self._publish.start()
 
@@ -201,7 +201,7 @@ class FlatParameters:
     def shards(self, prefix: str, flat: Tensor) -> list[NamedShard]:
         """Returns views of `flat` (the masters, or a state of the optimizer) as named shards `prefix/name`.
 
-        Where sharded, a parameter is several shards or none: what this rank owns of it.
+        Where sharded, a parameter is several shards or none: those that this rank owns.
         """
         return self._named(f"{prefix}/", flat)
 

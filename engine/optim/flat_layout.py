@@ -109,7 +109,7 @@ def decays(entry: ShardEntry) -> bool:
 
 
 class _Kind(NamedTuple):
-    """What the parameters of a region have in common, equal on all ranks; ownership follows from what is
+    """The common properties of the parameters of a region, equal on all ranks; ownership follows from what is
     replicated."""
 
     grad_reduce: tuple[str, ...]
@@ -205,7 +205,7 @@ def plan_buckets(regions: Iterable[Region], bucket_elements: int) -> list[Bucket
 
 
 def owned_ranges(buckets: Iterable[Bucket], rank: Callable[[str], int]) -> list[OwnedRange]:
-    """Returns what a rank owns, in the order of its own buffers.
+    """Returns the boxes that a rank owns, in the order of its own buffers.
 
     Args:
         buckets: all, or some of them.

@@ -36,7 +36,7 @@ class _Piece:
     Args:
         span: the span that it is cut from.
         slot: fp32 [NUM_STATES, elements] on the device.
-        targets: what its masters are rounded into, each with the place of its first element among them.
+        targets: the weights that its masters are rounded into, each with the place of its first element among them.
     """
 
     is_sharded = True  # it is not cut by parameters

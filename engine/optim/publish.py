@@ -95,7 +95,7 @@ class AllGatherPublish:
 
     Args:
         buckets: all of them; the ranks of its axis have one part of each.
-        master: this rank's own masters, or what they have been rounded to.
+        master: this rank's own masters, or their rounded values.
         axes: by name.
         weights: the layers that read a bucket wait for it, so that it is in flight while earlier layers compute; None
             gathers all at once.
@@ -134,9 +134,9 @@ class AllToAllPublish:
 
     Args:
         buckets: all of them; the ranks of its axis have one part of each.
-        master: this rank's own masters, or what they have been rounded to.
+        master: this rank's own masters, or their rounded values.
         axes: by name.
-        weights: which rank keeps what. What it does not shard, every rank gets.
+        weights: the ranks that keep each weight. Weights that it does not shard go to every rank.
     """
 
     def __init__(

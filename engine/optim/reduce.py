@@ -83,7 +83,7 @@ def _summed(bucket: Bucket, flat: FlatParameters) -> _AllReduced:
     if not flat.sharding.shards_gradients:
         return _AllReduced(bucket, flat.gradient[bucket.start : bucket.stop])
     own = flat.gradient[bucket.own]
-    # what one rank has all the data of is whole
+    # a gradient of which one rank has all the data is whole
     return _AllReduced(bucket, own) if bucket.num_parts == 1 else _ReduceScattered(bucket, own)
 
 

@@ -59,7 +59,7 @@ class Sharding:
         return max(self.num_parts.values()) > 1
 
     def rank(self, data: str) -> int:
-        """Returns the number of this rank's part of what is summed over the axis called `data`."""
+        """Returns the number of this rank's part of the sum over the axis called `data`."""
         return self.axes[data].rank
 
     @property

@@ -3,8 +3,8 @@
 A runner goes through the steps of its rank in order. For each step it
 1. posts all of `posts` at once (batch_isend_irecv, or isend and irecv one by one in this order),
 2. waits for the receive of `needs`, posted in this step or an earlier one,
-3. runs `action`; what it makes is sent by a later step, the next one.
-The last step has no action: it posts what the last action made. A send's buffer may be freed when the send is done,
+3. runs `action`; the next step sends its result.
+The last step has no action: it posts the last action's result. A send's buffer may be freed when the send is done,
 which is worth asking at the next step and must be waited for at the end. What goes from a stage to one on the same rank
 (the turn of a V, a single rank) is no transfer: the runner passes it on itself.
 
@@ -108,7 +108,7 @@ def communication_steps(schedule: Schedule, costs: Costs | None = None) -> tuple
 
 
 def incoming(schedule: Schedule, action: Action) -> Transfer | None:
-    """Returns the receive that `action` waits for; None where it needs nothing, or what its own rank has."""
+    """Returns the receive that `action` waits for; None where it needs nothing, or has it on its own rank."""
     message = schedule.needs(action)
     if message is None or schedule.stage_rank[message.stage] == schedule.stage_rank[action.stage]:
         return None

@@ -17,7 +17,7 @@ class Costs:
         forward: time of F.
         input_grad: time of I.
         weight_grad: time of W; B takes input_grad + weight_grad.
-        activation: size of what the forward of one micro-batch keeps for backward.
+        activation: bytes that the forward of one micro-batch keeps for backward.
         transfer: time for one message from rank to rank.
 
     Raises:
@@ -86,7 +86,7 @@ def layer_costs(
     Args:
         layers: number of layers of each stage.
         forward, input_grad, weight_grad: times of one layer.
-        activation: size of what one layer keeps for backward.
+        activation: bytes that one layer keeps for backward.
         transfer: time for one message from rank to rank.
         embedding: time of the embedding, in layers (a layer's whole time is 1); all of it is in forward.
         head: time of the head and the loss, in layers.

@@ -42,7 +42,7 @@ def grid(simulation: Simulation, width: int = 120) -> str:
     narrower than a character some are not seen. Actions that take no time are not drawn.
 
     Args:
-        simulation: what `simulate` gave.
+        simulation: the result of `simulate`.
         width: characters in a row, at least MIN_WIDTH.
     """
     assert width >= MIN_WIDTH, width
@@ -83,7 +83,7 @@ def _labelled_row(simulation: Simulation, rank: int, style: _Style) -> str:
 
 
 def _lettered_row(simulation: Simulation, rank: int, room: int) -> str:
-    """Returns a row with a letter for what runs in the middle of each character's time."""
+    """Returns a row with a letter for the action in the middle of each character's time."""
     row = ""
     step = simulation.makespan / room
     runs = iter(simulation.timeline[rank])

@@ -1,6 +1,6 @@
 """The split of the layers over the pipeline stages: contiguous ranges, the longest stage as short as possible.
 
-A run and the planner both ask `plan_stages`, so that what is predicted is what trains.
+A run and the planner both ask `plan_stages`, so that the predicted stages are the trained ones.
 
 Costs are in layers: the forward and backward of one trainable layer is 1. The embedding belongs to the first stage,
 the head and the loss to the last. Layers below the first trainable one have no backward; with a frozen base, where
@@ -26,7 +26,7 @@ def time_without_backward(*, layers_are_frozen: bool) -> float:
 
 
 class PipelineOptions(Protocol):
-    """What a user writes of the pipeline; the section `parallel` of a run has it."""
+    """A user's options of the pipeline; the section `parallel` of a run has them."""
 
     @property
     def pipeline(self) -> int:
@@ -56,7 +56,7 @@ def plan_stages(
     """Returns the number of layers of each stage, and the schedule over them.
 
     Args:
-        parallel: the pipeline's ranks, and what the user wrote of stages and schedule.
+        parallel: the pipeline's ranks, and the user's options of stages and schedule.
         num_layers: of the model.
         head: the time of the head and the loss, in layers.
         first_trainable_layer: the first one with a trainable parameter; `num_layers` where only what follows the

@@ -1,4 +1,4 @@
-"""Runs a schedule on the stages of this rank. Knows no model: only what a stage can do.
+"""Runs a schedule on the stages of this rank. Knows the interface of a stage, and no model.
 
 Transfers are posted as `engine.pipeline.communication` says, ahead of the action that needs them, so that they are in
 flight while something else is computed. What goes to a stage on the same rank is passed on directly.
@@ -21,20 +21,20 @@ class Stage(Protocol):
     """A part of the model with its micro-batches loaded. Activations and gradients carry no autograd graph."""
 
     def forward(self, microbatch: int, activation: Tensor | None) -> Tensor | None:
-        """Computes the micro-batch and keeps what backward needs.
+        """Computes the micro-batch and keeps the tensors that backward needs.
 
         Args:
             activation: of the stage before; None on the first stage.
 
         Returns:
-            What the next stage takes; None on the last stage.
+            The next stage's input; None on the last stage.
         """
 
     def backward(self, microbatch: int, gradient: Tensor | None, *, defer_weights: bool) -> Tensor | None:
-        """Accumulates the micro-batch's gradients and frees what forward kept.
+        """Accumulates the micro-batch's gradients and frees the tensors that forward kept.
 
         Args:
-            gradient: of the loss by what `forward` returned; None on the last stage.
+            gradient: of the loss by the result of `forward`; None on the last stage.
             defer_weights: leave the weights' gradients to `weight_gradients`.
 
         Returns:

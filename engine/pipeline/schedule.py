@@ -108,8 +108,8 @@ class Schedule:
         return tuple(stage for stage, holder in enumerate(self.stage_rank) if holder == rank)
 
     def needs(self, action: Action) -> Message | None:
-        """Returns what `action` uses of another stage; None where it begins (first forward, backward of the loss) or
-        for W."""
+        """Returns the input that `action` takes from another stage; None where it begins (first forward, backward
+        of the loss) or for W."""
         if action.op == "F" and action.stage > 0:
             return Message("activation", action.stage - 1, action.microbatch)
         if action.op in ("B", "I") and action.stage < self.num_stages - 1:
@@ -117,7 +117,7 @@ class Schedule:
         return None
 
     def makes(self, action: Action) -> Message | None:
-        """Returns what `action` makes for another stage; no gradient leaves the first trainable stage."""
+        """Returns the result of `action` for another stage; no gradient leaves the first trainable stage."""
         if action.op == "F" and action.stage < self.num_stages - 1:
             return Message("activation", action.stage, action.microbatch)
         if action.op in ("B", "I") and action.stage > self.first_trainable_stage:

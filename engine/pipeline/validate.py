@@ -114,7 +114,7 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def validate_steps(schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
-    """Checks what `communication_steps` derived, or anything that is to take its place.
+    """Checks the steps that `communication_steps` derived, or others that take their place.
 
     Args:
         schedule: valid lists.

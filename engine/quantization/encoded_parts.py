@@ -15,7 +15,7 @@ class WholeMatrix:
     """The matrix that a shard is cut from.
 
     Args:
-        absmax: fp32 [all rows, n], what `Encoding.absmax` gives for the whole matrix.
+        absmax: fp32 [all rows, n], `Encoding.absmax` of the whole matrix.
         first_row, first_column: where the shard begins in it.
     """
 

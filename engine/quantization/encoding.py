@@ -2,7 +2,7 @@
 
 A weight is one logical matrix [rows, columns]. It becomes a few tensors, its parts, each of which has the matrix's rows
 as its first dimension. So a cut along rows is a slice of each part, and matrices stacked by rows in one storage
-(q, k, v; gate, up) are their parts stacked: what the numbers mean is recorded row by row.
+(q, k, v; gate, up) are their parts stacked: scales are recorded row by row.
 
 Scales look at more than a shard: at the whole row (int8, fp8_row), at the whole matrix (fp8), or, for the scales of its
 scales, at the whole matrix too (nf4). A shard therefore gets its parts in one of two ways, with the same bits:

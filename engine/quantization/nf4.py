@@ -5,7 +5,7 @@ The scales themselves are 8-bit codes: less their mean over the matrix, in group
 rows, each group with an fp32 scale.
 
 bitsandbytes cuts blocks and groups from the flattened matrix. Where the columns divide by 64 that is the same: the
-codes and decoded weights here are what it makes of the whole logical matrix. Elsewhere its blocks continue into the
+codes and decoded weights here are its own of the whole logical matrix. Elsewhere its blocks continue into the
 next row; here a row's last block is short. Its mean is an fp32 sum in an order that depends on the device and the
 number of threads; here it is summed in fp64, so that it is the same everywhere, and may differ from its by the last
 bits. Its CPU library looks the 8-bit codes up in a table of 65536 entries, and so picks the neighbour for a number that

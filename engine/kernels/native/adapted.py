@@ -76,7 +76,7 @@ def backward(
         dy_TO: fp32, rows of any stride.
         weight_OI, a_RI, sections, bits, keep_scale: as in `forward`.
         h_TR: H, as `forward` gave it.
-        updates: whether dX gets what the adapters add to it; else it is dY W.
+        updates: whether dX gets the adapters' part; else it is dY W.
     """
     tokens, (ranks, features) = dy_TO.shape[0], a_RI.shape
     dh = dy_TO.new_empty(tokens, ranks)

@@ -42,7 +42,7 @@ def heads(tensor: Tensor, tokens: int, num_heads: int, head_dim: int, *, dtype: 
 
 
 def optional_matrix(tensor: Tensor | None, columns: int, rows: int, *, dtype: torch.dtype) -> tuple[int | None, int]:
-    """Returns what `matrix` does; a null pointer for None."""
+    """Returns the arguments of a matrix as `matrix` does; a null pointer for None."""
     return (None, 0) if tensor is None else matrix(tensor, columns, rows, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""What generation adds to training's kernels: attention to a cache in pages, and the choice of a token."""
+"""Kernels of generation beside those of training: attention to a cache in pages, and the choice of a token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gumbel_argmax(
     """Finds the largest sum of a score and a standard Gumbel number in each row.
 
     Args:
-        scores_NV: fp32 [N, V], at least one column; -inf for what must not be drawn.
+        scores_NV: fp32 [N, V], at least one column; -inf for tokens that must not be drawn.
         rows_N, positions_N: int64, coordinates of the draws; see engine.inference.sampling.
         first_id: the token of the first column, a coordinate too.
         key: the two words of Philox's.

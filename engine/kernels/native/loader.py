@@ -49,7 +49,7 @@ class _Unavailable(Exception):
 
 @cache
 def best_instruction_set() -> str:
-    """What this processor has, as torch judges it."""
+    """The instruction sets of this processor, as torch detects them."""
     return _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
 
 
@@ -106,7 +106,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @cache
 def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
-    """The library and what is to be said of it; tried once."""
+    """The library and a sentence for the log; tried once."""
     try:
         loaded = _open(FOLDER / f"libkernels_{instruction_set}.so")
     except _Unavailable as error:

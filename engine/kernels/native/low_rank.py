@@ -91,7 +91,7 @@ def accumulate_a(
         bits: packed mask of x, or None.
         sections: adapters on x; those without `da` are left out.
         scale: dropout's 1 / (1 - p).
-        row_scale_T, column_scale_I: fp32, what rows and columns of x are multiplied by, as by a norm; None for 1.
+        row_scale_T, column_scale_I: fp32, factors on rows and columns of x, as of a norm; None for 1.
     """
     (rows, ranks), inputs = dh_TR.shape, x.shape[1]
     library().engine_accumulate_a(

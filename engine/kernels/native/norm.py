@@ -60,10 +60,10 @@ def rmsnorm_backward(
 
     Args:
         dy: fp32 or bfloat16 [..., F].
-        x: [..., F], what was normalised.
+        x: [..., F], the norm's input.
         weight: [F]; read as fp32.
         rstd: [..., 1] of forward.
-        update: what the adapters on y add to dy.
+        update: the adapters' part of dy.
         weight_gradient: fp32 [F], the weight's gradient is added to it; None where it is frozen.
     """
     features = weight.shape[0]

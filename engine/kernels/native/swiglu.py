@@ -54,7 +54,7 @@ def swiglu_backward(
     Args:
         dy: fp32 or bfloat16 [..., F].
         gate_up: [..., 2F] of the same dtype, forward's input.
-        update: what the adapters on y add to dy.
+        update: the adapters' part of dy.
         y: [..., F], forward's output is written there once more.
         out: where the gradient goes; may be gate_up.
     """
@@ -96,7 +96,7 @@ def swiglu_backward_adapted(
         bits: packed mask of y, or None.
         sections: adapters on y; those without `da` are left out.
         scale: dropout's 1 / (1 - p).
-        update: what the adapters add to dy, of the same dH and mask; None where dy has it already.
+        update: the adapters' part of dy, of the same dH and mask; None where dy has it already.
         out: where the gradient goes; may be gate_up.
     """
     (rows, features), ranks, dtype = dy.shape, dh_TR.shape[1], gate_up.dtype

@@ -1,6 +1,6 @@
 """The interface of attention to a cache of keys and values, for generation token by token.
 
-Only the interface is here: which rows there are, and what is kept of them, is decided by the cache.
+Only the interface is here: the cache decides which rows there are, and how much of them is kept.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class FlashKernel:
     Args:
         name: as a user asks for it.
         title: as it is printed.
-        implementation: what torch's registry calls it; None for the one that torch has built in.
-        package: what has to be importable; None for nothing.
+        implementation: its name in torch's registry; None for the one built into torch.
+        package: the package it needs; None for none.
         generations: major compute capabilities it runs on.
         preferred: those where it is taken without being asked for.
         largest_head: features of a head that it takes, forward and backward.

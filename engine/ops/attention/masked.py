@@ -42,7 +42,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is done with scores; see `MaskedAttention`."""
+    """The treatment of scores; see `MaskedAttention`."""
 
     scale: float
     window: int | None

@@ -1,4 +1,4 @@
-"""Causal attention whose results can be merged with those of other keys: what gives the log sum exp of scores too.
+"""Causal attention that returns the log sum exp of scores too, so that results can be merged with those of other keys.
 
 See `engine.ops.attention.blocks` for the equations. Legend: T tokens, H query heads, K key/value heads, D head size.
 """

@@ -47,7 +47,7 @@ class Sinks:
         return out * torch.exp(lse - total).unsqueeze(-1), total
 
     def add_gradient(self, dout: Tensor, out: Tensor, total: Tensor, heads: slice) -> None:
-        """Adds these tokens' part, given what `take_in` returned; without a gradient to add to, nothing."""
+        """Adds these tokens' part, given the result of `take_in`; without a gradient to add to, nothing."""
         if self.gradient is None:
             return
         shares = torch.exp(self.scores_H[heads].to(total.dtype) - total)

@@ -102,7 +102,7 @@ class AttentionChoice:
     Args:
         kernels: with that attention in them.
         on_device: whether it reads the documents' boundaries on the device alone, as a graph needs it.
-        sentence: what it is and why.
+        sentence: for the log: the choice and its reason.
     """
 
     kernels: Kernels

@@ -18,6 +18,7 @@ If a conversion is interrupted, the same command continues where it stopped.
 from __future__ import annotations
 
 import argparse
+import sys
 from math import isfinite
 from pathlib import Path
 
@@ -26,14 +27,18 @@ from engine.config.command_line import CommandLine, named_as
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
 from engine.errors import UserError
-from rankfold.migrating import command as config_conversion
 
 _TENSOR = {"parallel.tensor": "--tensor"}
 _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init_from": "--adapter"}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line; needs no torch, so that --help is quick."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The command line; needs no torch, so that --help is quick.
+
+    Args:
+        command: leaves out the options of `config` where it is another one, since they need all trainers' tables; None
+            for a parser of all commands.
+    """
     parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -95,7 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
     inspecting.add_argument("--verify", action="store_true", help="read every piece and check its checksum")
 
     configuring = commands.add_parser("config", help="turn another trainer's files and flags into a run file")
-    config_conversion.add_arguments(configuring)
+    if command in (None, "config"):
+        from rankfold.migrating.command import add_arguments
+
+        add_arguments(configuring)
     return parser
 
 
@@ -127,14 +135,16 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    arguments = build_parser().parse_args()
+    arguments = build_parser("".join(sys.argv[1:2])).parse_args()
     with named_as(arguments.stands_for):
         _carry_out(arguments)
 
 
 def _carry_out(arguments: argparse.Namespace) -> None:
     if arguments.command == "config":
-        config_conversion.run(arguments)
+        from rankfold.migrating.command import run
+
+        run(arguments)
         return
     if arguments.command != "inspect":
         start_reading([arguments.base if arguments.command == "merge" else arguments.source])

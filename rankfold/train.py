@@ -13,13 +13,10 @@ import re
 import sys
 from collections.abc import Sequence
 
-from engine.config.load import load_config
+from engine.config.option_help import answer_help
 from engine.errors import UserError
-from engine.runtime.command import given_command
 from engine.telemetry.errors import EXIT_STOPPED
 from engine.telemetry.interrupts import EXIT_INTERRUPTED
-from engine.telemetry.trackers import check_trackers
-from engine.training.reports.run_metrics import tracker_choice
 
 _PROFILE = re.compile(r"^--profile(?=$|=)")
 """A short name of an option."""
@@ -28,9 +25,17 @@ _REWARD = "--reward"
 
 
 def main() -> None:
-    config = load_config([_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(sys.argv[1:])])
+    words = [_PROFILE.sub("--log.profile_steps", word) for word in with_rewards(sys.argv[1:])]
+    answer_help(words)
+    # imported after the help, which needs no parser
+    from engine.config.load import load_config
+    from engine.telemetry.trackers import check_trackers
+    from engine.training.reports.run_metrics import tracker_choice
+
+    config = load_config(words)
     check_trackers(tracker_choice(config.log))
     # imported after the configuration is known to be sound: torch takes seconds to load
+    from engine.runtime.command import given_command
     from engine.training.trainer import train
 
     summary = train(config, command=given_command)

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from argparse import ArgumentError, ArgumentTypeError
-from contextlib import suppress
 from dataclasses import MISSING, asdict
 from functools import cache
 from itertools import pairwise
@@ -21,7 +20,7 @@ import yaml
 from jsonargparse import Namespace
 
 from engine.config.keys import check_argument_names, check_file, check_text
-from engine.config.option_help import help_text, help_topic
+from engine.config.option_help import answer_help
 from engine.config.option_names import option_types, sections
 from engine.config.option_parser import build_parser, option_fields
 from engine.config.paths import PATH_OPTIONS, at_home
@@ -59,11 +58,7 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
         SystemExit: after --help or --print_config.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    if (topic := help_topic(arguments)) is not None:
-        text = help_text(topic)
-        with suppress(OSError):  # it need not be read to its end
-            sys.stdout.write(text)
-        raise SystemExit(0)
+    answer_help(arguments)
     arguments = _split_lists(arguments)
     check_argument_names(arguments, ("config", "print_config"))
     for path in _config_files(arguments):

@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -52,6 +53,21 @@ def help_topic(argv: Sequence[str]) -> str | None:
             following = value if equals else "".join(argv[position + 1 : position + 2])
             return "" if following.startswith("-") else following
     return None
+
+
+def answer_help(argv: Sequence[str]) -> None:
+    """Prints the help that a command line asks for and ends the program; returns where it asks for none.
+
+    Raises:
+        SystemExit: after the help.
+        UserError: there is no such topic.
+    """
+    if (topic := help_topic(argv)) is None:
+        return
+    text = help_text(topic)
+    with suppress(OSError):  # it need not be read to its end
+        sys.stdout.write(text)
+    raise SystemExit(0)
 
 
 def help_text(topic: str) -> str:

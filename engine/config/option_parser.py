@@ -6,13 +6,15 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from inspect import getdoc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentParser
 
 from engine.config.option_names import option_types, sections
 from engine.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 _DESCRIPTION = """
 Every option below can stand in a YAML file given with --config, in its section, and on the command line, which wins:
@@ -50,6 +52,8 @@ def build_parser(names: Collection[str] | None = None) -> ArgumentParser:
     Args:
         names: full names of those that it has; None for all, with --config and the description of what they are for.
     """
+    from jsonargparse import ArgumentParser
+
     parser = ArgumentParser(
         exit_on_error=False,
         allow_abbrev=False,

@@ -5,15 +5,15 @@ Other trainers' names come from the tables that `rankfold convert config` conver
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from engine.config.option_names import option_types
 from engine.seams import resolve
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     """Returns the known name that is spelt most like `name`; None where none is similar."""
+    import difflib
+
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -23,6 +23,9 @@ def meant_options(name: str) -> list[str]:
     Args:
         name: without the leading dashes, such as "learning_rate" or "optim.learning-rate".
     """
+    # imports every section, which the help of most commands does not need
+    from engine.config.option_names import option_types
+
     name = name.replace("-", "_")
     if name in option_types():
         return [name]

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -84,6 +83,8 @@ def ending_of(error: BaseException) -> Ending:
         case BrokenPipeError() if not has_reader(sys.stdout):
             return Ending(status=EXIT_UNREAD, reason="the reader of standard output has gone")
         case _:
+            import traceback
+
             trace = "".join(traceback.format_exception(error))
             return Ending(status=EXIT_DEFECT, trace=trace, reason=one_line(f"{type(error).__name__}: {error}"))
 

@@ -7,7 +7,6 @@ a terminal alone. Streams that are no terminal, and TERM=dumb, get plain lines f
 from __future__ import annotations
 
 import os
-import shutil
 import textwrap
 import threading
 from collections.abc import Sequence
@@ -155,4 +154,6 @@ def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except OSError:  # a terminal of a test, or of a notebook
-        return shutil.get_terminal_size().columns
+        from shutil import get_terminal_size
+
+        return get_terminal_size().columns

@@ -15,19 +15,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import (
-    CheckpointOptions,
-    DataOptions,
-    LoraOptions,
-    ModelOptions,
-    OptimOptions,
-    ParallelOptions,
-    RunConfig,
-    TrainOptions,
-)
+from engine.config.checkpoint import CheckpointOptions
+from engine.config.data import DataOptions
 from engine.config.load import from_yaml, load_config, parse_config, to_yaml
+from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.optim import OptimOptions
 from engine.config.option_help import MOST_SET
 from engine.config.option_names import option_types, sections
+from engine.config.parallel import ParallelOptions
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
 from engine.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import matches_target, matches_trainable, require_matched, unmatched_patterns
+from engine.config.matching import matches_target, matches_trainable, require_matched, unmatched_patterns
 from engine.errors import UserError
 
 HF_SUFFIX = {

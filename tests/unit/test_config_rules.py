@@ -6,20 +6,14 @@ from typing import Any
 
 import pytest
 
-from engine.config import (
-    DataOptions,
-    LoraOptions,
-    ModelOptions,
-    OptimOptions,
-    ParallelOptions,
-    RunConfig,
-    TrainOptions,
-    check_config,
-    check_world,
-    data_parallel_size,
-    gradient_accumulation_steps,
-)
-from engine.config.rules import check_warmup
+from engine.config.data import DataOptions
+from engine.config.lora import LoraOptions
+from engine.config.model import ModelOptions
+from engine.config.optim import OptimOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_config, check_warmup, check_world, data_parallel_size, gradient_accumulation_steps
+from engine.config.run import RunConfig
+from engine.config.train import TrainOptions
 from engine.errors import UserError
 
 

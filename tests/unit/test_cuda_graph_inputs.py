@@ -15,8 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.batch import Batch
-from engine.config import DataOptions, ModelOptions, ParallelOptions, RunConfig, check_config
+from engine.config.data import DataOptions
 from engine.config.memory import MemoryOptions
+from engine.config.model import ModelOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_config
+from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
 from engine.checkpoint.model_weights import WeightSource, open_source
-from engine.config import ModelOptions, RunConfig
+from engine.config.model import ModelOptions
+from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec, split_spec

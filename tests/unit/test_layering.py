@@ -168,12 +168,30 @@ def test_kernels_need_torch_and_triton_only(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["engine.config", "engine.telemetry", "engine.errors", "engine.files.refusals", "engine.files.durable"]
-)
+    "package",
+    [
+        "engine.config.load", "engine.config.rules", "engine.telemetry.errors", "engine.telemetry.trackers",
+        "engine.telemetry.progress", "engine.training.reports.run_metrics", "engine.errors", "engine.files.refusals",
+        "engine.files.durable",
+    ],
+)  # fmt: skip
 def test_quick_to_import(package: str) -> None:
     """A refusal and --help must not wait for torch."""
     code = f"import sys, {package}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [(), ("train",), ("convert",), ("generate",), ("plan",)], ids=" ".join)
+def test_help_reads_no_more_than_it_shows(words: tuple[str, ...]) -> None:
+    """The parser of a run's options and the tables of other trainers take longer to import than all of the help."""
+    code = (
+        "import atexit, runpy, sys; slow = ('torch', 'numpy', 'jsonargparse', 'rankfold.migrating')\n"
+        "atexit.register(lambda: print([name for name in slow if name in sys.modules], file=sys.stderr))\n"
+        f"sys.argv = ['rankfold', *{words!r}, '--help']; runpy.run_module('rankfold', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
 
 
 def test_no_path_of_one_machine() -> None:

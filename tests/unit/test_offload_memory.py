@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from engine.config import DataOptions, ModelOptions, OptimOptions, ParallelOptions, RunConfig, check_config
+from engine.config.data import DataOptions
 from engine.config.memory import MemoryOptions
+from engine.config.model import ModelOptions
+from engine.config.optim import OptimOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_config
+from engine.config.run import RunConfig
 from engine.distributed.mesh import single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from engine.config import DataOptions, ModelOptions, ParallelOptions, RunConfig, check_config
+from engine.config.data import DataOptions
 from engine.config.memory import MemoryOptions
+from engine.config.model import ModelOptions
+from engine.config.parallel import ParallelOptions
+from engine.config.rules import check_config
+from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError

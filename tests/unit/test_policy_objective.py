@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import RunConfig, check_config
 from engine.config.lora import LoraOptions
 from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.resume_rules import changes
 from engine.config.rollout import RolloutOptions
+from engine.config.rules import check_config
+from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.linear_cross_entropy import LossKernels, Statistics, combine_statistics, linear_cross_entropy

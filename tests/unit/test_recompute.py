@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config import ModelOptions, RunConfig, check_config
 from engine.config.memory import MemoryOptions
+from engine.config.model import ModelOptions
+from engine.config.rules import check_config
+from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
 from engine.layers.recompute import Level, MemoryPlan

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import UserError
-from engine.telemetry import MetricsWriter
+from engine.telemetry.metrics import MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +57,7 @@ def test_numbers_keep_every_bit(tmp_path_factory: pytest.TempPathFactory, value:
 def test_each_line_is_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     code = (
-        "import os, pathlib, sys\nfrom engine.telemetry import MetricsWriter\n"
+        "import os, pathlib, sys\nfrom engine.telemetry.metrics import MetricsWriter\n"
         "MetricsWriter(pathlib.Path(sys.argv[1])).evaluation(step=4, eval_loss=2.5, samples=7)\nos._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=False)

@@ -10,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.telemetry import (
-    Log,
-    Progress,
-    TrainProgress,
-    format_bytes,
-    format_columns,
-    format_count,
-    format_duration,
-    peak_memory_bytes,
-)
-from engine.telemetry.format import first_to_last, how_far
+from engine.telemetry.format import first_to_last, format_bytes, format_columns, format_count, format_duration, how_far
+from engine.telemetry.log import Log
+from engine.telemetry.process_memory import peak_memory_bytes
+from engine.telemetry.progress import Progress, TrainProgress
 from engine.telemetry.terminal import leave_bottom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,7 +236,10 @@ def test_peak_memory_is_what_the_kernel_says() -> None:
 
 
 def test_memory_does_not_load_torch() -> None:
-    code = "import sys; from engine.telemetry import peak_memory_bytes as p; p(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from engine.telemetry.process_memory import peak_memory_bytes as peak\n"
+        "peak(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

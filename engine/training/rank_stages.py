@@ -19,7 +19,16 @@ from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import StaticShape
-from engine.training.stage import ModelStage, ReadHead
+from engine.training.passes import (
+    BASE_REFERENCE,
+    EVALUATION,
+    REFERENCE,
+    REHEARSAL,
+    TRAINING,
+    Pass,
+    ReadHead,
+)
+from engine.training.stage import ModelStage
 
 
 class Stages:
@@ -90,7 +99,7 @@ class Stages:
         if self._balance is not None:
             self._count_choices(moved, self._balance)
         for stage in self._stages.values():
-            stage.load(moved, target_count)
+            stage.load(moved, target_count, TRAINING)
         self._runner(len(batches), training=True).run(
             lambda stage: self._stages[stage].before_last_backward(before_last_backward)
         )
@@ -102,7 +111,7 @@ class Stages:
         ranks."""
         moved = self._moved(batches)
         self._compare_with_base(moved)
-        self._forward(moved)
+        self._forward(moved, EVALUATION)
         return all_reduce(self._sums(), self._axis)
 
     @property
@@ -128,7 +137,7 @@ class Stages:
         Args:
             adapters: False leaves them out.
         """
-        self._forward(self._moved(batches), adapters=adapters, collects=True)
+        self._forward(self._moved(batches), REFERENCE if adapters else BASE_REFERENCE)
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
 
@@ -136,7 +145,7 @@ class Stages:
     def read_head(self, batches: list[Batch], read: ReadHead) -> list[Tensor] | None:
         """Returns what `read` makes of each micro-batch's output, without dropout; None where this rank does not have
         the last stage."""
-        self._forward(self._moved(batches), read=read)
+        self._forward(self._moved(batches), Pass(head=read))
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
 
@@ -170,7 +179,7 @@ class Stages:
         """Computes what the micro-batches are compared with, where that is the model without adapters and they do not
         bring it."""
         if self._last.objective.compares_with_base and not all(batch.brings_reference for batch in batches):
-            self._forward(batches, adapters=False, collects=True)
+            self._forward(batches, BASE_REFERENCE)
 
     def _count_choices(self, batches: list[Batch], balance: LoadBalance) -> None:
         """Counts what routers choose in the whole batch before the first backward: where a backward comes before some
@@ -178,7 +187,7 @@ class Stages:
         one_pass = len(batches) == 1 and self._axis.size == 1
         balance.begin(rehearses=not one_pass)
         if not one_pass:
-            self._forward(batches, training=True, rehearses=True)
+            self._forward(batches, REHEARSAL)
             balance.settle()
 
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:
@@ -202,26 +211,9 @@ class Stages:
             self._last.baseline.copy_(baseline.of(sums))
 
     @torch.no_grad()
-    def _forward(
-        self,
-        batches: list[Batch],
-        *,
-        training: bool = False,
-        adapters: bool = True,
-        collects: bool = False,
-        read: ReadHead | None = None,
-        rehearses: bool = False,
-    ) -> None:
+    def _forward(self, batches: list[Batch], kind: Pass) -> None:
         for stage in self._stages.values():
-            stage.load(
-                batches,
-                1.0,
-                training=training,
-                adapters=adapters,
-                collects=collects,
-                read=read,
-                rehearses=rehearses,
-            )
+            stage.load(batches, 1.0, kind)
         self._runner(len(batches), training=False).run(lambda stage: None)
 
     def _sums(self) -> Tensor:

@@ -15,14 +15,11 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
-from engine.ops.attention.token_context import TokenContext
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs
 from engine.training.cuda_graph.static_batch import StaticShape
-
-ReadHead = Callable[[Decoder, Tensor, Batch, TokenContext], Tensor]
-"""What is made of the last layer's output [T, hidden] where no loss is wanted."""
+from engine.training.passes import TRAINING, Pass
 
 
 class ModelStage:
@@ -60,9 +57,7 @@ class ModelStage:
         self._deferred: dict[int, list[Callable[[], None]]] = {}
         self._graphs: StageGraphs | None = None
         self._start_reduction: Callable[[Iterable[ShardEntry]], None] | None = None
-        self._training = self._adapters = True
-        self._collects = self._rehearses = False
-        self._read: ReadHead | None = None
+        self._pass = TRAINING
         self._loss_scale = loss_scale
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
@@ -95,32 +90,16 @@ class ModelStage:
         """0-dim fp32, this rank's loss since `load`."""
         return self.sums[0]
 
-    def load(
-        self,
-        batches: list[Batch],
-        target_count: Tensor | float,
-        *,
-        training: bool = True,
-        adapters: bool = True,
-        collects: bool = False,
-        read: ReadHead | None = None,
-        rehearses: bool = False,
-    ) -> None:
+    def load(self, batches: list[Batch], target_count: Tensor | float, kind: Pass = TRAINING) -> None:
         """Takes this rank's micro-batches of a step.
 
         Args:
             batches: one per micro-batch, on the device.
             target_count: sum of the loss weights over the *global* batch; gradients are divided by it. A number, or a
                 0-dim fp32 tensor on the device.
-            training: False switches dropout and gradients off.
-            adapters: False leaves the adapters out; not in training.
-            collects: keep in `references` what the objective compares with, instead of a loss; the next `load` of the
-                same micro-batches uses it.
-            read: keep in `references` what this makes of the last layer's output, instead of a loss.
-            rehearses: the layers run as they will in training, dropout too, but without gradients or a loss.
+            kind: of the pass. `references` keeps its result where that is no loss.
         """
-        self._read, self._rehearses = read, rehearses
-        self._batches, self._training, self._adapters, self._collects = batches, training, adapters, collects
+        self._batches, self._pass = batches, kind
         if not isinstance(target_count, Tensor):
             target_count = torch.full_like(self.sums[0], target_count)
         self._scale = target_count.clamp(min=1.0).reciprocal()
@@ -131,13 +110,13 @@ class ModelStage:
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         """See engine.pipeline.runner.Stage."""
-        batch, model = self._batches[microbatch], self.model
-        keeps = self._training and self._trains and not self._rehearses
+        batch, model, kind = self._batches[microbatch], self.model, self._pass
+        keeps = kind.gradients and self._trains
         if activation is not None and keeps and self._gives_gradient:
             activation.requires_grad_()
         with nullcontext() if keeps else torch.no_grad():
             x, encoded_KC = (
-                (model.embed(batch, adapters=self._adapters, step=self.step if self._training else None), None)
+                (model.embed(batch, adapters=kind.adapters, step=self.step if kind.training else None), None)
                 if activation is None
                 else model.unpack(activation, batch)
             )
@@ -146,24 +125,24 @@ class ModelStage:
                 context = model.context(
                     batch,
                     self.step,
-                    training=self._training,
-                    adapters=self._adapters,
+                    training=kind.training,
+                    adapters=kind.adapters,
                     encoded_KC=encoded_KC,
-                    balance=self._balance if self._training else None,
+                    balance=self._balance if kind.training else None,
                 )
                 out = model.run_layers(x, context)
             else:
                 context, out = slot.context, slot.run_layers(x)
-            if model.head is not None and self._read is not None:
-                self.references[microbatch] = self._read(model, out, batch, context)
-            elif model.head is not None and not self._rehearses:
+            if model.head is not None and callable(kind.head):
+                self.references[microbatch] = kind.head(model, out, batch, context)
+            elif model.head is not None and kind.head != "nothing":
                 objective = self.objective
                 figures = model.token_figures(
                     out,
                     batch,
                     context,
                     temperature=objective.temperature,
-                    entropies=objective.needs_entropies and not self._collects,
+                    entropies=objective.needs_entropies and kind.head == "loss",
                 )
                 out = self._loss(microbatch, figures)
             message = None if model.head is not None else model.pack(out, context)
@@ -177,7 +156,7 @@ class ModelStage:
     def _loss(self, microbatch: int, figures: TokenFigures) -> Tensor:
         """0-dim loss of a micro-batch, or what it will be compared with."""
         batch = self._batches[microbatch]
-        if self._collects:
+        if self._pass.head == "reference":
             self.references[microbatch] = self.objective.reference(figures.losses_T, batch)
             return self.references[microbatch]
         reference = self.references.pop(microbatch, None)

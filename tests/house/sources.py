@@ -1,0 +1,192 @@
+"""The product's files as syntax trees: modules, imports, definitions, circles. Nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+FOLDERS = ("engine", "rankfold", "triton_kernels")
+WINGS = ("engine.vision", "engine.experts", "engine.rollouts", "engine.preferences", "rankfold.migrating")
+"""What some runs use. All else of `engine` and `triton_kernels` is the core."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
+
+
+def wing_of(module: str) -> str | None:
+    """Returns the wing that holds a module."""
+    return next((wing for wing in WINGS if f"{module}.".startswith(f"{wing}.")), None)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that an import statement binds.
+
+    Args:
+        line: of the statement.
+        module: that it imports, or imports from.
+        name: that it takes from `module`, None for the module itself.
+        bound: the name in the importing file.
+    """
+
+    line: int
+    module: str
+    name: str | None
+    bound: str
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One file: its module's name, its path below the tree, its text, and what it imports of the product anywhere."""
+
+    module: str
+    path: str
+    text: str
+    tree: ast.Module
+    imports: tuple[Import, ...] = ()
+    definitions: Mapping[str, Definition] = field(default_factory=dict)
+    """Its functions and classes at the top level."""
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n")
+
+    def functions(self) -> Iterator[Function]:
+        """Yields every function, those inside of others too."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+
+
+class Tree:
+    """All product files of a checkout.
+
+    Args:
+        root: folder of the checkout.
+        moves: module names of that checkout -> their names today, for one from before the wings had folders.
+    """
+
+    def __init__(self, root: Path, moves: Mapping[str, str] | None = None) -> None:
+        self.root, self._moves = root, moves or {}
+        found: dict[str, tuple[str, str]] = {}
+        for folder in FOLDERS:
+            for file in sorted((root / folder).rglob("*.py")):
+                path = file.relative_to(root).as_posix()
+                found[path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = (
+                    path,
+                    file.read_text(encoding="utf-8"),
+                )
+        self._names = frozenset(found)
+        self.sources = {name: self._source(name, path, text) for name, (path, text) in found.items()}
+
+    def _source(self, module: str, path: str, text: str) -> Source:
+        tree = ast.parse(text)
+        named = {node.name: node for node in tree.body if isinstance(node, Definition)}
+        return Source(module, path, text, tree, tuple(self._imports(module, path, tree)), named)
+
+    def _imports(self, module: str, path: str, tree: ast.Module) -> Iterator[Import]:
+        parts = module.split(".")
+        package = parts if path.endswith("/__init__.py") else parts[:-1]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if (name := self.plain(alias.name)) in self._names:
+                        yield Import(node.lineno, name, None, alias.asname or alias.name.partition(".")[0])
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                name = self.plain(".".join([*base, *([node.module] if node.module else [])]))
+                for alias in node.names:
+                    bound = alias.asname or alias.name
+                    if (inner := f"{name}.{alias.name}") in self._names:
+                        yield Import(node.lineno, inner, None, bound)
+                    elif name in self._names:
+                        yield Import(node.lineno, name, alias.name, bound)
+
+    @staticmethod
+    def plain(module: str) -> str:
+        """Returns the name by its file: triton_kernels is also the package engine.kernels.triton."""
+        outside, inside = "triton_kernels", "engine.kernels.triton"
+        return outside + module.removeprefix(inside) if f"{module}.".startswith(f"{inside}.") else module
+
+    def wing(self, module: str) -> str | None:
+        """Returns the wing that holds a module, by its name of today."""
+        return wing_of(self._moves.get(module, module))
+
+    def is_core(self, module: str) -> bool:
+        return module.partition(".")[0] in ("engine", "triton_kernels") and self.wing(module) is None
+
+    def arrows_to_wings(self) -> list[tuple[str, str]]:
+        """Returns (file of the core, module of a wing) for each import statement, wherever it stands in the file."""
+        return [
+            (source.path, module)
+            for source in self.sources.values()
+            if self.is_core(source.module)
+            for _, module in sorted({(one.line, one.module) for one in source.imports if self.wing(one.module)})
+        ]
+
+    def find(self, name: str, under: str = "engine") -> Source | None:
+        """Returns the first file under a package that defines `name` at its top level."""
+        for source in self.sources.values():
+            if f"{source.module}.".startswith(f"{under}.") and name in source.definitions:
+                return source
+        return None
+
+    def lookup(self, module: str, name: str) -> tuple[Source, Definition] | Source | None:
+        """Returns the definition, or the module, that a top-level name of a module stands for, through re-exports."""
+        seen: set[tuple[str, str]] = set()
+        while (module, name) not in seen and (source := self.sources.get(module)) is not None:
+            seen.add((module, name))
+            if (node := source.definitions.get(name)) is not None:
+                return source, node
+            bound = next((one for one in source.imports if one.bound == name), None)
+            if bound is None:
+                return self.sources.get(f"{module}.{name}")
+            if bound.name is None:
+                return self.sources.get(bound.module)
+            module, name = bound.module, bound.name
+        return None
+
+    @cached_property
+    def graph(self) -> dict[str, set[str]]:
+        """The modules that each module imports, wherever the statement stands, itself left out."""
+        return {name: {one.module for one in source.imports} - {name} for name, source in self.sources.items()}
+
+    def circles(self) -> list[list[str]]:
+        """Returns the groups of modules that import each other, through any number of steps."""
+        return [sorted(group) for group in strong_components(self.graph) if len(group) > 1]
+
+
+def strong_components(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Returns the strongly connected components of a graph: Kosaraju's two searches."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(start: str, edges: Mapping[str, set[str]], reached: list[str]) -> None:
+        stack = [(start, iter(sorted(edges[start])))]
+        seen.add(start)
+        while stack:
+            node, following = stack[-1]
+            step = next((one for one in following if one not in seen), None)
+            if step is None:
+                reached.append(node)
+                stack.pop()
+            else:
+                seen.add(step)
+                stack.append((step, iter(sorted(edges[step]))))
+
+    for node in graph:
+        if node not in seen:
+            visit(node, graph, order)
+    back: dict[str, set[str]] = {node: set() for node in graph}
+    for node, targets in graph.items():
+        for target in targets:
+            back[target].add(node)
+    seen.clear()
+    components: list[set[str]] = []
+    for node in reversed(order):
+        if node not in seen:
+            group: list[str] = []
+            visit(node, back, group)
+            components.append(set(group))
+    return components

@@ -1,1 +1,1 @@
-"""The command lines: what `rankfold COMMAND` and the scripts in tools/ run."""
+"""The command lines behind `rankfold COMMAND` and the scripts in tools/."""

@@ -1,9 +1,9 @@
-"""The command `rankfold`: one word says what to do, the rest is that command's.
+"""The command `rankfold`: its first word is a command, the rest is that command's.
 
 rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
 
-What is imported here at the top needs nothing but the standard library, so that a missing dependency is one sentence.
+Imports at the top need the standard library alone, so that a missing dependency is one sentence.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ COMMANDS = {
     "report": "write an HTML report of one or more runs",
     "benchmark": "compare speed and memory with transformers + PEFT and the machine's limits",
 }
-"""Name -> what it does. Each is a module of this package with `main()`."""
+"""Name -> its purpose. Each is a module of this package with `main()`."""
 
 REQUIRED = (
     "torch", "transformers", "safetensors", "sentencepiece", "jinja2", "markupsafe", "numpy", "jsonargparse",
     "docstring_parser", "yaml", "einops", "PIL", "rich",
 )  # fmt: skip
-"""What setup.py requires, by import name."""
+"""The packages that setup.py requires, by import name."""
 
 _EXAMPLES = """
 `rankfold COMMAND --help` explains a command. `python -m rankfold` is the same program; on several devices:
@@ -75,7 +75,7 @@ def _run_one(command: str) -> None:
     """Runs a command with the words of `sys.argv`.
 
     Raises:
-        UserError: a package that setup.py requires is missing, or what the command refuses.
+        UserError: a package that setup.py requires is missing, or the command's own refusals.
     """
     import engine
     from engine.errors import UserError

@@ -12,12 +12,12 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import dtype_name, raw_bytes
 
 _FINGERPRINT_ROW_BYTES = 4096
-# What a config says about who wrote it or how it was used, not about the model.
+# Keys of a config about its author or its use, not about the model.
 _COSMETIC_KEYS = ("transformers_version", "_name_or_path", "use_cache", "architectures", "torch_dtype", "dtype")
 
 
 def fingerprint_of(tensors: TensorReader, hf_config: dict[str, Any]) -> str:
-    """Returns 32 hexadecimal digits: a hash of the config (without what only says who wrote it) and of each tensor's
+    """Returns 32 hexadecimal digits: a hash of the config (without keys about its author) and of each tensor's
     name, shape, dtype and the first 4 KiB of its first and last row."""
     digest = hashlib.blake2b(digest_size=16)
     config = {key: value for key, value in hf_config.items() if key not in _COSMETIC_KEYS}

@@ -1,7 +1,7 @@
-"""The rule for what a folder holds: every tensor is used, or refused by name.
+"""The rule for a folder's tensors: every one is used, or refused by name.
 
 A tensor that is left over without a word is a model other than the folder's. So each reader of one compares the names
-that it holds with those that are read, before any weight is. What nothing is computed with is listed here, or in a
+that it holds with those that are read, before any weight is. Tensors that no computation uses are listed here, or in a
 family's `NameMap.unused`.
 """
 
@@ -33,7 +33,7 @@ def refuse_leftover(label: str, stored: Iterable[str], used: Collection[str], *,
         label: the folder or file that holds them.
         stored: the names of all tensors in it.
         used: the names of those that are read.
-        because: ends the sentence "LABEL has NAME, which ...": why nothing reads them, and what to do.
+        because: ends the sentence "LABEL has NAME, which ...": why nothing reads them, and the remedy.
 
     Raises:
         UserError: names the first few.

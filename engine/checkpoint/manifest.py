@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint directory holds, and where each piece of each tensor is.
+"""The manifest: the tensors of a checkpoint directory, and where each piece of each tensor is.
 
 One JSON file, written last, so that its presence means that the directory is complete. Its last line is a digest of all
 before it, so that no byte of it can change unnoticed. It knows nothing of models; `model` and `training` are passed

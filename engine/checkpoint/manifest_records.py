@@ -75,7 +75,7 @@ class ColumnsRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRecord:
-    """One logical tensor: what it is as a whole, and its pieces in the order of their offsets.
+    """One logical tensor: its whole, and its pieces in the order of their offsets.
 
     Args:
         shape: global shape, without padding.
@@ -105,7 +105,7 @@ class Manifest:
     """A checkpoint directory's table of contents.
 
     Args:
-        kind: "base" (a model's weights) or "training" (what a run needs to resume).
+        kind: "base" (a model's weights) or "training" (the state from which a run resumes).
         engine_version: the engine that wrote it.
         model: Hugging Face config, decoder config and name prefixes.
         layout: sizes of the mesh that wrote it; information only, any layout reads any other.

@@ -30,7 +30,7 @@ class ModelFolder:
     Args:
         path: the folder.
         hf_config: config.json as it is.
-        decoder: what the engine builds from it.
+        decoder: the engine's configuration of it.
         names: where the family, or this checkpoint's nesting, places tensors.
         manifest: of a partitioned base; None for a Hugging Face folder.
     """

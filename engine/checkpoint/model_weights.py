@@ -1,7 +1,7 @@
 """A model's weights, wherever they are: a Hugging Face folder, or a partitioned base checkpoint at any layout.
 
-`open_source` adds the weights to what `engine.checkpoint.model_folder` reads. Readers see no difference between the
-two. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
+`open_source` adds the weights to the folder that `engine.checkpoint.model_folder` reads. Readers see no difference between
+the two. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
 under their own names.
 """
 
@@ -93,7 +93,7 @@ class WeightSource(StoredTensors):
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Returns what decides the values beside the files that are read, as JSON."""
+        """Returns the settings that decide the values beside the files that are read, as JSON."""
         return {}
 
     def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -121,13 +121,13 @@ class WeightSource(StoredTensors):
         raise NotImplementedError
 
     def outside_content(self, name: str) -> Content:
-        """Returns what a tensor of `outside_names` holds."""
+        """Returns the contents of a tensor of `outside_names`."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
         """Returns the identity of the model: equal for a Hugging Face folder and every partitioned import of it.
 
-        Covers the config (without what only says who wrote it) and of each tensor its name, shape, dtype and the
+        Covers the config (without keys about its author) and of each tensor its name, shape, dtype and the
         first 4 KiB of its first and last row. It distinguishes models before any weight is read; `sums` cover all
         bytes.
         """
@@ -140,7 +140,7 @@ class WeightSource(StoredTensors):
         return self._fingerprint
 
     def know_fingerprint(self, fingerprint: str) -> None:
-        """Takes over what another rank has read."""
+        """Takes over the results of another rank's reading."""
         self._fingerprint = fingerprint
 
     def computed_fingerprint(self) -> str:

@@ -29,7 +29,7 @@ COLUMNS = "pieces.bin"
 
 
 class TensorPart(NamedTuple):
-    """What a rank has written of one tensor: `num_pieces` of the rank's pieces, after those of the tensor before."""
+    """A rank's pieces of one tensor: `num_pieces` of the rank's pieces, after those of the tensor before."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class TensorPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPart:
-    """What one rank has written.
+    """The pieces that one rank has written.
 
     Args:
         file: its name.
@@ -74,7 +74,7 @@ class RankPart:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankPart:
-        """Reads what `to_bytes` made."""
+        """Reads the bytes of `to_bytes`."""
         line, _, arrays = data.partition(b"\n")
         head = json.loads(line)
         size = math.prod(head["shape"]) * head["bytes"]
@@ -135,7 +135,7 @@ def piece_key(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 
 def join_parts(parts: Iterable[RankPart]) -> dict[str, TensorRecord]:
-    """Joins what all ranks have written into records of whole tensors; pieces are sorted by where they begin."""
+    """Joins the pieces of all ranks into records of whole tensors; pieces are sorted by where they begin."""
     parts = sorted((part for part in parts if len(part.sums)), key=lambda part: part.file)
     places: dict[str, int] = {}
     known: list[TensorPart] = []

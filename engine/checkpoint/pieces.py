@@ -1,6 +1,6 @@
 """Tensors of a checkpoint directory: plans the pieces that a rank writes, reads those of any rank.
 
-Base and training checkpoints store tensors the same way; what they mean is not known here.
+Base and training checkpoints store tensors the same way; their meaning is not known here.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Rows(ABC):
 
         Args:
             scratch: memory to work in.
-            dtype: wide enough for what is stored.
+            dtype: wide enough for the stored numbers.
             block_bytes: of a block as stored, about.
         """
 
@@ -38,7 +38,7 @@ class ReadRows(Rows):
     """Rows from any reader.
 
     Args:
-        reader, name: of what.
+        reader, name: of the tensor.
         check: called before anything is read; raises where the stored bytes are damaged.
     """
 

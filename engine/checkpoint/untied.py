@@ -1,6 +1,6 @@
 """A base whose head is its embedding, as one with a head of its own that is a copy of it.
 
-That is what adapters beside a trained embedding or head make of it: PEFT trains a copy of either (`modules_to_save`)
+Adapters beside a trained embedding or head untie it: PEFT trains a copy of either (`modules_to_save`)
 and leaves the shared matrix to the other. With `ensure_weight_tying` it trains one copy for both.
 """
 
@@ -43,7 +43,7 @@ def untied(base: WeightSource) -> WeightSource:
 class UntiedSource(WeightSource):
     """The weights of a tied base, and its embedding once more as `lm_head.weight`.
 
-    Its fingerprint and checksums are the base's, which is what it is read from.
+    Its fingerprint and checksums are the base's, from which it is read.
     """
 
     def __init__(self, base: WeightSource) -> None:

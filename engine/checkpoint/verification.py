@@ -2,8 +2,8 @@
 
 A reader hands out its pieces through a `PieceChecks`. A process that reads alone sums each piece before its first use.
 Ranks that read parts of the same pieces would each sum all of them, so `checked_together` defers the sums to the end
-of the reading and has the ranks of each machine share them: what any of them read is summed once per machine, since
-each machine may hold a copy of its own.
+of the reading and has the ranks of each machine share them: a piece that any of them read is summed once per machine,
+since each machine may hold a copy of its own.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _own_share(views: dict[int, Tensor], rank: int, ranks: int) -> dict[int, Ten
 def checked_together(checks: Sequence[PieceChecks], axis: Axis, *, learn: bool = False) -> Iterator[None]:
     """Defers checks while all ranks of the axis read, and shares them on leaving the block. Collective.
 
-    What was read may not be used before that.
+    No tensor may be used before that.
 
     Args:
         checks: of the readers.

@@ -1,4 +1,4 @@
-"""Adds an adapter into a weight a few rows at a time, and measures what rounding the sum costs.
+"""Adds an adapter into a weight a few rows at a time, and measures the cost of rounding the sum.
 
 W + s * B A is computed in fp32 (fp64 where W is) and rounded once to W's dtype. The part of the sum that rounding takes
 away is measured as it happens: an adapter whose update is small beside the weights can lose much of itself in 16 bits,
@@ -95,7 +95,7 @@ class Rounding:
     """The rounding error of one merged tensor, summed up block by block.
 
     `max_error` is the largest absolute difference of a stored value from the exact sum; `relative_error` the norm of
-    all differences over that of the exact sums; `error_of_update` the same over the norm of what was added, so that 1
+    all differences over that of the exact sums; `error_of_update` the same over the norm of the update, so that 1
     means that the update was lost altogether.
     """
 
@@ -130,7 +130,7 @@ class MergedRows(Content):
     Args:
         name: logical name, for the report.
         rows: the weight before the update: the base's, or the values trained in full.
-        stored: dtype of what `rows` reads.
+        stored: dtype of the rows that `rows` reads.
         dtype: of the result.
         update: added to it; None where all of it was trained.
     """

@@ -1,4 +1,4 @@
-"""The conversion commands: each finds out what a folder is, converts it, and reports what was written. What `inspect`
+"""The conversion commands: each recognises a folder, converts it, and reports the result. What `inspect`
 shows is in `engine.conversion.inspection`.
 """
 
@@ -88,7 +88,7 @@ class Options:
         threads: that read and write; None for two per processor, at most 8.
         max_shard_bytes: of a Hugging Face weight file.
         fusing: see `export_hf`.
-        proof: compare the logits of what was written with the engine's.
+        proof: compare the logits of the export with the engine's.
         stored_base: merge into the base as it is stored, also where the adapter was trained beside an encoded one.
     """
 
@@ -162,12 +162,12 @@ def run_export(
     """Writes a PEFT adapter or a Hugging Face model from a run, a checkpoint or a base.
 
     Args:
-        base_name: what an adapter calls its base, such as its name on the Hugging Face hub.
+        base_name: an adapter's name of its base, such as its name on the Hugging Face hub.
         adapter_form: of the adapters of a mixture's experts; None for "per_expert".
         reader: who is to read an adapter of experts.
 
     Raises:
-        UserError: the options do not fit what `source` is.
+        UserError: the options do not fit the kind of `source`.
     """
     log = Log()
     if base_name is not None and form == "hf":

@@ -272,7 +272,7 @@ def export_hf(
             value as one matrix ("qkv"), or both ("all").
         work: how.
         proof: tries the folder before it takes its name.
-        tokenizer: what was trained with.
+        tokenizer: of the training.
 
     Raises:
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.

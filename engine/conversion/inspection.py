@@ -1,4 +1,4 @@
-"""What `inspect` prints: one row for each fact about a run, a checkpoint, a model or a PEFT adapter."""
+"""The output of `inspect`: one row for each fact about a run, a checkpoint, a model or a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_EXCEPTIONS_SHOWN = 4
 
 
 def run_inspect(folder: Path, *, step: int | Literal["best"] | None, verify: bool) -> None:
-    """Prints what a run, checkpoint, model or adapter holds; with `verify`, reads all of it."""
+    """Prints the contents of a run, checkpoint, model or adapter; with `verify`, reads all of it."""
     rows: list[tuple[str, str]]
     pieces: PieceReader | None
     if is_training(folder):
@@ -120,10 +120,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_rows(folder: Path) -> list[tuple[str, str]]:
-    """Returns what a PEFT adapter's configuration and tensors say; the base is not read.
+    """Returns the facts of a PEFT adapter's configuration and tensors; the base is not read.
 
     Raises:
-        UserError: it is not a LoRA adapter, uses what is not supported, or is damaged.
+        UserError: it is not a LoRA adapter, uses unsupported features, or is damaged.
     """
     settings = read_settings(folder, with_saved_modules=True)
     config = read_json(folder / ADAPTER_CONFIG)

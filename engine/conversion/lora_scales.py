@@ -29,7 +29,7 @@ def recorded_alpha(lora: Mapping[str, Any], module: str, names: NameMap) -> floa
 
     Args:
         lora: the settings of a run, as its checkpoints have them.
-        module: the engine's name of what the adapter sits on.
+        module: the engine's name of the adapted module.
         names: of the base.
     """
     first = fused_parts(module)[0]  # the parts of a fused module have the same

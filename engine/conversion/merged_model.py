@@ -245,7 +245,7 @@ class MergedSource(WeightSource):
             self.trained.require(name, (rows,))
 
     def _check(self, folder: Path) -> None:
-        """Raises UserError unless what was trained fits the model in `folder`."""
+        """Raises UserError unless the trained tensors fit the model in `folder`."""
         require_known(self.trained, self.model)
         for name in self._full:
             self.trained.require(name, self._shapes[name])

@@ -32,7 +32,7 @@ def model_card(config: Mapping[str, Any], facts: Mapping[str, str]) -> str:
 
     Args:
         config: that of adapter_config.json.
-        facts: what else is known, name -> value.
+        facts: further facts, name -> value.
     """
     base = str(config["base_model_name_or_path"])
     targets = ", ".join(f"`{name}`" for name in config["target_modules"])

@@ -1,6 +1,6 @@
 """Reads and writes adapter_config.json of a PEFT LoRA adapter.
 
-Only what the engine computes the same way is accepted; everything else is refused by name.
+Only adapters that the engine computes the same way are accepted; everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PeftSettings:
         dora: whether there are magnitudes.
         bias: whether each B has a bias.
         dropout: of the adapters' input.
-        ensures_tying: what is saved of an embedding and its tied head is one matrix for both.
+        ensures_tying: an embedding and its tied head are saved as one matrix.
         rank_pattern, alpha_pattern: end of a module's name in the checkpoint, as an expression -> its rank or alpha.
         has_stacks: whether some adapters are those of parameters (`target_parameters`).
     """
@@ -96,7 +96,7 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         with_saved_modules: whether modules trained in full (`modules_to_save`) are accepted.
 
     Raises:
-        UserError: it is not that of a LoRA adapter, is malformed, or asks for what is not supported.
+        UserError: it is not that of a LoRA adapter, is malformed, or asks for unsupported features.
     """
     path = folder / ADAPTER_CONFIG
     if looks_like_hub_name(folder):

@@ -6,7 +6,7 @@ A; or, where it has the sum of their ranks, each has its own rows of A and colum
 Over a base that ties its head to its embedding, a folder that saves one of them has a copy of it, and leaves the base's
 matrix to the other. With ensure_weight_tying it saves both, equal, which are one matrix here too.
 
-Only what the engine computes the same way is accepted (`engine.conversion.peft_config`).
+Only adapters that the engine computes the same way are accepted (`engine.conversion.peft_config`).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class AdapterSource(TensorReader):
                 )
 
     def require_matching(self, adapters: Mapping[str, tuple[int, float]]) -> None:
-        """Raises UserError unless the adapter is what a run would train.
+        """Raises UserError unless a run would train this adapter.
 
         Args:
             adapters: engine modules that the run adapts -> rank and scale of their adapters.
@@ -231,7 +231,7 @@ class AdapterSource(TensorReader):
 
     def _view(self, place: _Place) -> Tensor:
         tensor = self._file.view(place.key)
-        if place.expert is not None:  # there is one alone of what all share
+        if place.expert is not None:  # factors that all share exist once
             tensor = tensor[place.expert if tensor.shape[0] > 1 else 0]
         if place.turns:
             tensor = torch.cat([tensor[::2], tensor[1::2]])
@@ -395,7 +395,7 @@ def adapter_file(folder: Path) -> SafetensorsReader:
 
 
 class StoredAdapter(NamedTuple):
-    """What an adapter's file holds, by PEFT's names; copies of the base's weights are left out.
+    """The tensors of an adapter's file, by PEFT's names; copies of the base's weights are left out.
 
     Args:
         ranks: module of the base -> rank of the adapter on it; without those of all experts together.
@@ -409,7 +409,7 @@ class StoredAdapter(NamedTuple):
 
 
 def stored_adapter(file: SafetensorsReader) -> StoredAdapter:
-    """Returns what an adapter's file holds; nothing is compared with a base."""
+    """Returns the tensors of an adapter's file; nothing is compared with a base."""
     tensors = [key for key in file.names() if not key.endswith(_COPY)]
     matches = {key: _KEY.match(key) for key in tensors}
     ranks = {

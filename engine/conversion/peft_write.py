@@ -86,21 +86,21 @@ def export_peft(
     trained in full beside the adapters go into `modules_to_save`.
 
     Args:
-        trained: trained values by logical name; what experts share, under the name of each.
+        trained: trained values by logical name; shared factors of experts, under the name of each.
         lora: "rank", "alpha", "alpha_pattern", "dropout", "rslora" and "dora" of the run.
         model: the base that they belong to.
         out: folder to make.
         overwrite: replace an existing adapter at `out`.
         inputs: folders that are read at the same time.
         proof: tries the folder before it takes its name.
-        tokenizer: what was trained with.
-        base_name: what the adapter calls its base; None for the folder it is in here.
-        facts: what else the model card says of the training, name -> value.
+        tokenizer: of the training.
+        base_name: the adapter's name of its base; None for the folder it is in here.
+        facts: further facts for the model card, name -> value.
         form: of the factors of a mixture's experts.
         reader: who is to read the folder; None for those that `form` is made for.
 
     Raises:
-        UserError: there are no adapters, PEFT cannot express what was trained, a value is not finite, or a factor that
+        UserError: there are no adapters, PEFT cannot express the training, a value is not finite, or a factor that
             does not start from zeros is all zero.
     """
     described, model = model, replace(model, names=stored_names(model).live)
@@ -175,7 +175,7 @@ def unread_by_peft(trained: TensorReader, lora: Mapping[str, Any], model: ModelF
 def _trained_adapters(
     trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]
 ) -> TrainedAdapters:
-    """Returns what the forms of experts' adapters depend on."""
+    """Returns the properties on which the forms of experts' adapters depend."""
     rslora = bool(lora["rslora"])
     ranks = {module: trained.shape(f"{module}.{LORA_A}")[0] for module in modules}
     scales = {one: adapter_scale(ranks[one], recorded_alpha(lora, one, model.names), rslora=rslora) for one in modules}
@@ -247,7 +247,7 @@ def _stacked(
 
 
 def _outer(trained: TensorReader, model: ModelFolder) -> dict[str, Tensor]:
-    """Returns the experts' factors with what all share once."""
+    """Returns the experts' factors with shared ones once."""
     assert isinstance(trained, EachExpert)
     tensors: dict[str, Tensor] = {}
     for layer in routed_layers(model.decoder):
@@ -386,7 +386,7 @@ def _outermost(modules: list[str], full: list[str], model: ModelFolder) -> list[
     """Returns the modules that are in no other of them; PEFT takes a module with all that is below it.
 
     Raises:
-        UserError: some of what is below a module was not trained.
+        UserError: a part of a module was not trained.
     """
     found = [module for module in modules if not any(module.startswith(f"{outer}.") for outer in modules)]
     for module in found:
@@ -525,7 +525,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any
 
 
 def _verify(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Opens the result and compares every tensor with what was meant."""
+    """Opens the result and compares every tensor with the intended one."""
     written = SafetensorsReader(folder / ADAPTER_WEIGHTS)
     assert set(written.names()) == set(tensors), set(written.names()) ^ set(tensors)
     for key, tensor in tensors.items():

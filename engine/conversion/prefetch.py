@@ -12,7 +12,7 @@ _MANIFEST = "manifest.json"
 """The file that marks a partitioned model; engine.checkpoint.manifest needs torch."""
 _STEP_BYTES = 8 << 20
 _MOST_BYTES = 4 << 30
-"""Limit on what is prefetched: more than a disk reads in the seconds of loading."""
+"""Limit on prefetched bytes: more than a disk reads in the seconds of loading."""
 _PART_OF_MEMORY = 4
 """Divisor of the available memory that limits prefetching: pages that are evicted before use are read twice."""
 

@@ -67,11 +67,11 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     """Compares a Hugging Face folder with the live model.
 
     Args:
-        folder: what was written.
-        source: what it was written from.
+        folder: the export.
+        source: its origin.
 
     Returns:
-        One sentence: what was compared, or why not.
+        One sentence: the comparison, or why there is none.
 
     Raises:
         UserError: tensors are missing or unexpected to transformers, or logits differ.

@@ -60,7 +60,7 @@ class Answer:
     Args:
         request: the prompt.
         ids: the new tokens, the one that ended the row included.
-        text: of them, without what ended the row; "" where no text was asked for.
+        text: of them, without the text that ended the row; "" where no text was asked for.
         ending: why the row ended.
         logps: log-probability of each of `ids`, where the stage keeps them.
     """

@@ -47,7 +47,7 @@ class _LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedImages:
-    """What the tokens of a row attend to in a layer with cross attention: [encoded rows, H, D] of each."""
+    """The keys and values of a layer with cross attention for the tokens of a row: [encoded rows, H, D] of each."""
 
     keys: Tensor
     values: Tensor
@@ -182,14 +182,14 @@ class KeyValues:
                 encoded[target] = encoded.pop(source)
 
     def keep_encoded(self, layer: str, slot: int, images: _EncodedImages | None) -> None:
-        """Takes what a row attends to beside its tokens; None for nothing."""
+        """Takes the encoded rows that a row attends to beside its tokens; None for none."""
         kept = self._encoded.setdefault(layer, {})
         kept.pop(slot, None)
         if images is not None:
             kept[slot] = images
 
     def encoded(self, layer: str, slot: int) -> _EncodedImages | None:
-        """Returns what `keep_encoded` took."""
+        """Returns the encoded rows of `keep_encoded`."""
         return self._encoded.get(layer, {}).get(slot)
 
     def first_pass(self, slots: Sequence[int], lengths: Sequence[int], *, fill: int = 0) -> FirstPass:
@@ -257,7 +257,7 @@ class FirstPass:
 
 
 class _Rows(NamedTuple):
-    """What a decode pass knows of the rows, for layers of one capacity.
+    """A decode pass's rows, for layers of one capacity.
 
     Args:
         places_N: int64, where in a pool the new tokens go.

@@ -81,7 +81,7 @@ class InferenceStage:
         sampling: how tokens are chosen.
         slots, length: of the cache.
         new: the most tokens that follow a prompt; None for any.
-        group: rows that continue one prompt, one after the other, and share what is kept of it; 1 where none do.
+        group: rows that continue one prompt, one after the other, and share its cache; 1 where none do.
         device: of the model.
         synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
         with_logps: keep the log-probability of each chosen token.

@@ -1,4 +1,4 @@
-"""Where the tokens of each row lie in a pool of pages: a block table for each slot, shared pages, and what is free.
+"""Where the tokens of each row lie in a pool of pages: a block table for each slot, shared pages, and free ones.
 
 Host arithmetic alone: it follows from the lengths of prompts and rows, so every rank keeps the same tables, and the
 pools of all layers of one capacity share one. A row keeps the token at position p at place p modulo the capacity, and
@@ -80,7 +80,7 @@ class PageTable:
             self._readers[page] += 1
 
     def reserve(self, slot: int, prompt: int, new: int) -> None:
-        """Keeps pages for what will follow a prompt in this slot."""
+        """Keeps pages for the completion of a prompt in this slot."""
         self._reserved[slot] = self._writes(prompt, new) if self._shares else 0
 
     def write(self, slot: int, position: int) -> tuple[int, int] | None:

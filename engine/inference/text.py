@@ -26,7 +26,7 @@ class TextStream:
 
     Args:
         tokenizer: of the model.
-        stops: texts that end the row; its text does not contain them nor what follows.
+        stops: texts that end the row; its text ends before them.
         before: tokens before the first that is pushed, whose text is not part of it.
     """
 
@@ -36,7 +36,7 @@ class TextStream:
         self._begin, self._end = 0, len(self._ids)
         self._shown = 0
         self.text = ""
-        """All text so far, without what is held back."""
+        """All text so far, without held-back characters."""
         self.stopped = False
         """Whether a stop text was found."""
 

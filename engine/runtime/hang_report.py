@@ -1,4 +1,4 @@
-"""Explains a hang in one sentence, from what the ranks report: which wait in what, and which never came. Pure.
+"""Explains a hang in one sentence, from the ranks' reports: which wait in which operation, and which never came. Pure.
 
 Ranks are compared by channel (see `engine.distributed.operations`). A rank is blocked in the operation that its host
 waits for, with Gloo, or that its device has not passed, with NCCL, whose hosts run ahead of their devices: that one has
@@ -29,7 +29,7 @@ class RankState:
         idle: seconds in which it began nothing and no wait of it ended.
         place: the engine's function that its main thread is in.
         last: the last operation of each channel; may be left out.
-        wait: what its main thread waits for, if anything.
+        wait: the operation its main thread waits for, if any.
         device: the first operation that its device has not passed, where devices are followed.
         recent: the last operations in their order; may be left out.
     """
@@ -77,7 +77,7 @@ class RankState:
 
     @classmethod
     def parse(cls, text: str) -> RankState:
-        """Reads what `dump` wrote."""
+        """Reads the text of `dump`."""
         values = json.loads(text)
         channels = [(axis, bool(transfer), _unpacked(ranks)) for axis, transfer, ranks in values.pop("channels")]
 
@@ -135,7 +135,7 @@ def explain(states: Mapping[int, RankState], silent: Mapping[int, str], world_si
 
     Args:
         states: the last that is known of each rank; a rank that was never heard of is left out.
-        silent: ranks that did not answer when they were asked, with what is known of their processes.
+        silent: ranks that did not answer when they were asked, with a description of their processes.
         world_size: number of ranks.
     """
     if (words := _different(states)) is not None:

@@ -1,4 +1,4 @@
-"""Start and end of a process: what torchrun's environment says, the device, the default process group.
+"""Start and end of a process: torchrun's environment, the device, the default process group.
 
 The only place that reads the launcher's environment, with `engine.runtime.rendezvous` and `engine.runtime.secrets`. No
 rank outlives its launcher.
@@ -83,7 +83,7 @@ class Launcher:
 
     @classmethod
     def from_environment(cls) -> Launcher | None:
-        """Reads what torchrun says of itself; None without torchrun."""
+        """Reads torchrun's variables; None without torchrun."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         number = os.getppid()
@@ -102,7 +102,7 @@ class Launcher:
 
 
 def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Store | None:
-    """Opens a connection of its own to the store at which the ranks met, for what ranks exchange outside of training.
+    """Opens a connection of its own to the store at which the ranks met, for messages of ranks outside of training.
 
     Returns:
         A store whose keys are those of this start of the ranks; None where there is but one rank.
@@ -141,11 +141,11 @@ def open_file_warning(world_size: int) -> str | None:
 
 
 def keep_kernels_on_this_node() -> None:
-    """Has Triton keep what it compiles in this machine's temporary folder, where a run has several machines.
+    """Has Triton keep compiled kernels in this machine's temporary folder, where a run has several machines.
 
     Its own place is the home folder, which they usually share: every rank would write the same kernels to one disk in
     the first step. Does nothing where TRITON_CACHE_DIR is set. The folder is this user's alone, or it is not used,
-    because what lies in it is run.
+    because its contents are run.
     """
     launcher = Launcher.from_environment()
     if launcher is None or launcher.nodes == 1 or "TRITON_CACHE_DIR" in os.environ:

@@ -14,8 +14,8 @@ scheduler gives goes to the save. A signal during a save is answered after it.
 The store may be lost, with the machine that holds it, or never answer. Ranks that know of a signal then cannot agree:
 each ends in a sentence, at its next place and within a time limit.
 
-A launcher forwards what the scheduler may have sent to everybody already, so signals close together are one. A later
-one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get only
+A launcher forwards a signal that the scheduler may have sent to all ranks already, so signals close together are one. A
+later one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get only
 what torchrun forwards, the first as SIGINT and the second as SIGTERM.
 """
 
@@ -69,7 +69,7 @@ class Preemption:
         self._stop_at: int | None = None
         self._lost: str | None = None
         self._wanted: str | None = None
-        """What this rank was sent, for the others."""
+        """This rank's signals, for the others."""
         self._told, self._held_since, self._decided = False, 0.0, 0.0
         self._word_seconds = _WORD_SECONDS + 2 * seconds_between_looks(world_size)
         self._deadline = math.inf
@@ -79,7 +79,7 @@ class Preemption:
         self._thread: threading.Thread | None = None
         self._old_wakeup = -1
         self.reason: str | None = None
-        """What all stop for; set when `tick` has said so."""
+        """The reason for which all stop; set when `tick` has said so."""
 
     @property
     def interrupted(self) -> bool:
@@ -102,7 +102,7 @@ class Preemption:
         self._thread.start()
 
     def close(self) -> None:
-        """Restores what the signals did before. In the main thread only."""
+        """Restores the previous handlers of the signals. In the main thread only."""
         if self._pipe is None:
             return
         for number, handler in self._old.items():
@@ -238,7 +238,7 @@ class Preemption:
     def _give_up(self, lost: str) -> None:
         self._lost = lost
         self._agreed.set()
-        time.sleep(_LEAVE_SECONDS)  # the main thread ends the process, unless it waits for what does not come
+        time.sleep(_LEAVE_SECONDS)  # the main thread ends the process, unless it waits forever
         self._say(f"error: {lost}.")
         end_at_once(EXIT_USER_ERROR)
 

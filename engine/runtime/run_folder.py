@@ -43,7 +43,7 @@ class RunFolder:
         metrics: name of the file of figures in the folder.
 
     Raises:
-        UserError: another run is in the folder, or what the options say cannot be.
+        UserError: another run is in the folder, or the options cannot be met.
     """
 
     def __init__(self, options: CheckpointOptions, launch: Launch, *, metrics: str | None = None) -> None:
@@ -170,7 +170,7 @@ def _wait_for(checkpoint: Path) -> None:
     """Waits until this rank sees the checkpoint that rank 0 found.
 
     Raises:
-        UserError: it does not, for longer than file systems keep what they have seen.
+        UserError: it does not, for longer than file systems cache folders.
     """
     if not _comes_true((checkpoint / MANIFEST).is_file, SECONDS_TO_BE_SEEN):
         raise UserError(

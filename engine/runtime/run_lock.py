@@ -60,7 +60,7 @@ class RunLock:
         self._thread.start()
 
     def text(self) -> str:
-        """Returns what this holder wrote into the file."""
+        """Returns this holder's entry in the file."""
         return self._me.to_bytes().decode()
 
     def _take(self) -> int:
@@ -111,7 +111,7 @@ class RunLock:
         return holder, file
 
     def _require_file(self) -> None:
-        """Refuses what no run has made: it is not removed, and another folder is not the remedy."""
+        """Refuses a file that no run has made: it is not removed, and another folder is not the remedy."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
@@ -150,7 +150,7 @@ class RunLock:
                 self._refuse(holder)
 
     def _look(self) -> tuple[int, int] | None:
-        """Reads what changes when the file is touched or replaced; opens it anew, past a network's cache."""
+        """Reads attributes that change when the file is touched or replaced; opens it anew, past a network's cache."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -202,7 +202,7 @@ class RunLock:
             try:
                 os.utime(self._file)
             except OSError:
-                continue  # a store that is away for a moment; `require_own` finds what is not
+                continue  # a store that is away for a moment; `require_own` finds one that is gone for good
 
     def release(self) -> None:
         """Gives the lock up, and ends its thread."""

@@ -42,5 +42,5 @@ def take_secret(name: str) -> None:
 
 
 def secret(name: str) -> str | None:
-    """Returns what `take_secret` took; None where the variable was not set, or empty."""
+    """Returns the secret that `take_secret` took; None where the variable was not set, or empty."""
     return _taken.get(name) or None

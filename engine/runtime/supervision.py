@@ -13,7 +13,7 @@ from engine.telemetry.output import say
 
 
 class Preempted(Exception):
-    """Raised on all ranks in one place: the run is to save and end. The message says who was sent what."""
+    """Raised on all ranks in one place: the run is to save and end. The message names the rank and the signal."""
 
 
 class Supervision:

@@ -2,7 +2,7 @@
 
 Every rank keeps its state under a key of a store, over a connection of its own: in few words while it gets on, and with
 its last operations once when it does not. A rank in which nothing has happened for a while asks all of them; each that
-can still answer writes what its threads do into a file of the run's folder, and one of them puts the answers together.
+can still answer writes its threads' stacks into a file of the run's folder, and one of them puts the answers together.
 Training is not touched: where it is ended, `train.collective_timeout` does that.
 
 The thread also gives others their turn at the store (`poll`), because it runs whatever the main thread waits for.
@@ -194,7 +194,7 @@ class Watchdog:
         )
 
     def _process(self, state: RankState) -> str:
-        """Says what this machine knows of a rank's process that does not answer."""
+        """Describes a rank's process that does not answer, as this machine sees it."""
         if state.host != self._host:
             return f"process {state.pid} on {state.host}"
         try:
@@ -233,7 +233,7 @@ class Watchdog:
 
 
 def place(frame: FrameType | None) -> str:
-    """The engine's innermost function above what communicates; what is innermost where there is none."""
+    """The engine's innermost function above the one that communicates; the innermost of all where there is none."""
     innermost = "no function" if frame is None else _name(frame)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

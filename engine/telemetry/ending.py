@@ -45,7 +45,7 @@ def end(status: int) -> NoReturn:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Ends the process from any thread, whatever other threads do; the system closes what is open."""
+    """Ends the process from any thread, whatever other threads do; the system closes open files."""
     try:
         with suppress(OSError, ValueError):
             leave_bottom()

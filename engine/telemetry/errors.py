@@ -27,7 +27,7 @@ from engine.telemetry.torchrun import claim_once, is_rank, leave_reason
 EXIT_DEFECT = 1
 EXIT_USER_ERROR = 2
 EXIT_UNREAD = 141
-"""Exit status where the reader of the results has gone: what a shell reports for a program that SIGPIPE ended."""
+"""Exit status where the reader of the results has gone, as a shell reports it for a program that SIGPIPE ended."""
 EXIT_STOPPED = 75
 """Exit status where a scheduler stopped the run, which has saved and can resume: EX_TEMPFAIL of sysexits.h. Not 0,
 which schedulers take for success. torchrun turns it, like any status of its ranks, into 1."""
@@ -96,7 +96,7 @@ _ALLOCATION = re.compile(
 
 
 def _memory_sentence(error: BaseException) -> str | None:
-    """Returns the sentence about missing memory, with what takes less; None where memory is not the reason."""
+    """Returns the sentence about missing memory, with the remedies; None where memory is not the reason."""
     found = _ALLOCATION.search(str(error))
     if found is None and not isinstance(error, MemoryError):
         return None
@@ -108,7 +108,7 @@ def _memory_sentence(error: BaseException) -> str | None:
 
 
 _LONGEST = 2000
-"""Characters of a sentence, at most: what a user gave, and so what it quotes, may be of any length."""
+"""Characters of a sentence, at most: the input that it quotes may be of any length."""
 
 
 def one_line(text: str) -> str:

@@ -44,7 +44,7 @@ def was_interrupted() -> bool:
 
 
 def is_ignored() -> bool:
-    """Returns whether this process was started to ignore Ctrl-C, as a shell starts what runs in the background."""
+    """Returns whether this process was started to ignore Ctrl-C, as a shell starts background jobs."""
     return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 

@@ -1,7 +1,7 @@
 """Prints lines for the user: without control characters, and without ending a run where they cannot be printed.
 
 Results go to stdout; a command fails when their reader has gone. Progress and messages go to stderr,
-and a command outlives the reader of these: what cannot be read is dropped.
+and a command outlives the reader of these: further lines are dropped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def print_any_name(stream: TextIO) -> None:
 
 
 def give_up(stream: TextIO) -> None:
-    """Discards what `stream` has buffered and whatever is written to it from now on."""
+    """Discards the buffer of `stream` and all that is written to it from now on."""
     with suppress(OSError, ValueError):  # not a file, or closed
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())

@@ -1,4 +1,4 @@
-"""What a terminal shows: a line at its bottom that is rewritten, with a bar and colours, and messages above it.
+"""The contents of a terminal: a line at its bottom that is rewritten, with a bar and colours, and messages above it.
 
 rich draws, which knows the width of characters, NO_COLOR and how many colours there are; it is imported where there is
 a terminal alone. Streams that are no terminal, and TERM=dumb, get plain lines from their callers.
@@ -26,7 +26,7 @@ _LEAVE_SECONDS = 0.2
 
 
 class _Bottom:
-    """The line at the bottom: of which stream, and what it shows."""
+    """The line at the bottom: its stream and its contents."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -42,7 +42,7 @@ class StatusLine:
     """A line of figures that fits a terminal.
 
     Args:
-        head: what goes on, and how far it is.
+        head: the work, and how far it is.
         fraction: how far it is, from 0 to 1; None where that is unknown.
         fields: figures, by weight: those that do not fit are left out from the end.
     """

@@ -67,7 +67,7 @@ class Session:
         self._generator: Generator | None = None
 
     def _named_image(self, records: list[PromptRecord] | None) -> str | None:
-        """Returns what names an image, for messages; None where the prompts are text alone."""
+        """Returns the name of the source of an image, for messages; None where the prompts are text alone."""
         for path in self._arguments.image:
             image_size(Path(self._arguments.image_folder or ".") / path, "--image")
         if self._arguments.image:
@@ -75,7 +75,7 @@ class Session:
         return next((record.image for record in records or () if record.image is not None), None)
 
     def _image_reader(self, tokenizer: Tokenizer, image: str | None) -> ImageReader | None:
-        """Returns what reads conversations for a model with a vision tower."""
+        """Returns the reader of conversations for a model with a vision tower."""
         if self._model.config.vision is None:
             return None
         family = read_vision_family(self._model.folder, tokenizer)

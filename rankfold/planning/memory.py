@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_work(work: argparse._ArgumentGroup) -> None:
-    """Adds the options that say what is trained."""
+    """Adds the options of the training."""
     work.add_argument(
         "--seq-length",
         type=read_length,

@@ -1,7 +1,7 @@
 """Measures bytes and seconds of real steps of a configuration on this device, with random weights and tokens.
 
-On a GPU the bytes are torch's count of what is allocated. On a CPU every storage that an operation makes is counted
-until it is freed; what an operation allocates within itself, as a compiled kernel may, is not seen.
+On a GPU the bytes are torch's count of allocations. On a CPU every storage that an operation makes is counted
+until it is freed; allocations within an operation, as of a compiled kernel, are not seen.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Measured:
 def measure(config: RunConfig, launch: Launch, *, steps: int = 2) -> Measured:
     """Builds the configuration's model on this rank and takes steps on rows of data.seq_length tokens.
 
-    The first step allocates what later ones reuse, so the last one counts. On a CPU one more is timed.
+    The first step allocates buffers that later ones reuse, so the last one counts. On a CPU one more is timed.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.

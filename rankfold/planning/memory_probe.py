@@ -1,6 +1,6 @@
 """Takes real steps of a model with two and with four layers on this device, and compares them with predictions.
 
-The difference of the two is what a layer takes. It calibrates the prediction for one device; links are not probed.
+The difference of the two is a layer's. It calibrates the prediction for one device; links are not probed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rankfold.planning.memory_report import memory_options, table
 LAYERS = (2, 4)
 """Layers of the two models: their difference is that of whole layers, without the first and the last."""
 _STEPS = 2
-"""Steps of a probe: the first allocates what the second reuses."""
+"""Steps of a probe: the first allocates buffers that the second reuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def report(answer: Answer) -> str:
         calibrated = best.estimate.step + moving * (per_layer[1] / per_layer[0] - 1)
         lines.append(f"The chosen layout's peak with that factor on what moves: {format_bytes(calibrated)}.")
     if device.type == "cpu":
-        lines.append("Bytes are those of tensors; what compiled kernels allocate within themselves is not seen.")
+        lines.append("Bytes are those of tensors; allocations within compiled kernels are not seen.")
     return "\n".join(lines)
 
 

@@ -186,10 +186,10 @@ def answer_for(
         gpu_memory: GiB of a device.
         reserve: percent of it that stays free.
         host_memory: GiB of a machine, shared by the devices in it; None for no limit.
-        allowed: what may be tried to make room.
+        allowed: the measures that may be tried to make room.
         beside: frozen parameters of other parts than the decoder.
         tiles_per_row: tiles of images in a row, for a model with vision.
-        document_length: tokens of the documents of a row; None for what the objective makes of a row.
+        document_length: tokens of the documents of a row; None for the objective's own.
 
     Raises:
         UserError: the model or a name in the configuration is not known.

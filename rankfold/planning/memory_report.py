@@ -1,4 +1,4 @@
-"""The report of `rankfold plan memory`: the chosen layout part by part, the next ones, what does not fit, the YAML."""
+"""The report of `rankfold plan memory`: the chosen layout by parts, the next ones, those that do not fit, the YAML."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _ranking(answer: Answer, candidates: Sequence[Candidate]) -> str:
 
 
 def _nothing_fits(answer: Answer) -> str:
-    """Returns the text where nothing fits, with what the smallest layout lacks."""
+    """Returns the text where nothing fits, with the bytes that the smallest layout lacks."""
     if not answer.found.too_large:
         return "No layout is possible."
     smallest = answer.found.too_large[0]

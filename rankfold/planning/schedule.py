@@ -1,4 +1,4 @@
-"""Simulates pipeline schedules: what each rank computes when, how long it is idle, and how many activations it keeps.
+"""Simulates pipeline schedules: each rank's actions over time, its idle time, and its kept activations.
 
 Prints the schedule as a grid, then each rank's idle time and peak of kept activations, then all schedules side by
 side. Nothing is measured: the times are those given. The defaults are those of LoRA on a frozen base: backward as long

@@ -29,12 +29,12 @@ def report_answer(answer: Answer) -> str:
 
 
 def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, machine: Machine) -> str:
-    """Returns the table and what follows from it.
+    """Returns the table and its conclusions.
 
     Args:
         candidate: the configuration.
         decoder: of the model.
-        plan: what trains; without adapters it is what the tax compares with.
+        plan: the trained modules; the tax compares with a plan without adapters.
         machine: whose speeds count.
     """
     workload, layout, memory = candidate.workload, candidate.layout, candidate.memory
@@ -63,7 +63,7 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
 
 
 def model_flops(workload: Workload, decoder: DecoderConfig, plan: TrainingPlan) -> float:
-    """Returns the operations of a step on all ranks, without what is recomputed."""
+    """Returns the operations of a step on all ranks, without recomputation."""
     tokens = workload.global_batch * workload.seq_length
     trained = trained_work(decoder, trained_shapes(decoder, plan))
     return step_flops(decoder, tokens=tokens, row_tokens=workload.document_length, trained=trained)
@@ -97,7 +97,7 @@ def _table(rows: Sequence[KernelTime], kernels: float) -> list[tuple[str, ...]]:
 
 
 def _limit(kernel: KernelTime) -> str:
-    """Returns what a kernel's time is, and of a product how much of the device its tiles fill."""
+    """Returns a kernel's time, and of a product how much of the device its tiles fill."""
     if kernel.limit == "products" and kernel.launch.result is not None:
         return f"products, {kernel.evenness:.0%} even"
     return kernel.limit

@@ -1,6 +1,6 @@
 """HTML and SVG elements whose text and attributes are escaped because there is no other way to make them.
 
-Everything on the page is an `element`: what is not markup already is text, whatever its origin and type.
+Everything on the page is an `element`: values that are not markup are text, whatever its origin and type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
 
     Args:
         tag: its name, such as "td".
-        content: what is in it.
+        content: its children.
         attributes: `class_` is class, `stroke_width` is stroke-width; None omits one. viewBox and
             preserveAspectRatio keep their capitals.
     """

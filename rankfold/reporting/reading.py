@@ -1,7 +1,7 @@
 """Reads a run's folder. Anything may be missing or damaged; a run that was cut off still opens.
 
 Nothing in the files is trusted: a record keeps finite numbers where numbers are expected, counts are validated,
-and what cannot be used becomes a note on the page.
+and a file that cannot be used becomes a note on the page.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Run:
         environment: the recorded machine and layout; empty likewise.
         experts: layer -> rows that each of its experts was sent in the whole run.
         texts: step and text of each completion that was logged, by their order.
-        notes: sentences about what could not be read.
+        notes: sentences about files that could not be read.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""The top of the page: what was trained, on what, and how it went."""
+"""The top of the page: the model, its training, and the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankfold.reporting.reading import Run, count, number, points
 
 
 def header(runs: Sequence[Run]) -> Markup:
-    """Returns the page's title and, of each run, what was trained."""
+    """Returns the page's title and a line on each run's training."""
     if len(runs) == 1:
         run = runs[0]
         return element("header", element("h1", run.name), element("p", _told(run), class_="what"))
@@ -58,7 +58,7 @@ def peaks(run: Run) -> dict[int, float]:
 
 
 def _told(run: Run) -> str:
-    """Returns model, what trains, batch, layout, machine and date, as far as they are known."""
+    """Returns model, trained parameters, batch, layout, machine and date, as far as they are known."""
     parts = [_model(run), _trained(run), _batch(run), _layout(run), _machine(run), run.fact("started")]
     return " · ".join(part for part in parts if isinstance(part, str) and part)
 

@@ -34,7 +34,7 @@ class Content(ABC):
 
         Args:
             scratch: memory to work in.
-            unit: each block holds a multiple of this many bytes, such as a row's; it divides what is stored together.
+            unit: each block holds a multiple of this many bytes, such as a row's.
         """
 
     def facts(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Scratch:
         self._blocks: dict[str, memoryview] = {}
 
     def block(self, use: str, num_bytes: int = BLOCK_BYTES) -> memoryview:
-        """Returns at least `num_bytes`, with room for what alignment adds; contents are left over from before.
+        """Returns at least `num_bytes`, with room for alignment; contents are left over from before.
 
         Args:
             use: distinguishes blocks that are in use at the same time.
@@ -144,7 +144,7 @@ class RunWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Writes what is still buffered; to be called after the last byte."""
+        """Writes the rest of the buffer; to be called after the last byte."""
         begin, end = self._begin, self._end
         first, last = min(_round_up(begin), end), max(end // ALIGNMENT * ALIGNMENT, begin)
         if self._direct is None or first >= last:

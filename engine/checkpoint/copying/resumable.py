@@ -1,4 +1,4 @@
-"""Resumable conversions: a staged output folder with a journal of what was written.
+"""Resumable conversions: a staged output folder with a journal of the written tensors.
 
 The journal has a line for each tensor with the checksum of its bytes. It is not trusted: the bytes it lists are read
 again and compared, so that neither a kill nor a lost page leaves wrong bytes behind. It belongs to one plan (inputs,
@@ -39,7 +39,7 @@ class Written(NamedTuple):
 
 
 class Journal:
-    """The record of what has been written so far; one line per tensor, appended by any thread.
+    """The record of the tensors written so far; one line per tensor, appended by any thread.
 
     Args:
         path: of the file; created where there is none.
@@ -85,7 +85,7 @@ def _read_entry(line: str) -> tuple[tuple[str, str], Written] | None:
 
 
 def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
-    """Returns the identity of a conversion: what is to be done, by which version, and the input folders' files by size
+    """Returns the identity of a conversion: its task, the version that does it, and the input folders' files by size
     and time.
     """
     files = []
@@ -108,7 +108,7 @@ def resumable_folder(
 
     Args:
         out: the folder to make.
-        plan: what makes the work the same work.
+        plan: the identity of the work.
         overwrite, inputs: of `check_output`.
         num_bytes: about how much will be written.
 

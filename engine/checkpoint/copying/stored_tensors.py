@@ -41,7 +41,7 @@ class StoredTensors(TensorReader):
         self._check_pieces(name, range(len(self.boxes(name))))
 
     def content(self, name: str, box: Box) -> Content:
-        """Returns what a part of a tensor holds, as a `Content` that can be copied elsewhere block by block."""
+        """Returns the contents of a part of a tensor, as a `Content` that can be copied elsewhere block by block."""
         return self.contents(name, [box])[0]
 
     def rows(self, name: str) -> Rows:

@@ -33,7 +33,7 @@ class Streaming:
     """The result of writing the files.
 
     Args:
-        written: (file, key) -> what was written.
+        written: (file, key) -> the record of the tensor.
         kept_bytes: of them, those that an earlier call had written and this one only compared.
     """
 
@@ -60,7 +60,7 @@ def write_files(
 
     Args:
         folder: where.
-        files: what; tensors that the journal has are compared with it and kept where they match.
+        files: to write; tensors that the journal has are compared with it and kept where they match.
         journal: gets a line for each tensor.
         scan: look for values that are not finite, and for tensors of nothing but zeros: `facts` has "finite" and
             "zero" for each tensor of floating point.
@@ -88,7 +88,7 @@ def write_files(
 
 
 def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:
-    """Groups pieces by order, each group for one thread: they may share what they read, or check."""
+    """Groups pieces by order, each group for one thread: they may share reads, or checks."""
     work: dict[int, list[tuple[Output, Piece]]] = {}
     for output in outputs:
         for piece in output.file.pieces:
@@ -205,7 +205,7 @@ def compare_files(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Reads what was written back, from the disk where the system allows, and compares checksums.
+    """Reads the written tensors back, from the disk where the system allows, and compares checksums.
 
     Raises:
         UserError: bytes differ.

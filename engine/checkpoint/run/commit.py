@@ -77,7 +77,7 @@ def require_room(staging: Path, num_bytes: int) -> None:
     """Refuses a save that would not fit on the disk. For rank 0 alone: it looks at every file that is there.
 
     Args:
-        staging: the temporary folder; what it already holds counts as written.
+        staging: the temporary folder; its contents count as written.
         num_bytes: of all ranks' tensors.
 
     Raises:
@@ -96,7 +96,7 @@ def require_room(staging: Path, num_bytes: int) -> None:
 
 
 def require_wanted(staging: Path, rank: int) -> None:
-    """Refuses a save that rank 0 has found no room for, and removes what this rank has written of it.
+    """Refuses a save that rank 0 has found no room for, and removes this rank's part of it.
 
     Raises:
         NoRoom: it has.
@@ -169,7 +169,7 @@ def _failed_name(rank: int) -> str:
 
 
 def leave_record(staging: Path, rank: int, written: RankPart) -> None:
-    """Writes the record by which rank 0 learns that this rank's part is on the disk, and what is in it."""
+    """Writes the record by which rank 0 learns that this rank's part is on the disk, and its contents."""
     write_durably(staging / _done_name(rank), written.to_bytes())
     sync_folder(staging)
 

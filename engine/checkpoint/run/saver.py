@@ -76,7 +76,7 @@ class SaveReport:
         pause: seconds that it was paused in all.
         seconds: from the snapshot until the checkpoint was whole and durable.
         num_bytes: of all ranks' tensors.
-        problem: why there is no checkpoint, or what else went wrong, in one sentence.
+        problem: why there is no checkpoint, or another fault, in one sentence.
     """
 
     step: int
@@ -109,7 +109,7 @@ def save_now(
         keep_best: mark it where the evaluation after its step had the lowest loss so far.
 
     Raises:
-        UserError: nothing was saved; what was there before is unchanged.
+        UserError: nothing was saved; earlier checkpoints are unchanged.
     """
     if not group.takes_part:  # it may be late, and must not create the folder again
         return SaveReport(step=contents.step, path=None)

@@ -62,7 +62,7 @@ def fits_in_host_memory(num_bytes: int, ranks: int = 1) -> bool:
     """Returns whether that much memory is available now; True where the system does not report it.
 
     Args:
-        ranks: of this machine. Each looks before any of them has taken what it needs, and takes as much.
+        ranks: of this machine. Each looks before any of them has taken its memory, and takes as much.
     """
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")

@@ -99,7 +99,7 @@ def move_into_place(staging: Path, out: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint. It is renamed first: a kill in between must not leave what looks complete.
+    """Deletes a checkpoint. It is renamed first: a kill in between must not leave a folder that looks complete.
 
     Raises:
         OSError: the system does not allow it.
@@ -139,7 +139,7 @@ def best_step(run_dir: Path) -> int | None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """Returns the newest complete checkpoint of a run, or None. What a kill left behind is skipped.
+    """Returns the newest complete checkpoint of a run, or None. Leftovers of a kill are skipped.
 
     Raises:
         UserError: the folder cannot be read.
@@ -158,7 +158,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     try:
         names = sorted(os.listdir(folder))
-        for pattern in (_KEPT, _STEP):  # a complete replacement wins over what it replaced
+        for pattern in (_KEPT, _STEP):  # a complete replacement wins over the folder it replaced
             for name in names:
                 if (match := pattern.match(name)) and (folder / name / MANIFEST).is_file():
                     found[int(match[1])] = folder / name
@@ -170,7 +170,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = None) -> list[Path]:
-    """Deletes all but the newest complete checkpoints and the best, and what killed runs left behind.
+    """Deletes all but the newest complete checkpoints and the best, and leftovers of killed runs.
 
     To be called by one rank. A temporary folder in which a process writes is kept.
 

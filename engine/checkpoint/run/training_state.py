@@ -1,4 +1,4 @@
-"""Training checkpoints: what a run needs to resume, at any layout.
+"""Training checkpoints: the state from which a run resumes, at any layout.
 
 Trained values, optimizer state, the step and the data cursor; the frozen base is recorded by path and fingerprint and
 never copied. Tensor names are opaque here but for two prefixes that exports read: `master/<logical name>` (fp32

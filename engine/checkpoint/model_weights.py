@@ -1,8 +1,8 @@
 """A model's weights, wherever they are: a Hugging Face folder, or a partitioned base checkpoint at any layout.
 
-`open_source` adds the weights to the folder that `engine.checkpoint.model_folder` reads. Readers see no difference between
-the two. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions untouched,
-under their own names.
+`open_source` adds the weights to the folder that `engine.checkpoint.model_folder` reads. Readers see no difference
+between the two. Tensors outside the language model (a vision tower beside a nested one) are passed through conversions
+untouched, under their own names.
 """
 
 from __future__ import annotations

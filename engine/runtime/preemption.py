@@ -15,8 +15,8 @@ The store may be lost, with the machine that holds it, or never answer. Ranks th
 each ends in a sentence, at its next place and within a time limit.
 
 A launcher forwards a signal that the scheduler may have sent to all ranks already, so signals close together are one. A
-later one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get only
-what torchrun forwards, the first as SIGINT and the second as SIGTERM.
+later one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get
+only what torchrun forwards, the first as SIGINT and the second as SIGTERM.
 """
 
 from __future__ import annotations

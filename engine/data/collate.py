@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Answers, Batch, Completions
+from engine.batch import IGNORE_LABEL, Batch, Padding
 from engine.data.dataset import TokenDataset
-from engine.vision.data.row_images import RowImages, held_experts, held_images
+from engine.preferences.batch_parts import Answers, Mismatched
+from engine.rollouts.batch_parts import Completions
+from engine.vision.batch_parts import GridPositions
+from engine.vision.data.row_images import RowImages
 from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
@@ -124,7 +127,9 @@ def build_batch(
         positions_DBS[:, b, end:] = after + columns[: length - end]
         document_lengths.append(length - start)
         padding_BS[b, end:] = True
-    found = None if images is None else images.collected(labels_BS.size, encoder)
+    found = () if images is None else images.collected(labels_BS.size, encoder)
+    if rotates_by_grid and found and found[0].grids:
+        found = (*found, GridPositions(positions_3BS=torch.from_numpy(positions_DBS)))
     token_index_BS = np.asarray(slots, dtype=np.int64)[:, None] * dataset.seq_length + columns
     return Batch(
         tokens_BS=torch.from_numpy(tokens_BS),
@@ -134,14 +139,11 @@ def build_batch(
         loss_weights_BS=torch.from_numpy((labels_BS != IGNORE_LABEL).astype(np.float32)),
         document_offsets=torch.from_numpy(np.cumsum([0, *document_lengths], dtype=np.int32)),
         document_lengths=tuple(document_lengths),
-        answers=_answers(dataset, rows, length, labels_BS) if dataset.compares else None,
-        completions=None if dataset.completions is None else _completions(dataset, rows, length, labels_BS),
-        images=None if found is None else found.images,
-        cross_images=None if found is None else found.cross_images,
-        experts=None if found is None else found.experts,
-        bidirectional=None if found is None else found.bidirectional,
-        grid_positions_3BS=torch.from_numpy(positions_DBS) if rotates_by_grid and found.images.grids else None,
-        padding_BS=torch.from_numpy(padding_BS) if padding_BS.any() else None,
+    ).with_parts(
+        _answers(dataset, rows, length, labels_BS) if dataset.compares else None,
+        None if dataset.completions is None else _completions(dataset, rows, length, labels_BS),
+        *found,
+        Padding(padding_BS=torch.from_numpy(padding_BS)) if padding_BS.any() else None,
     )
 
 
@@ -227,34 +229,12 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
         size=size, num_rows=batch.num_rows, row_length=batch.row_length, document_lengths=batch.document_lengths
     )
     columns = torch.cat([torch.arange(*span) for span in rank_columns(batch.row_length, size, rank)])
-    held: dict[str, Any] = {
+    held = {
         name: getattr(batch, name)[:, columns]
         for name in ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
     }
-    answers = batch.answers
-    if answers is not None:
-        answers = replace(answers, ids_BS=answers.ids_BS[:, columns])
-    if batch.completions is not None:
-        held["completions"] = _held_completions(batch.completions, columns)
-    if batch.padding_BS is not None:
-        held["padding_BS"] = batch.padding_BS[:, columns]
-    if batch.images is not None:
-        held["images"] = held_images(batch.images, columns, batch.row_length)
-    if batch.grid_positions_3BS is not None:
-        held["grid_positions_3BS"] = batch.grid_positions_3BS[:, :, columns]
-    if batch.experts is not None:
-        held["experts"] = held_experts(batch.experts, columns, batch.row_length)
-    return replace(batch, context_plan=make_plan(layout, rank), answers=answers, **held)
-
-
-def _held_completions(completions: Completions, columns: Tensor) -> Completions:
-    """Returns the completions with these columns of every row."""
-    held = {
-        field.name: value[:, columns]
-        for field in fields(completions)
-        if field.name.endswith("_BS") and (value := getattr(completions, field.name)) is not None
-    }
-    return replace(completions, **held)
+    parts = tuple(part.columns(columns, batch.row_length) for part in batch.parts)
+    return replace(batch, context_plan=make_plan(layout, rank), parts=parts, **held)
 
 
 def rank_batch(
@@ -293,7 +273,7 @@ def rank_batch(
         length_multiple=length_multiple,
         encoder=encoder,
     )
-    return replace(batch, mismatched=mismatched)
+    return batch.with_parts(Mismatched(batch=mismatched))
 
 
 def pin(batch: Batch) -> Batch:

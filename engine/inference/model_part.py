@@ -179,15 +179,8 @@ class InferenceStage:
         if fill := -sum(lengths) % self._multiple:
             tokens, positions = (torch.cat((one, one.new_zeros(fill))) for one in (tokens, positions))
             kept_lengths = [*lengths, fill]
-        batch = replace(
-            _batch(tokens[None], positions[None], tuple(kept_lengths)),
-            images=coordinates.images,
-            cross_images=coordinates.cross_images,
-            experts=coordinates.experts,
-            bidirectional=coordinates.bidirectional,
-            grid_positions_3BS=coordinates.grid_positions_3BS,
-        )
-        batch = (batch if 0 in self._parts else batch.without_pixels()).map(lambda one: sent(one, self.device))
+        batch = _batch(tokens[None], positions[None], tuple(kept_lengths)).with_parts(*coordinates.parts)
+        batch = (batch if 0 in self._parts else batch.without_input()).map(lambda one: sent(one, self.device))
         prompt_of = [number for number, own in enumerate(rows) for _ in own]
         slots = range(first_slot, first_slot + len(prompt_of))
         (lasts,) = self._to_device([end - 1 for end in accumulate(lengths)])

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.batch import Batch
+from engine.batch import Batch, Embeddings, Padding
 from engine.choices import VISION
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
@@ -40,6 +40,7 @@ from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.inputs import GivenInput, LinearInput
+from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.layers.cross_attention import CrossAttention
 from engine.vision.layers.encoder import VisionEncoder
 from engine.vision.layers.plain_module import anything_trains, tile_rows
@@ -80,10 +81,11 @@ def _input(norm: RMSNorm | None) -> LinearInput:
 
 def _experts(batch: Batch, token_index: Tensor) -> Experts:
     """Packs the tokens by expert; all are the language expert's where the batch does not say."""
-    if batch.experts is None:
+    experts = batch.part(ExpertTokens)
+    if experts is None:
         every = torch.arange(token_index.shape[0], device=token_index.device)
         return Experts(PackedTokens(every, token_index), PackedTokens(every[:0], token_index[:0]))
-    language, vision = batch.experts.language_L, batch.experts.vision_V
+    language, vision = experts.language_L, experts.vision_V
     return Experts(
         PackedTokens(language, token_index.index_select(0, language)),
         PackedTokens(vision, token_index.index_select(0, vision)),
@@ -370,7 +372,7 @@ class Decoder(nn.Module):
             )
         self._check_row_length(batch.row_length * self.layout.cp.size)
         cos, sin = self._rope_tables(batch)
-        token_index = batch.token_index_BS.flatten()
+        token_index, padding = batch.token_index_BS.flatten(), batch.part(Padding)
         return TokenContext(
             num_rows=batch.num_rows,
             row_length=batch.row_length,
@@ -386,8 +388,8 @@ class Decoder(nn.Module):
             adapters=adapters,
             experts=_experts(batch, token_index) if self.config.token_experts else None,
             encoded=self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
-            bidirectional=batch.bidirectional if self.config.bidirectional_images else None,
-            padding_T=None if batch.padding_BS is None or balance is None else batch.padding_BS.flatten(),
+            bidirectional=batch.part(BidirectionalSpans) if self.config.bidirectional_images else None,
+            padding_T=None if padding is None or balance is None else padding.padding_BS.flatten(),
             balance=balance,
         )
 
@@ -401,13 +403,13 @@ class Decoder(nn.Module):
 
     def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
-        tables = []
+        tables, by_grid = [], batch.part(GridPositions)
         for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
             positions = batch.positions_BS.flatten()
-            if rope.axes and batch.grid_positions_3BS is not None:
+            if rope.axes and by_grid is not None:
                 assert self._rope_axes is not None
                 # in this order the tables are dense, as kernels take them
-                positions = batch.grid_positions_3BS.flatten(1).T.index_select(1, self._rope_axes)
+                positions = by_grid.positions_3BS.flatten(1).T.index_select(1, self._rope_axes)
             pair = rope_tables(positions, frequencies)
             if rope.scaling is not None and rope.scaling.table_scale != 1.0:
                 pair = (pair[0].mul_(rope.scaling.table_scale), pair[1].mul_(rope.scaling.table_scale))
@@ -425,8 +427,9 @@ class Decoder(nn.Module):
             step: int64 0-dim, the optimizer step, a coordinate of what a vision model's adapters drop; None drops
                 nothing.
         """
-        if batch.embeddings_TH is not None:
-            x = batch.embeddings_TH
+        given = batch.part(Embeddings)
+        if given is not None:
+            x = given.embeddings_TH
             return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
         embedding, vision = self.embedding, self.vision
         assert embedding is not None
@@ -434,9 +437,12 @@ class Decoder(nn.Module):
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         if vision is not None:
-            x = self._units[1].run(lambda x_TH: vision(x_TH, batch.images, adapters=adapters, step=step), x)
-        if self.cross_vision is not None and (batch.cross_images is None or not batch.cross_images.grids):
-            x = self.cross_vision.not_run(x)
+            images = batch.part(Images)
+            x = self._units[1].run(lambda x_TH: vision(x_TH, images, adapters=adapters, step=step), x)
+        if self.cross_vision is not None:
+            cross_images = batch.part(CrossImages)
+            if cross_images is None or not cross_images.grids:
+                x = self.cross_vision.not_run(x)
         return x
 
     def _encoded(
@@ -444,7 +450,7 @@ class Decoder(nn.Module):
     ) -> Encoded | None:
         """Returns what layers attend to beside the tokens. The encoder runs after the embedding and before the first
         layer."""
-        sizes, images, encoder = self.config.cross_attention, batch.cross_images, self.cross_vision
+        sizes, images, encoder = self.config.cross_attention, batch.part(CrossImages), self.cross_vision
         if sizes is None or images is None or not images.grids:
             return None
         if encoder is not None:
@@ -479,7 +485,7 @@ class Decoder(nn.Module):
         return x, encoded_KC if encoded_KC is None or self.encoder_trains else encoded_KC.detach()
 
     def _num_encoded(self, batch: Batch) -> int:
-        sizes, images = self.config.cross_attention, batch.cross_images
+        sizes, images = self.config.cross_attention, batch.part(CrossImages)
         return 0 if sizes is None or images is None else sum(map(sizes.encoder.num_features, images.grids))
 
     @property
@@ -490,7 +496,8 @@ class Decoder(nn.Module):
         """Returns the rows of what enters a layer on this rank, or leaves the one before it: the residual stream, and
         features for that layer and later ones."""
         tokens = batch.num_tokens // (self.layout.tp.size if self.layout.splits_tokens else 1)
-        if batch.images is None or not batch.images.grids:
+        images = batch.part(Images)
+        if images is None or not images.grids:
             return tokens
         return tokens * (1 + max(0, self.config.deepstack - layer))
 

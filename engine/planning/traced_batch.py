@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
+from engine.batch import Batch
 from engine.planning.rank_layout import Workload
+from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.tile_shares import deal_out
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
@@ -32,11 +33,12 @@ def batch(workload: Workload, ranks: int) -> Batch:
         document_offsets=torch.empty(len(lengths) + 1, dtype=torch.int32, device=META),
         document_lengths=lengths,
         context_plan=make_plan(whole, 0) if ranks > 1 else None,
-        experts=_experts(workload, shape[0] * shape[1], ranks),
-        images=images(workload, len(lengths)),
-        cross_images=cross_images(workload, len(lengths)),
-        bidirectional=_bidirectional(workload, lengths),
-        grid_positions_3BS=torch.empty(3, *shape, dtype=torch.int64, device=META) if _has_grid(workload) else None,
+    ).with_parts(
+        _experts(workload, shape[0] * shape[1], ranks),
+        images(workload, len(lengths)),
+        cross_images(workload, len(lengths)),
+        _bidirectional(workload, lengths),
+        _grid_positions(workload, shape),
     )
 
 
@@ -50,8 +52,10 @@ def _experts(workload: Workload, num_tokens: int, ranks: int) -> ExpertTokens | 
     return ExpertTokens(vision_V=of_vision, language_L=of_language)
 
 
-def _has_grid(workload: Workload) -> bool:
-    return bool(workload.decoder.rope_axes and workload.tiles)
+def _grid_positions(workload: Workload, shape: tuple[int, int]) -> GridPositions | None:
+    if not workload.decoder.rope_axes or not workload.tiles:
+        return None
+    return GridPositions(positions_3BS=torch.empty(3, *shape, dtype=torch.int64, device=META))
 
 
 def images(workload: Workload, num_documents: int) -> Images | None:
@@ -76,14 +80,14 @@ def pixels(images: Images, ranks: int) -> int:
     return most * images.patches_PF[:1].nbytes
 
 
-def cross_images(workload: Workload, num_documents: int) -> Images | None:
+def cross_images(workload: Workload, num_documents: int) -> CrossImages | None:
     """Makes the patches of the same images for the encoder that layers attend to."""
     sizes = workload.decoder.cross_attention
     if sizes is None:
         return None
     rows, columns = sizes.encoder.usual_tile
     count = len(workload.tiles)
-    return Images(
+    return CrossImages(
         patches_PF=torch.empty(count * rows * columns, sizes.encoder.patch_features, device=META),
         grids=((rows, columns),) * count,
         documents=_documents(count, num_documents),

@@ -42,6 +42,7 @@ from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.traced_batch import META
+from engine.vision.batch_parts import CrossImages
 from engine.zigzag import rank_columns
 
 
@@ -379,7 +380,7 @@ class _Tracer:
             balance = LoadBalance(1.0, routed.rule.num_experts, device=META)
             balance.begin(rehearses=False)
         if model.embedding is not None:
-            return model.context(replace(batch, cross_images=None), step, training=True, balance=balance)
+            return model.context(batch.without(CrossImages), step, training=True, balance=balance)
         encoded = torch.empty(traced_batch.encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
         if model.encoder_trains:
             encoded = _Start.apply(encoded.requires_grad_())

@@ -23,6 +23,7 @@ from engine.data.loader import DataLoader, EvalLoader
 from engine.distributed.collectives import all_reduce, barrier, broadcast_object
 from engine.errors import UserError
 from engine.layers.host_copies import sent
+from engine.preferences.objectives.likelihood import answers_of
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
@@ -96,8 +97,7 @@ def compute_references(
     with Progress(log, f"reference of the {name} data", len(dataset), "rows") as progress:
         for group in groups(loader, group_size(mesh)):
             for batch, logps in zip(group, stages.references(group) or (), strict=False):
-                assert batch.answers is not None
-                documents = sent(torch.tensor(batch.answers.documents, dtype=torch.int64), found.device)
+                documents = sent(torch.tensor(answers_of(batch).documents, dtype=torch.int64), found.device)
                 found[documents] = logps.float()
             read = min(read + sum(batch.num_rows for batch in group) * mesh.dp.size, len(dataset))  # without fillers
             progress.advance(read - told)

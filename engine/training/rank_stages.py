@@ -17,6 +17,7 @@ from engine.models.decoder import Decoder
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
+from engine.preferences.batch_parts import Mismatched
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.passes import (
@@ -163,7 +164,7 @@ class Stages:
     def _moved(self, batches: list[Batch]) -> list[Batch]:
         """Returns the micro-batches on the device; pixels go to the rank that has the first stage alone."""
         if 0 not in self._stages:
-            batches = [batch.without_pixels() for batch in batches]
+            batches = [batch.without_input() for batch in batches]
         return [batch.to(self.step.device) for batch in batches]
 
     @property
@@ -195,7 +196,7 @@ class Stages:
         sums = torch.zeros(2, dtype=torch.float32, device=self.step.device)
         objective = self._last.objective
         assert objective.baseline is not None
-        mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
+        mismatched = [part.batch for batch in batches if (part := batch.part(Mismatched)) is not None]
         assert len(mismatched) == len(batches), "micro-batches without mismatched answers"
         policies = self.references(mismatched)
         bases = self.references(mismatched, adapters=False) if objective.compares_with_base else None

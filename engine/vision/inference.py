@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BidirectionalSpans, ExpertTokens, Images
+from engine.batch import BatchPart
+from engine.vision.batch_parts import GridPositions
 from engine.vision.data.columns import Extras, PlacedImage, vision_columns
 from engine.vision.data.family import VisionFamily
 from engine.vision.data.row_images import RowImages
@@ -18,20 +19,17 @@ from engine.vision.tile_shares import ENCODES_ALL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCoordinates:
-    """What the tokens of prompts, one after the other, have beside their ids; the images as in `engine.batch.Batch`.
+    """What the tokens of prompts, one after the other, have beside their ids.
 
     Args:
         positions_T: int64, for rotary embeddings; those in time where there are others.
         next_positions: of the token after each prompt, in all kinds.
+        parts: of a batch of these prompts.
     """
 
     positions_T: Tensor
     next_positions: tuple[int, ...]
-    images: Images | None = None
-    cross_images: Images | None = None
-    experts: ExpertTokens | None = None
-    bidirectional: BidirectionalSpans | None = None
-    grid_positions_3BS: Tensor | None = None
+    parts: tuple[BatchPart, ...] = ()
 
 
 def prompt_coordinates(
@@ -60,12 +58,10 @@ def prompt_coordinates(
     found = rows.collected(start, ENCODES_ALL)  # a session refuses an image on all ranks, or on none
     positions = torch.from_numpy(np.concatenate(parts, axis=-1))
     by_grid = family.rotates_by_grid
+    if by_grid and found[0].grids:
+        found = (*found, GridPositions(positions_3BS=positions[:, None]))
     return PromptCoordinates(
         positions_T=positions[0] if by_grid else positions,
         next_positions=tuple(int(part.max()) + 1 for part in parts),
-        images=found.images,
-        cross_images=found.cross_images,
-        experts=found.experts,
-        bidirectional=found.bidirectional,
-        grid_positions_3BS=positions[:, None] if by_grid and found.images.grids else None,
+        parts=found,
     )

@@ -6,14 +6,12 @@ features fit. Tiles of other sizes, and what a first step on them costs, are lef
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, ExpertTokens, Images
+from engine.batch import Batch
 from engine.models.decoder_config import DecoderConfig
-from engine.vision.data.row_images import held_experts, held_images
+from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.layers.encoder import VisionConfig
 from engine.zigzag import rank_columns
 
@@ -31,30 +29,27 @@ def with_made_up_images(batch: Batch, decoder: DecoderConfig, *, context_size: i
     vision, cross = decoder.vision, decoder.cross_attention
     documents = tuple(range(0, len(batch.document_lengths), len(batch.document_lengths) // rows))
     places = torch.empty(0, dtype=torch.int64)
-    images = cross_images = experts = None
+    parts: list[Images | ExpertTokens] = []
     if vision is not None:
         count = vision.num_features(vision.usual_tile)
         fits = count < length  # the first token is in front of an image
         if fits:
             places = torch.cat([torch.arange(row * length + 1, row * length + 1 + count) for row in range(rows)])
-        images = _tiles(vision, documents if fits else (), places)
+        parts.append(_tiles(Images, vision, documents if fits else (), places))
     if cross is not None:
-        cross_images = _tiles(cross.encoder, documents, places[:0])
+        parts.append(_tiles(CrossImages, cross.encoder, documents, places[:0]))
     if decoder.token_experts:
-        is_language = torch.ones(rows * length, dtype=torch.bool)
-        is_language[places] = False
-        experts = ExpertTokens(vision_V=places, language_L=is_language.nonzero()[:, 0])
+        parts.append(ExpertTokens.of(places, rows * length))
     if context_size > 1:
         columns = torch.cat([torch.arange(*span) for span in rank_columns(length, context_size, context_rank)])
-        images = None if images is None else held_images(images, columns, length)
-        experts = None if experts is None else held_experts(experts, columns, length)
-    return replace(batch, images=images, cross_images=cross_images, experts=experts)
+        parts = [part.columns(columns, length) for part in parts]
+    return batch.with_parts(*parts)
 
 
-def _tiles(config: VisionConfig, documents: tuple[int, ...], places_K: Tensor) -> Images:
+def _tiles(kind: type[Images], config: VisionConfig, documents: tuple[int, ...], places_K: Tensor) -> Images:
     """Makes a tile for each of these documents."""
     (rows, columns), count = config.usual_tile, len(documents)
-    return Images(
+    return kind(
         patches_PF=torch.zeros(count * rows * columns, config.patch_features),
         grids=(config.usual_tile,) * count,
         documents=documents,

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.batch import Answers, Batch
+from engine.batch import Batch
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.collate import context_part
+from engine.preferences.batch_parts import Answers
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
@@ -178,8 +179,7 @@ def draw_batches(config: RunConfig, training: Training, launch: Launch) -> list[
             loss_weights_BS=torch.ones(rows, length),
             document_offsets=torch.arange(rows * length // document + 1, dtype=torch.int32) * document,
             document_lengths=(document,) * (rows * length // document),
-            answers=_pairs(config, rows) if config.objective.kind.answers else None,
-        )
+        ).with_parts(_pairs(config, rows) if config.objective.kind.answers else None)
         axis, decoder = training.mesh.cp, training.source.model.decoder
         batch = context_part(batch, size=axis.size, rank=axis.rank)
         batch = with_made_up_images(batch, decoder, context_size=axis.size, context_rank=axis.rank)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch
+from engine.batch import IGNORE_LABEL, Batch, Padding
 from engine.choices import ExpertFactors
 from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import ShardSpec
@@ -265,7 +265,7 @@ def make_batch(
         loss_weights_BS=(labels_BS != IGNORE_LABEL).float(),
         document_offsets=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         document_lengths=tuple(lengths),
-        padding_BS=torch.stack(padding),
+        parts=(Padding(padding_BS=torch.stack(padding)),),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, BidirectionalSpans, ExpertTokens
+from engine.batch import Batch
 from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
@@ -40,6 +40,7 @@ from engine.quantization.encoding import encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, Images
 from engine.vision.towers.clip import ClipConfig
 from engine.vision.towers.gemma3 import Gemma3VisionConfig
 from engine.vision.towers.internvl import InternVLVisionConfig
@@ -441,9 +442,9 @@ class Run:
             if self.case.config.cross_attention is not None:
                 # of two data ranks, one has none in the first micro-batch and the other in the second; a context rank
                 # may have no token of a document with images
-                cross = with_images(whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step).images
-                assert cross is not None
-                whole = replace(whole, cross_images=replace(cross, places_K=cross.places_K[:0]))
+                whole = with_images(
+                    whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step, kind=CrossImages
+                )
             if self.case.config.token_experts:
                 whole = with_experts(whole, [slot for slot, _ in own])
             mine.append(context_part(whole, size=mesh.cp.size, rank=mesh.cp.rank))
@@ -495,15 +496,15 @@ def trained_layouts(
 
 def with_spans(batch: Batch) -> Batch:
     """Tokens of images beside each other see each other, as far as their document goes."""
-    assert batch.images is not None
-    places, spans = set(batch.images.places_K.tolist()), list[list[int]]()
+    assert batch.part(Images) is not None
+    places, spans = set(batch.part(Images).places_K.tolist()), list[list[int]]()
     starts = {0, *torch.tensor(batch.document_lengths).cumsum(0).tolist()}
     for place in sorted(places):
         if spans and spans[-1][1] == place and place not in starts:
             spans[-1][1] += 1
         else:
             spans.append([place, place + 1])
-    return replace(batch, bidirectional=BidirectionalSpans.of((start, stop) for start, stop in spans))
+    return batch.with_parts(BidirectionalSpans.of((start, stop) for start, stop in spans))
 
 
 def with_experts(batch: Batch, slots: Sequence[int]) -> Batch:
@@ -514,8 +515,7 @@ def with_experts(batch: Batch, slots: Sequence[int]) -> Batch:
     )
     count = torch.tensor([3 * (slot % 4) if slot % 4 >= 2 else 0 for slot in slots])
     is_vision = (column_of >= 2) & (column_of < 2 + count[row_of])
-    experts = ExpertTokens(vision_V=is_vision.nonzero()[:, 0], language_L=(~is_vision).nonzero()[:, 0])
-    return replace(batch, experts=experts)
+    return batch.with_parts(ExpertTokens(vision_V=is_vision.nonzero()[:, 0], language_L=(~is_vision).nonzero()[:, 0]))
 
 
 def _documents(step: int, slot: int) -> tuple[int, ...]:

@@ -4,16 +4,15 @@ threads make them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch, BidirectionalSpans, ExpertTokens, Images
+from engine.batch import Batch, BatchPart
 from engine.data.collate import pin
 from engine.models.decoder_config import DecoderConfig
+from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.inference import PromptCoordinates
 from engine.vision.layers.encoder import VisionConfig
 from engine.zigzag import Span
@@ -22,8 +21,9 @@ from engine.zigzag import Span
 def with_images(batch: Batch, decoder: DecoderConfig) -> Batch:
     """Gives every second document that has room an image."""
     found = _in_documents(batch.document_lengths, decoder, every=2)
-    by_grid = batch.positions_BS.repeat(3, 1, 1) if decoder.rope_axes else None
-    return pin(replace(batch, **found, grid_positions_3BS=by_grid))
+    if decoder.rope_axes:
+        found.append(GridPositions(positions_3BS=batch.positions_BS.repeat(3, 1, 1)))
+    return pin(batch.with_parts(*found))
 
 
 def prompts_with_images(decoder: DecoderConfig) -> tuple[list[list[int]], PromptCoordinates]:
@@ -32,14 +32,14 @@ def prompts_with_images(decoder: DecoderConfig) -> tuple[list[list[int]], Prompt
     # where layers attend to images, each prompt has one
     lengths = [count + 3, count + 3 if decoder.cross_attention is not None else 2]
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
-    found = {} if decoder.vision is None else _in_documents(lengths, decoder, every=1)
+    found = [] if decoder.vision is None else _in_documents(lengths, decoder, every=1)
     if decoder.rope_axes:
-        found["grid_positions_3BS"] = positions.repeat(3, 1, 1)
-    coordinates = PromptCoordinates(positions_T=positions, next_positions=tuple(lengths), **found)
+        found.append(GridPositions(positions_3BS=positions.repeat(3, 1, 1)))
+    coordinates = PromptCoordinates(positions_T=positions, next_positions=tuple(lengths), parts=tuple(found))
     return [[1] * length for length in lengths], coordinates
 
 
-def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int) -> dict[str, Any]:
+def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int) -> list[BatchPart]:
     """Returns what a batch has of the images in every so many documents."""
     vision, cross = decoder.vision, decoder.cross_attention
     assert vision is not None
@@ -52,26 +52,28 @@ def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int)
         start += length
     assert spans, "no document has room"
     places = np.concatenate([np.arange(*span) for span in spans])
-    found: dict[str, Any] = {"images": _images(vision, documents, places)}
+    found: list[BatchPart] = [_images(Images, vision, documents, places)]
     if cross is not None:
-        found["cross_images"] = _images(cross.encoder, documents, places[:0])
+        found.append(_images(CrossImages, cross.encoder, documents, places[:0]))
     if decoder.token_experts:
         language = np.setdiff1d(np.arange(start), places)
-        found["experts"] = ExpertTokens(vision_V=torch.from_numpy(places), language_L=torch.from_numpy(language))
+        found.append(ExpertTokens(vision_V=torch.from_numpy(places), language_L=torch.from_numpy(language)))
     if decoder.bidirectional_images:
         earlier = np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])
-        found["bidirectional"] = BidirectionalSpans(
-            spans=tuple(spans),
-            earlier_N=torch.from_numpy(earlier),
-            offsets=torch.from_numpy(np.arange(len(spans) + 1, dtype=np.int32) * (count - 1)),
+        found.append(
+            BidirectionalSpans(
+                spans=tuple(spans),
+                earlier_N=torch.from_numpy(earlier),
+                offsets=torch.from_numpy(np.arange(len(spans) + 1, dtype=np.int32) * (count - 1)),
+            )
         )
     return found
 
 
-def _images(tower: VisionConfig, documents: Sequence[int], places: NDArray[np.int64]) -> Images:
+def _images(kind: type[Images], tower: VisionConfig, documents: Sequence[int], places: NDArray[np.int64]) -> Images:
     rows, columns, *_ = tower.usual_tile
     patches = np.zeros((len(documents) * rows * columns, tower.patch_features), np.float32)
-    return Images(
+    return kind(
         patches_PF=torch.from_numpy(patches),
         grids=(tower.usual_tile,) * len(documents),
         documents=tuple(documents),

@@ -19,6 +19,7 @@ from torch import nn
 from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.vision.batch_parts import BidirectionalSpans
 from tests.distributed.cases import relative_error
 from tests.support.family_models import engine_model, losses_and_gradients
 from tests.support.gemma_images import LENGTH, batch_of, make_folder, stock_losses
@@ -45,7 +46,7 @@ def _stock() -> nn.Module:
 def test_equals_transformers(packing: bool) -> None:
     folder, stock = Path(_folder().name), _stock()
     batch, built = batch_of(folder, packing=packing), engine_model(folder)
-    assert batch.bidirectional is not None and len(batch.bidirectional.spans) == 4
+    assert batch.part(BidirectionalSpans) is not None and len(batch.part(BidirectionalSpans).spans) == 4
     logits, losses = stock_losses(stock, batch)
     with torch.no_grad():
         context = built.model.context(batch, built.stage.step, training=False)

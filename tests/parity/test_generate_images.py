@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
+from engine.batch import IGNORE_LABEL, Batch
 from engine.config.load import parse_config
 from engine.data.tokenizer import load_tokenizer
 from engine.inference.generate import Generator
@@ -26,6 +27,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation
 from engine.training.trainer import train
+from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.data import row_images as row_images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Tiles, VisionFamily
@@ -105,8 +107,8 @@ def rule_of(name: str, length: int, spans: Sequence[tuple[int, int]]) -> tuple[l
     return [0, 1, *[2] * patches, *range(3, length - patches + 1)], list(range(start, end - 1))
 
 
-def images_of(tiles: list[Tiles], spans: Sequence[tuple[int, int]], features: int) -> Images:
-    return Images(
+def images_of(kind: type[Images], tiles: list[Tiles], spans: Sequence[tuple[int, int]], features: int) -> Images:
+    return kind(
         patches_PF=torch.cat([torch.empty(0, features), *(torch.from_numpy(one.patches_PF) for one in tiles)]),
         grids=tuple(grid for one in tiles for grid in one.grids),
         documents=tuple(0 for one in tiles for _ in one.grids),
@@ -122,7 +124,7 @@ def whole_batch(name: str, family: VisionFamily, prompt: Prompt, ids: list[int])
     cross_images = None
     if family.cross_patch_features is not None:
         cross = [tiles for one in opened if (tiles := family.cross_tiles(one)) is not None]
-        cross_images = images_of(cross, (), family.cross_patch_features)
+        cross_images = images_of(CrossImages, cross, (), family.cross_patch_features)
     language = sorted(set(range(len(ids))) - set(vision))
     tokens = torch.tensor([ids])
     return Batch(
@@ -133,9 +135,10 @@ def whole_batch(name: str, family: VisionFamily, prompt: Prompt, ids: list[int])
         loss_weights_BS=torch.zeros(tokens.shape),
         document_offsets=torch.tensor([0, len(ids)], dtype=torch.int32),
         document_lengths=(len(ids),),
-        images=images_of([family.tiles(one) for one in opened], spans, family.patch_features),
-        cross_images=cross_images,
-        experts=ExpertTokens(
+    ).with_parts(
+        images_of(Images, [family.tiles(one) for one in opened], spans, family.patch_features),
+        cross_images,
+        ExpertTokens(
             vision_V=torch.tensor(vision, dtype=torch.int64), language_L=torch.tensor(language, dtype=torch.int64)
         ),
     )
@@ -174,16 +177,14 @@ def test_choices_are_those_of_the_originals_logits(name: str, tmp_path: Path) ->
     """A prompt that ends behind the image, and then the fixture's own tokens one by one."""
     data = VisionFixture(name)
     batch = cogvlm_cases.batch_of(data, "one_image") if name.startswith("cog") else make_batch(data, "one_image")
-    assert batch.images is not None
+    images, experts = batch.part(Images), batch.part(ExpertTokens)
+    assert images is not None
     ids, positions = batch.tokens_BS[0].tolist(), batch.positions_BS[0]
-    start = int(batch.images.places_K[-1]) + 2
-    experts = None
-    if batch.experts is not None:
-        vision, language = batch.experts.vision_V, batch.experts.language_L
-        experts = ExpertTokens(vision_V=vision, language_L=language[language < start])
+    start = int(images.places_K[-1]) + 2
+    if experts is not None:
+        batch = batch.with_parts(replace(experts, language_L=experts.language_L[experts.language_L < start]))
     coordinates = PromptCoordinates(
-        positions_T=positions[:start], next_positions=(int(positions[start]),), images=batch.images,
-        cross_images=batch.cross_images, experts=experts,
+        positions_T=positions[:start], next_positions=(int(positions[start]),), parts=batch.parts,
     )  # fmt: skip
     model = opened(model_folder(name, tmp_path))
     stage = InferenceStage(

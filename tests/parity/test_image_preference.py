@@ -17,6 +17,7 @@ from engine.conversion.peft_read import AdapterSource
 from engine.data.collate import rank_batch
 from engine.data.tokenizer import load_tokenizer
 from engine.preferences.data.preference_pairs import build_pairs
+from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
 from tests.support.peft_following import ALONE, DECAY, LR, build
@@ -104,7 +105,7 @@ def test_losses_follow_peft(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     model, batch = _with_adapters(make_model("qwen2_5_vl", folder), tmp_path / "start"), _batch(folder)
-    assert batch.images is not None and batch.images.documents == (0, 0, 1, 1, 4, 5)
+    assert batch.part(Images) is not None and batch.part(Images).documents == (0, 0, 1, 1, 4, 5)
     given = {
         "lora.rank": 3, "lora.alpha": 5, "lora.targets": f"{TARGETS.replace('|', ',')},{TOWER}",
         "data.seq_length": LENGTH, "objective.name": "dpo", "objective.beta": BETA,

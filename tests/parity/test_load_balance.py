@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import IGNORE_LABEL
+from engine.batch import IGNORE_LABEL, Padding
 from tests.distributed.cases import make_batch
 from tests.support.family_models import engine_model, gradient_errors, make_model, stock_gradient
 from tests.support.sweeps import sampled
@@ -34,14 +34,15 @@ def test_loss_and_gradients(name: str, trained: str, parts: int, tmp_path: Path)
     common = {"row_length": 32, "seq_length": 32, "vocab_size": 67, "seed": 3}
     rows = [(slot, (length,)) for slot, length in enumerate(ROWS)]
     whole = make_batch(rows, **common)
-    assert whole.padding_BS is not None and whole.padding_BS.sum() == 21
+    padding = whole.part(Padding)
+    assert padding is not None and padding.padding_BS.sum() == 21
     built = engine_model(tmp_path / "hf", trained=TRAINED[trained], balance=COEFFICIENT)
     size = len(rows) // parts
     batches = [make_batch(rows[first : first + size], **common) for first in range(0, len(rows), size)]
     loss = built.step.gradients(batches, float(whole.loss_weights_BS.sum()))
     labels = torch.full_like(whole.labels_BS, IGNORE_LABEL)
     labels[:, 1:] = whole.labels_BS[:, :-1]
-    expected = stock(input_ids=whole.tokens_BS, attention_mask=(~whole.padding_BS).long(), labels=labels)
+    expected = stock(input_ids=whole.tokens_BS, attention_mask=(~padding.padding_BS).long(), labels=labels)
     expected.loss.backward()
     assert built.balance is not None
     assert built.balance.loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-6)

@@ -31,6 +31,7 @@ from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
 from rankfold.generating.prompts import Prompt, Writer, requests_of
@@ -78,7 +79,7 @@ def our_model(folder: Path, memory: MemoryPlan) -> tuple[Decoder, FlatParameters
 def test_logits_loss_and_every_gradient_are_transformers(kind: str, packing: bool) -> None:
     folder, stock, pad = saved(kind)
     batch = batch_of(folder, packing=packing)
-    assert batch.images is not None and len(batch.images.grids) == 3
+    assert batch.part(Images) is not None and len(batch.part(Images).grids) == 3
     memory = MemoryPlan(recompute="full") if packing else MemoryPlan()
     model, flat, step, names = our_model(folder, memory)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch, Images
+from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import open_source
 from engine.config.matching import matches_target, matches_trainable
@@ -28,6 +28,7 @@ from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
+from engine.vision.batch_parts import Images
 from tests.distributed.cases import relative_error
 from tests.support.shared_data import DATA, shared
 from tests.support.vision_fixtures import VisionFixture, flatten_image
@@ -107,12 +108,13 @@ def make_batch(fixture: VisionFixture, case: str) -> Batch:
         loss_weights_BS=(labels != IGNORE_LABEL).float(),
         document_offsets=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         document_lengths=lengths,
-        images=Images(
+    ).with_parts(
+        Images(
             patches_PF=torch.cat([patches for patches, _ in images]) if images else torch.empty(0, 588),
             grids=tuple(grid for _, grid in images),
             documents=(0,) * len(images),
             places_K=_places(fixture, case, ids),
-        ),
+        )
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch, ExpertTokens, Images
+from engine.batch import IGNORE_LABEL, Batch, Embeddings
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, MemoryPlan
@@ -17,6 +17,7 @@ from engine.models.families import family_of
 from engine.models.families.family import Family
 from engine.models.names import NameMap
 from engine.ops.attention.token_context import Encoded
+from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.ops.cross_attention import document_spans, pair_spans
 from tests.distributed.cases import cut
 from tests.support.vision_fixtures import VisionFixture
@@ -83,6 +84,7 @@ def batch_of(data: VisionFixture, case: str, *, merged: bool = False) -> Batch:
     shifted = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_LABEL)), dim=1)
     rows, length = ids.shape
     patch = data.hf["vision_config"]["patch_size"]
+    embeddings = Embeddings(embeddings_TH=data.expected[f"{case}.inputs_embeds"].flatten(0, 1)) if merged else None
     images = None
     if not merged and data.images(case):
         patches, grids = data.patches(case, patch)
@@ -96,19 +98,15 @@ def batch_of(data: VisionFixture, case: str, *, merged: bool = False) -> Batch:
         loss_weights_BS=(shifted != IGNORE_LABEL).float(),
         document_offsets=torch.arange(0, rows * length + 1, length, dtype=torch.int32),
         document_lengths=(length,) * rows,
-        embeddings_TH=data.expected[f"{case}.inputs_embeds"].flatten(0, 1) if merged else None,
-        images=images,
-        cross_images=None if merged else _cross_images(data, case),
-        experts=experts_of(data, case),
-    )
+    ).with_parts(embeddings, images, None if merged else _cross_images(data, case), experts_of(data, case))
 
 
-def _cross_images(data: VisionFixture, case: str) -> Images | None:
+def _cross_images(data: VisionFixture, case: str) -> CrossImages | None:
     if "fixture_cross_vision" not in data.hf:
         return None
     patches, grids = data.patches(case, data.hf["fixture_cross_vision"]["patch_size"], "cross_images")
     nowhere = torch.empty(0, dtype=torch.int64)
-    return Images(patches_PF=patches, grids=grids, documents=tuple(range(len(grids))), places_K=nowhere)
+    return CrossImages(patches_PF=patches, grids=grids, documents=tuple(range(len(grids))), places_K=nowhere)
 
 
 def encoded_of(data: VisionFixture, case: str) -> Encoded | None:

@@ -16,10 +16,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from engine.batch import IGNORE_LABEL, Batch, Images
+from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
+from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
 
@@ -128,13 +129,13 @@ def stock_pixels(images: Images, document: int) -> Tensor | None:
 
 def stock_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits and token losses with every document run alone, from position 0."""
-    assert batch.images is not None
+    assert batch.part(Images) is not None
     logits, losses = [], []
     tokens, labels = batch.tokens_BS.flatten(), batch.labels_BS.flatten()
     lengths = batch.document_lengths
     dtype = next(model.parameters()).dtype
     for number, (ids, targets) in enumerate(zip(tokens.split(lengths), labels.split(lengths), strict=True)):
-        pixels = stock_pixels(batch.images, number)
+        pixels = stock_pixels(batch.part(Images), number)
         out = model(
             input_ids=ids[None],
             pixel_values=None if pixels is None else pixels.to(dtype),

@@ -17,6 +17,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
+from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
 from tests.unit.test_vision_data_processors import MESSAGES, images, written
@@ -113,8 +114,8 @@ def stock_outputs(model: Any, batch: Batch, pad: int) -> list[tuple[slice, Tenso
     Args:
         pad: the token that stands for a feature.
     """
-    assert batch.images is not None
-    images, found, start, patch = batch.images, [], 0, 0
+    assert batch.part(Images) is not None
+    images, found, start, patch = batch.part(Images), [], 0, 0
     patches = list(images.patches_PF.split([rows * columns for rows, columns in images.grids]))
     for number, length in enumerate(batch.document_lengths):
         ids = batch.tokens_BS.flatten()[start : start + length][None]

@@ -16,7 +16,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from engine.batch import IGNORE_LABEL, Batch, Images
+from engine.batch import IGNORE_LABEL, Batch
+from engine.vision.batch_parts import Images
 from engine.vision.data.anyres import anyres_grid
 from engine.vision.layers.encoder import VisionConfig
 
@@ -169,7 +170,7 @@ def batch_of(ids_BS: Tensor, images: Images, *, lengths: tuple[int, ...] | None 
         loss_weights_BS=(labels != IGNORE_LABEL).float(),
         document_offsets=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         document_lengths=lengths,
-        images=images,
+        parts=(images,),
     )
 
 

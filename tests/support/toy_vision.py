@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.batch import Batch, Images
+from engine.batch import Batch
+from engine.vision.batch_parts import CrossImages, GridPositions, Images
 from engine.vision.layers.encoder import VisionConfig
 
 FEATURES = 12
@@ -73,14 +74,14 @@ class _ToyVision(nn.Module):
 
 def with_grid_positions(batch: Batch) -> Batch:
     """Gives tokens of images positions in height and width that depend on their column alone."""
-    assert batch.images is not None
-    if not batch.images.grids:
+    assert batch.part(Images) is not None
+    if not batch.part(Images).grids:
         return batch
     positions = batch.positions_BS.expand(3, -1, -1).clone()
-    places = batch.images.places_K
+    places = batch.part(Images).places_K
     column = places % batch.row_length
     positions[1].view(-1)[places], positions[2].view(-1)[places] = column // 2, 2 + column % 3
-    return replace(batch, grid_positions_3BS=positions)
+    return batch.with_parts(GridPositions(positions_3BS=positions))
 
 
 def toy_grid(slot: int, number: int) -> tuple[int, ...]:
@@ -94,6 +95,7 @@ def with_images(
     seed: int,
     vision: VisionConfig | None = None,
     grid_of: Callable[[int, int], tuple[int, ...]] = toy_grid,
+    kind: type[Images] = Images,
 ) -> Batch:
     """Gives rows none, one or two images, of several sizes, by their slots in the global batch."""
     vision = vision or ToyVisionConfig()
@@ -112,11 +114,11 @@ def with_images(
             documents.append(sum(end <= place for end in ends))
             indices.append(100 * slot + number)
             place += count + 1
-    images = Images(
+    images = kind(
         patches_PF=torch.cat(patches) if patches else torch.empty(0, width),
         grids=tuple(grids),
         documents=tuple(documents),
-        places_K=torch.tensor(places, dtype=torch.int64),
+        places_K=torch.tensor([] if kind is CrossImages else places, dtype=torch.int64),
         tile_index_N=torch.tensor(indices, dtype=torch.int64),
     )
-    return replace(batch, images=images)
+    return batch.with_parts(images)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.batch import Batch
+from engine.batch import Batch, Embeddings
 from engine.config.data import DataOptions
 from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
@@ -143,7 +142,7 @@ def test_what_fits():
     assert not SHAPE.fits(_batch((1, 2, 21), (3, 4, 5, 12))), "seven documents"
     assert not SHAPE.fits(_batch((24,)))
     assert not SHAPE.fits(_batch((20,), (20,), length=20))
-    assert not SHAPE.fits(replace(_batch((24,), (24,)), embeddings_TH=torch.zeros(48, 4)))
+    assert not SHAPE.fits(_batch((24,), (24,)).with_parts(Embeddings(embeddings_TH=torch.zeros(48, 4))))
 
 
 def test_capacity():

@@ -12,6 +12,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
+from engine.rollouts.batch_parts import Completions
 from engine.rollouts.data.completions import Completion
 
 LENGTH = 16
@@ -33,7 +34,7 @@ def dataset(*, packing: bool, row_weight: str = "tokens") -> TokenDataset:
 
 def held(batch: Batch) -> dict[int, list[tuple[int, float, float]]]:
     """Returns for each completion, by its number, the label, log-probability and advantage of every target."""
-    completions = batch.completions
+    completions = batch.part(Completions)
     assert completions is not None
     found: dict[int, list[tuple[int, float, float]]] = {number: [] for number in completions.documents}
     columns = (batch.labels_BS, batch.loss_weights_BS, completions.ids_BS, completions.sampled_logps_BS)
@@ -62,12 +63,12 @@ def test_columns_lie_where_their_labels_do(packing: bool) -> None:
     rows = list(range(len(data)))
     batch = rank_batch(data, [*rows, None], [*rows, len(rows)], **_shape())
     assert held(batch) == EXPECTED
-    assert batch.completions is not None
-    order = batch.completions.documents
-    assert batch.completions.lengths.tolist() == [len(EXPECTED[number]) for number in order]
-    assert batch.completions.old_logps_BS is None and batch.completions.reference_logps_BS is None
-    moved = batch.map(lambda tensor: tensor + 1).completions
-    assert moved is not None and torch.equal(moved.advantages, batch.completions.advantages + 1)
+    assert batch.part(Completions) is not None
+    order = batch.part(Completions).documents
+    assert batch.part(Completions).lengths.tolist() == [len(EXPECTED[number]) for number in order]
+    assert batch.part(Completions).old_logps_BS is None and batch.part(Completions).reference_logps_BS is None
+    moved = batch.map(lambda tensor: tensor + 1).part(Completions)
+    assert moved is not None and torch.equal(moved.advantages, batch.part(Completions).advantages + 1)
 
 
 def _shape(size: int = 1, rank: int = 0) -> dict[str, int]:
@@ -83,11 +84,11 @@ def test_context_ranks_hold_each_target_once() -> None:
     rows = list(range(len(data)))
     parts = [rank_batch(data, rows, rows, **_shape(2, rank)) for rank in range(2)]
     found = [held(part) for part in parts]
-    whole = rank_batch(data, rows, rows, **_shape()).completions
+    whole = rank_batch(data, rows, rows, **_shape()).part(Completions)
     for number, expected in EXPECTED.items():
         assert sorted(found[0][number] + found[1][number]) == sorted(expected)
     for part in parts:
-        one = part.completions
+        one = part.part(Completions)
         assert one is not None and one.old_logps_BS is not None and one.reference_logps_BS is not None
         assert whole is not None and torch.equal(one.lengths, whole.lengths), "lengths are those of whole rows"
         targets = part.labels_BS != IGNORE_LABEL
@@ -119,5 +120,5 @@ def test_what_was_known_at_sampling_is_part_of_the_fingerprint() -> None:
 def test_fillers_have_no_completions() -> None:
     data = dataset(packing=False)
     (batch,) = EvalLoader(data, seq_length=LENGTH, micro_batch_size=5, data_rank=1, data_size=2)
-    assert batch.completions is not None and batch.completions.documents == ()
-    assert batch.completions.advantages.shape == (0,)
+    assert batch.part(Completions) is not None and batch.part(Completions).documents == ()
+    assert batch.part(Completions).advantages.shape == (0,)

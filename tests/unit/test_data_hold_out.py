@@ -14,6 +14,7 @@ from engine.data.hold_out import hold_out
 from engine.data.loader import EvalLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
+from engine.preferences.batch_parts import Answers
 from engine.preferences.data.judged import build_judged
 from engine.preferences.data.preference_pairs import build_pairs
 from tests.unit.test_data_loader import random_dataset
@@ -71,7 +72,7 @@ def test_pairs_stay_together(packing: bool, tmp_path: Path, stories_dir: Path) -
     assert held.group == 2 and held.report.unit == "pair" and held.compares
     assert train.target_counts.sum() + held.target_counts.sum() == 29
     loader = EvalLoader(held, seq_length=128, micro_batch_size=2, data_rank=0, data_size=1)
-    assert sum(len(batch.answers.documents) for batch in loader if batch.answers) == 2 * held.report.documents
+    assert sum(len(one.documents) for batch in loader if (one := batch.part(Answers))) == 2 * held.report.documents
 
 
 def test_mismatched_answers_go_with_theirs(tmp_path: Path, stories_dir: Path) -> None:

@@ -20,6 +20,7 @@ from engine.data.loader import DataLoader, EvalLoader
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
+from engine.preferences.batch_parts import Answers, Mismatched
 from engine.preferences.data.judged import build_judged, parse_judged
 from engine.preferences.data.preference_pairs import build_pairs, parse_pair
 
@@ -227,9 +228,9 @@ def loader_of(dataset: TokenDataset, rows: int) -> DataLoader:
 
 def answer_tokens(batch: Batch) -> list[list[int]]:
     """What each answer must predict, read from the batch alone."""
-    assert batch.answers is not None
-    weights, ids = batch.loss_weights_BS.bool(), batch.answers.ids_BS
-    return [batch.labels_BS[weights & (ids == number)].tolist() for number in range(len(batch.answers.documents))]
+    assert batch.part(Answers) is not None
+    weights, ids = batch.loss_weights_BS.bool(), batch.part(Answers).ids_BS
+    return [batch.labels_BS[weights & (ids == number)].tolist() for number in range(len(batch.part(Answers).documents))]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -240,7 +241,7 @@ def test_batches_say_which_token_belongs_to_which_answer(packing: bool, tmp_path
     assert dataset.target_counts.sum() == 9, "a pair counts once, however long"
     dataset.reference_logps = np.arange(18, dtype=np.float32)
     batch = loader_of(dataset, len(dataset)).batches(0)[0]
-    answers = batch.answers
+    answers = batch.part(Answers)
     assert answers is not None and answers.reference_logps is not None
     assert sorted(answers.documents) == list(range(18))
     assert answers.signs.tolist() == [1.0, -1.0] * 9
@@ -257,12 +258,15 @@ def test_context_parts_hold_each_token_once(tmp_path: Path, tokenizer: Tokenizer
     common = {"pad_multiple": 4, "pad_token": 0, "context_size": 2}
     parts = [rank_batch(dataset, [0, 3], [0, 1], **common, context_rank=rank) for rank in range(2)]
     whole = rank_batch(dataset, [0, 3], [0, 1], pad_multiple=4, pad_token=0, context_size=1, context_rank=0)
-    assert whole.answers is not None
+    assert whole.part(Answers) is not None
     for number, expected in enumerate(answer_tokens(whole)):
         held = [token for part in parts for token in answer_tokens(part)[number]]
         assert sorted(held) == sorted(expected)
     for part in parts:
-        assert part.answers is not None and part.answers.lengths.tolist() == whole.answers.lengths.tolist()
+        assert (
+            part.part(Answers) is not None
+            and part.part(Answers).lengths.tolist() == whole.part(Answers).lengths.tolist()
+        )
 
 
 def test_fillers_of_the_last_evaluation_batch_have_no_answers(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -271,13 +275,15 @@ def test_fillers_of_the_last_evaluation_batch_have_no_answers(tmp_path: Path, to
     for rank in range(2):
         options = {"seq_length": 48, "micro_batch_size": 2, "data_rank": rank, "data_size": 2}
         (batch,) = EvalLoader(dataset, **options)
-        assert batch.answers is not None
-        found.append(batch.answers)
-        assert batch.loss_weights_BS.sum() == batch.answers.lengths.sum()
+        assert batch.part(Answers) is not None
+        found.append(batch.part(Answers))
+        assert batch.loss_weights_BS.sum() == batch.part(Answers).lengths.sum()
     assert [len(answers.documents) for answers in found] == [4, 2]
     options = {"seq_length": 48, "micro_batch_size": 2, "data_rank": 1, "data_size": 2, "max_samples": 2}
     (empty,) = EvalLoader(dataset, **options)
-    assert empty.answers is not None and empty.answers.documents == () and len(empty.answers.signs) == 0
+    assert (
+        empty.part(Answers) is not None and empty.part(Answers).documents == () and len(empty.part(Answers).signs) == 0
+    )
 
 
 def judged(count: int) -> list[dict[str, Any]]:
@@ -294,9 +300,11 @@ def test_mismatched_answers_are_those_of_the_record_before(packing: bool, tmp_pa
     assert packing == (len(dataset) < 7) and dataset.seq_length == 40
     assert dataset.target_counts.sum() == 7 and dataset.signs.tolist() == [1.0, -1.0] * 3 + [1.0]
     batch = loader_of(dataset, len(dataset)).batches(0)[0]
-    other = batch.mismatched
-    assert other is not None and other.answers is not None and batch.answers is not None
-    assert other.answers.documents == batch.answers.documents
+    beside = batch.part(Mismatched)
+    assert beside is not None
+    other = beside.batch
+    assert other.part(Answers) is not None and batch.part(Answers) is not None
+    assert other.part(Answers).documents == batch.part(Answers).documents
     for data, shift in ((dataset, 0), (dataset.mismatched, 1)):
         assert data is not None
         for document in range(7):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, Embeddings
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings
 from engine.layers.module import shard_entries
@@ -23,6 +23,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.names import FUSED
 from engine.ops.attention.token_context import Encoded, TokenContext
+from engine.vision.batch_parts import ExpertTokens
 from engine.vision.ops.cross_attention import EncodedRows, cross_attention, pair_spans
 from engine.zigzag import Span
 from tests.distributed.cases import relative_error
@@ -127,7 +128,7 @@ def test_a_micro_batch_of_text_reports_to_all_sinks() -> None:
         data = fixture(name)
         model = model_of(data, EVERYTHING)
         batch = batch_of(data, data.cases[0], merged=True)
-        batch = replace(batch, experts=None, embeddings_TH=None)
+        batch = batch.without(ExpertTokens, Embeddings)
         reports: Counter[str] = Counter()
         for entry in shard_entries(model):
             entry.sink.bind(torch.zeros(entry.parameter.shape), partial(reports.update, [entry.name]))

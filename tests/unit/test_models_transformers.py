@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, Embeddings
 from tests.distributed.cases import Case, build, make_batch, relative_error
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.stock_models import (
@@ -101,7 +101,8 @@ def test_explicit_embeddings_and_positions_replace_the_lookup():
     built, batch = build(_cases("grouped heads")["everything"]), _batch()
     with torch.no_grad():
         expected = built.model(batch, built.stage.step)
-        handed = replace(batch, embeddings_TH=built.model.embed(batch), tokens_BS=torch.zeros_like(batch.tokens_BS))
+        handed = replace(batch, tokens_BS=torch.zeros_like(batch.tokens_BS))
+        handed = handed.with_parts(Embeddings(embeddings_TH=built.model.embed(batch)))
         assert torch.equal(built.model(handed, built.stage.step), expected)
         shifted = replace(batch, positions_BS=batch.positions_BS + 7)
         # rotary embeddings are relative, so a common shift changes rounding only

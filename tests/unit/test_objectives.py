@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch import Answers, Batch
+from engine.batch import Batch
 from engine.config import RunConfig
 from engine.config.model import ModelOptions
 from engine.config.objective import OBJECTIVES, Name, ObjectiveOptions
@@ -27,6 +27,7 @@ from engine.objectives.build import build_objective
 from engine.objectives.language_modeling import LanguageModeling
 from engine.objectives.objective import Objective
 from engine.objectives.stuck import REPORTS, StuckLoss
+from engine.preferences.batch_parts import Answers
 from engine.preferences.objectives.kto import Kto, KtoSettings
 from engine.preferences.objectives.preference import LOSSES, Preference, PreferenceSettings
 from engine.seams import resolve
@@ -65,7 +66,7 @@ def make_batch(*, dtype: torch.dtype = torch.float32, reference: bool = True) ->
     )
     batch = Batch(
         tokens_BS=nothing, labels_BS=nothing, positions_BS=nothing, token_index_BS=nothing, loss_weights_BS=weights,
-        document_offsets=torch.tensor([0, WIDTH, 2 * WIDTH]), document_lengths=(WIDTH, WIDTH), answers=answers,
+        document_offsets=torch.tensor([0, WIDTH, 2 * WIDTH]), document_lengths=(WIDTH, WIDTH), parts=(answers,),
     )  # fmt: skip
     return losses, batch
 
@@ -133,8 +134,8 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_losses_and_rewards_by_hand(settings: dict[str, Any]) -> None:
     losses, batch = make_batch()
-    assert batch.answers is not None and batch.answers.reference_logps is not None
-    reference, logps = batch.answers.reference_logps, logps_by_hand(losses)
+    assert batch.part(Answers) is not None and batch.part(Answers).reference_logps is not None
+    reference, logps = batch.part(Answers).reference_logps, logps_by_hand(losses)
     loss, figures = sums_of(preference(**settings), losses, batch)
     name, beta, mean = settings["loss"], settings["beta"], settings.get("length_normalised", False)
     smoothing, margin = settings.get("label_smoothing", 0.0), settings.get("margin", 0.0)
@@ -184,7 +185,7 @@ def test_simpo_is_that_of_trl(smoothing: float) -> None:
 
 def test_kto_by_hand() -> None:
     losses, batch = make_batch()
-    assert batch.answers is not None and batch.answers.reference_logps is not None
+    assert batch.part(Answers) is not None and batch.part(Answers).reference_logps is not None
     objective = Kto(
         KtoSettings(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5),
         cp=ALONE,
@@ -192,7 +193,7 @@ def test_kto_by_hand() -> None:
         compares_with_base=False,
     )
     logps = logps_by_hand(losses)
-    ratios = logps - batch.answers.reference_logps
+    ratios = logps - batch.part(Answers).reference_logps
     policy = torch.tensor([-3.0, -2.0, -4.0, -1.0])
     sums = objective.baseline.sums(batch, policy, torch.tensor([-4.0, -3.0, -3.0, -3.0]))
     baseline = objective.baseline.of(sums)
@@ -262,15 +263,15 @@ def test_very_unlikely_and_nearly_certain_answers_stay_finite() -> None:
 @pytest.mark.parametrize("loss", [*LOSSES, "kto"])
 def test_a_batch_of_fillers_adds_nothing(loss: str) -> None:
     losses, batch = make_batch()
-    assert batch.answers is not None
+    assert batch.part(Answers) is not None
     empty = Answers(
-        ids_BS=torch.zeros_like(batch.answers.ids_BS), signs=torch.zeros(0), lengths=torch.zeros(0), documents=(),
+        ids_BS=torch.zeros_like(batch.part(Answers).ids_BS), signs=torch.zeros(0), lengths=torch.zeros(0), documents=(),
         reference_logps=torch.zeros(0),
     )  # fmt: skip
     fillers = Batch(
         tokens_BS=batch.tokens_BS, labels_BS=batch.labels_BS, positions_BS=batch.positions_BS,
         token_index_BS=batch.token_index_BS, loss_weights_BS=torch.zeros(2, WIDTH),
-        document_offsets=batch.document_offsets, document_lengths=batch.document_lengths, answers=empty,
+        document_offsets=batch.document_offsets, document_lengths=batch.document_lengths, parts=(empty,),
     )  # fmt: skip
     objective = _built(name="dpo" if loss == "sigmoid" else loss)
     losses.requires_grad_()

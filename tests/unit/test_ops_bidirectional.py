@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import BidirectionalSpans
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
@@ -34,6 +33,7 @@ from engine.ops.attention.mergeable import InOneCall
 from engine.ops.attention.packed import attention_by_document
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import REFERENCE
+from engine.vision.batch_parts import BidirectionalSpans
 from tests.support.bidirectional_reference import masked, stock_mask
 
 LENGTHS = (9, 1, 23, 7)

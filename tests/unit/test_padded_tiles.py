@@ -21,6 +21,7 @@ from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.models.families import family_of
+from engine.vision.batch_parts import Images
 from engine.vision.data.minicpm_v import MiniCPMV
 from engine.vision.minicpm_versions import minicpm_v_version
 from engine.vision.towers.minicpm_v2_6 import MiniCPMV26Vision, PatchPlaces
@@ -145,11 +146,11 @@ def test_rows_of_several_conversations_have_the_longest_tile_of_each(
     batch = rank_batch(
         dataset, range(len(dataset)), range(len(dataset)), pad_multiple=1, pad_token=7, context_size=1, context_rank=0
     )
-    assert batch.images is not None and len(set(batch.images.documents)) == 2
-    lengths = [rows * columns for rows, columns, _ in batch.images.grids]
+    assert batch.part(Images) is not None and len(set(batch.part(Images).documents)) == 2
+    lengths = [rows * columns for rows, columns, _ in batch.part(Images).grids]
     assert len(set(lengths)) > 2, "tiles of one image differ"
-    for (_, _, longest), document in zip(batch.images.grids, batch.images.documents, strict=True):
-        own = [length for length, other in zip(lengths, batch.images.documents, strict=True) if other == document]
+    for (_, _, longest), document in zip(batch.part(Images).grids, batch.part(Images).documents, strict=True):
+        own = [length for length, other in zip(lengths, batch.part(Images).documents, strict=True) if other == document]
         assert longest == max(own)
 
 

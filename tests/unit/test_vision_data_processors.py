@@ -32,6 +32,7 @@ from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
+from engine.vision.batch_parts import GridPositions, Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Conversation, Turn
 from engine.vision.data.reader import ImageReader
@@ -298,7 +299,7 @@ def test_a_image_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) ->
         rows.append(rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0))
         assert dataset.vision is not None
         length = int(dataset.vision.spans[-1, 0])  # where the second image begins
-    whole, cut = (one.images for one in rows)
+    whole, cut = (one.part(Images) for one in rows)
     assert whole is not None and cut is not None
     assert whole.grids == ((4, 4), (4, 4)) and cut.grids == ((4, 4),)
     assert 2 * len(cut.places_K) == len(whole.places_K)
@@ -437,7 +438,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, images=ImageReader(family))
     batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
-    assert batch.images is not None and batch.grid_positions_3BS is not None
+    assert batch.part(Images) is not None and batch.part(GridPositions) is not None
     model: Any = stock.__new__(stock)
     torch.nn.Module.__init__(model)
     model.config = type("C", (), {"vision_config": type("V", (), {"spatial_merge_size": 2, "tokens_per_second": 2})})
@@ -446,21 +447,23 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
         ids = batch.tokens_BS[:, start : start + length]
         grids = [
             (1, *grid)
-            for grid, owner in zip(batch.images.grids, batch.images.documents, strict=True)
+            for grid, owner in zip(batch.part(Images).grids, batch.part(Images).documents, strict=True)
             if owner == number
         ]
         expected, _ = model.get_rope_index(
             ids, (ids == pad).long(), image_grid_thw=torch.tensor(grids) if grids else None
         )
-        assert torch.equal(batch.grid_positions_3BS[:, :, start : start + length], expected)
+        assert torch.equal(batch.part(GridPositions).positions_3BS[:, :, start : start + length], expected)
         start += length
     halves = [
         rank_batch(dataset, [0], [0], pad_multiple=4, pad_token=0, context_size=2, context_rank=rank) for rank in (0, 1)
     ]
     for half in halves:
         columns = half.token_index_BS[0]
-        assert half.grid_positions_3BS is not None
-        assert torch.equal(half.grid_positions_3BS, batch.grid_positions_3BS[:, :, columns])
+        assert half.part(GridPositions) is not None
+        assert torch.equal(
+            half.part(GridPositions).positions_3BS, batch.part(GridPositions).positions_3BS[:, :, columns]
+        )
 
 
 def test_marks_that_are_no_images_are_refused(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.data.preview import first_documents, preview
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.preferences.batch_parts import Answers
 from engine.preferences.data.judged import build_judged
 from engine.preferences.data.preference_pairs import build_pairs
+from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.data import row_images as row_images
 from engine.vision.data.families import vision_family
 from engine.vision.data.reader import ImageReader
@@ -158,34 +160,37 @@ def test_packed_rows_have_the_originals_labels_places_and_pixels(tmp_path: Path)
     assert (batch.labels_BS[0, len(labels) :] == IGNORE_LABEL).all()
     assert dataset.target_counts.tolist() == [sum(label != IGNORE_LABEL for label in labels)]
     assert batch.loss_weights_BS.sum() == dataset.target_counts[0]
-    assert batch.images is not None and batch.images.features_K is None
-    assert batch.images.places_K.tolist() == places
-    assert (batch.tokens_BS.flatten()[batch.images.places_K] == 0).all()
-    assert batch.images.documents == tuple(documents)
-    assert batch.images.grids == tuple((one.shape[1] // 14, one.shape[2] // 14) for one in pixels)
-    np.testing.assert_array_equal(batch.images.patches_PF, np.concatenate([flat(one) for one in pixels]))
+    images = batch.part(Images)
+    assert images is not None and images.features_K is None
+    assert images.places_K.tolist() == places
+    assert (batch.tokens_BS.flatten()[images.places_K] == 0).all()
+    assert images.documents == tuple(documents)
+    assert images.grids == tuple((one.shape[1] // 14, one.shape[2] // 14) for one in pixels)
+    np.testing.assert_array_equal(images.patches_PF, np.concatenate([flat(one) for one in pixels]))
     assert batch.positions_BS[0].tolist() == [*range(68), *range(59), *range(28 + LENGTH - len(labels))]
-    assert batch.cross_images is None and batch.experts is None
+    assert batch.part(CrossImages) is None and batch.part(ExpertTokens) is None
     moved = batch.map(lambda tensor: tensor + 1)
-    assert moved.images is not None and torch.equal(moved.images.places_K, batch.images.places_K + 1)
-    empty = batch_of(dataset, [None]).images
+    assert torch.equal(moved.part(Images).places_K, images.places_K + 1)
+    empty = batch_of(dataset, [None]).part(Images)
     assert empty is not None and empty.patches_PF.shape == (0, 3 * 14 * 14) and empty.grids == ()
 
 
 def test_context_parts_place_each_feature_once_in_the_column_that_has_it(tmp_path: Path) -> None:
     dataset = minicpm(tmp_path, packing=True)
     whole = batch_of(dataset, [0, 0])
-    assert whole.images is not None
+    images = whole.part(Images)
+    assert images is not None
     seen = []
     for rank in range(3):
         part = batch_of(dataset, [0, 0], context_size=3, context_rank=rank, pad_multiple=6)
-        assert part.images is not None and part.images.features_K is not None
-        assert torch.equal(part.images.patches_PF, whole.images.patches_PF)
-        assert part.images.grids == whole.images.grids and part.images.documents == whole.images.documents
-        at = part.token_index_BS.flatten()[part.images.places_K]
-        assert torch.equal(at, whole.token_index_BS.flatten()[whole.images.places_K[part.images.features_K]])
-        seen += part.images.features_K.tolist()
-    assert sorted(seen) == list(range(len(whole.images.places_K)))
+        held = part.part(Images)
+        assert held is not None and held.features_K is not None
+        assert torch.equal(held.patches_PF, images.patches_PF)
+        assert held.grids == images.grids and held.documents == images.documents
+        at = part.token_index_BS.flatten()[held.places_K]
+        assert torch.equal(at, whole.token_index_BS.flatten()[images.places_K[held.features_K]])
+        seen += held.features_K.tolist()
+    assert sorted(seen) == list(range(len(images.places_K)))
 
 
 def cogvlm(folder: str, tmp_path: Path, *, packing: bool) -> TokenDataset:
@@ -215,7 +220,7 @@ def test_token_types_of_cogvlm_rows_decide_positions_and_experts(tmp_path: Path,
     rows = list(range(len(dataset)))
     whole = batch_of(dataset, rows, pad_multiple=4)
     types = (whole.tokens_BS.flatten() == 514).int()
-    assert whole.images is not None and torch.equal(types.nonzero()[:, 0], whole.images.places_K)
+    assert whole.part(Images) is not None and torch.equal(types.nonzero()[:, 0], whole.part(Images).places_K)
     follows = torch.cat([types[1:], types.new_zeros(1)])
     # the original's positions and experts, document by document, from its token types
     vision, positions, start = [], [], 0
@@ -235,32 +240,32 @@ def test_token_types_of_cogvlm_rows_decide_positions_and_experts(tmp_path: Path,
     seen = {"vision": [], "language": []}
     for rank in range(context):
         part = batch_of(dataset, rows, pad_multiple=4, context_size=context, context_rank=rank)
-        assert part.experts is not None
-        both = torch.cat([part.experts.vision_V, part.experts.language_L])
+        assert part.part(ExpertTokens) is not None
+        both = torch.cat([part.part(ExpertTokens).vision_V, part.part(ExpertTokens).language_L])
         assert torch.equal(both.sort().values, torch.arange(part.num_tokens))
-        assert torch.equal(part.experts.vision_V, part.experts.vision_V.sort().values)
-        seen["vision"] += part.token_index_BS.flatten()[part.experts.vision_V].tolist()
+        assert torch.equal(part.part(ExpertTokens).vision_V, part.part(ExpertTokens).vision_V.sort().values)
+        seen["vision"] += part.token_index_BS.flatten()[part.part(ExpertTokens).vision_V].tolist()
     assert sorted(seen["vision"]) == index[vision].tolist()
 
 
 def test_a_second_tower_gets_the_same_images_and_knows_their_documents(tmp_path: Path) -> None:
     dataset = cogvlm("cogagent", tmp_path, packing=False)
     batch = batch_of(dataset, [0, 0])
-    assert batch.images is not None and batch.cross_images is not None
-    assert batch.images.documents == batch.cross_images.documents == (0, 1)
-    assert batch.cross_images.grids == ((7, 7), (7, 7)) and batch.cross_images.places_K.numel() == 0
+    assert batch.part(Images) is not None and batch.part(CrossImages) is not None
+    assert batch.part(Images).documents == batch.part(CrossImages).documents == (0, 1)
+    assert batch.part(CrossImages).grids == ((7, 7), (7, 7)) and batch.part(CrossImages).places_K.numel() == 0
     (pixels,) = tiles_of("cogagent", "chat_image.cross_images.0")
-    np.testing.assert_array_equal(batch.cross_images.patches_PF[49:], flat(pixels))
+    np.testing.assert_array_equal(batch.part(CrossImages).patches_PF[49:], flat(pixels))
 
 
 def equal(first: Batch, second: Batch) -> bool:
-    assert first.images is not None and second.images is not None
+    assert first.part(Images) is not None and second.part(Images) is not None
     return (
         torch.equal(first.tokens_BS, second.tokens_BS)
         and torch.equal(first.labels_BS, second.labels_BS)
-        and torch.equal(first.images.patches_PF, second.images.patches_PF)
-        and torch.equal(first.images.places_K, second.images.places_K)
-        and first.images.grids == second.images.grids
+        and torch.equal(first.part(Images).patches_PF, second.part(Images).patches_PF)
+        and torch.equal(first.part(Images).places_K, second.part(Images).places_K)
+        and first.part(Images).grids == second.part(Images).grids
     )
 
 
@@ -337,13 +342,12 @@ def test_pixels_are_decoded_when_a_row_is_built_and_once(tmp_path: Path, monkeyp
     assert names == []
     batch = batch_of(dataset, [0])
     assert names == ["a.png"]
-    assert batch.images is not None and batch.images.documents == (0, 0, 0, 1, 1, 1) and batch.answers is not None
-    places = batch.images.places_K.tolist()
+    images, answers = batch.part(Images), batch.part(Answers)
+    assert images is not None and images.documents == (0, 0, 0, 1, 1, 1) and answers is not None
+    places = images.places_K.tolist()
     assert (batch.tokens_BS.flatten()[places] == 0).all() and len(places) == 2 * 3 * 4
     # of compared answers only their own tokens and the end token count
-    assert batch.answers.lengths.tolist() == [
-        len(tokenizer.encode(text)) + 1 for text in ("Players.", "Nobody at all.")
-    ]
+    assert answers.lengths.tolist() == [len(tokenizer.encode(text)) + 1 for text in ("Players.", "Nobody at all.")]
 
 
 def test_judged_answers_take_their_questions_images_to_the_mismatched_ones(tmp_path: Path) -> None:
@@ -373,9 +377,12 @@ def test_judged_answers_take_their_questions_images_to_the_mismatched_ones(tmp_p
         )
         ours, theirs = (batch_of(one, [0, 1, 2]) for one in (found, data))
         assert torch.equal(ours.tokens_BS, theirs.tokens_BS) and torch.equal(ours.labels_BS, theirs.labels_BS)
-        assert ours.images is not None and theirs.images is not None
-        assert torch.equal(ours.images.places_K, theirs.images.places_K)
-        assert torch.equal(ours.images.patches_PF, theirs.images.patches_PF) and ours.images.documents[-1] == 1
+        assert ours.part(Images) is not None and theirs.part(Images) is not None
+        assert torch.equal(ours.part(Images).places_K, theirs.part(Images).places_K)
+        assert (
+            torch.equal(ours.part(Images).patches_PF, theirs.part(Images).patches_PF)
+            and ours.part(Images).documents[-1] == 1
+        )
     assert judged.signs.tolist() == [-1.0, 1.0, 1.0]
 
 
@@ -467,7 +474,7 @@ def test_coordinates_of_tiles_do_not_depend_on_the_micro_batch(packing: bool, tm
 
     def indices(rows: list[int], slots: list[int], **context: int) -> list[int]:
         where = {"context_size": 1, "context_rank": 0} | context
-        images = rank_batch(dataset, rows, slots, pad_multiple=1, pad_token=7, **where).images
+        images = rank_batch(dataset, rows, slots, pad_multiple=1, pad_token=7, **where).part(Images)
         assert images is not None and images.tile_index_N is not None
         return images.tile_index_N.tolist()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.batch import Batch, Images
+from engine.batch import Batch
 from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
@@ -18,6 +18,7 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.runtime.launch import Launch
 from engine.training.data import data_position
+from engine.vision.batch_parts import CrossImages, Images
 from engine.vision.data import row_images as row_images
 from engine.vision.tile_shares import EncoderRank, deal_out
 from tests.unit.test_vision_data_rows import batch_of, cogvlm, minicpm, minicpm_records
@@ -69,7 +70,7 @@ def test_each_rank_decodes_the_images_of_its_share(ranks: int, tmp_path: Path, d
     each fail here."""
     dataset = images_of_many_tiles(tmp_path)
     rows = list(range(len(dataset)))
-    whole = batch_of(dataset, rows).images
+    whole = batch_of(dataset, rows).part(Images)
     assert whole is not None and len(decoded) == 4
     assert len(whole.grids) == len(whole.documents) == 10
     assert len(whole.patches_PF) == sum(grid[0] * grid[1] for grid in whole.grids)
@@ -78,7 +79,7 @@ def test_each_rank_decodes_the_images_of_its_share(ranks: int, tmp_path: Path, d
     parts = []
     for rank, share in enumerate(deal_out(whole.grids, ranks)):
         decoded.clear()
-        part = batch_of(dataset, rows, encoder=EncoderRank(rank, ranks)).images
+        part = batch_of(dataset, rows, encoder=EncoderRank(rank, ranks)).part(Images)
         assert part is not None
         parts.append(part)
         assert decoded == list(dict.fromkeys(tiles_of[share.tiles]))
@@ -93,17 +94,20 @@ def test_two_towers_share_alike(tmp_path: Path, decoded: list[str]) -> None:
     for rank in range(4):
         decoded.clear()
         found.append(batch_of(dataset, rows, encoder=EncoderRank(rank, 4)))
-        has_tiles = found[-1].images is not None and len(found[-1].images.patches_PF) > 0
+        has_tiles = found[-1].part(Images) is not None and len(found[-1].part(Images).patches_PF) > 0
         assert len(decoded) == has_tiles  # rows of one image
-    for tower in ("images", "cross_images"):
-        require_shares(getattr(whole, tower), [getattr(one, tower) for one in found])
+    for tower in (Images, CrossImages):
+        require_shares(whole.part(tower), [one.part(tower) for one in found])
 
 
 def test_ranks_that_encode_nothing_decode_nothing(tmp_path: Path, decoded: list[str]) -> None:
     dataset = cogvlm("cogagent", tmp_path, packing=False)
     whole, found = batch_of(dataset, [0, 0]), batch_of(dataset, [0, 0], encoder=EncoderRank(None, 2))
     assert len(decoded) == 1
-    for own, all_of_it in ((found.images, whole.images), (found.cross_images, whole.cross_images)):
+    for own, all_of_it in (
+        (found.part(Images), whole.part(Images)),
+        (found.part(CrossImages), whole.part(CrossImages)),
+    ):
         assert own is not None and all_of_it is not None
         assert own.patches_PF.shape == (0, all_of_it.patches_PF.shape[1]) and own.grids == all_of_it.grids
 
@@ -111,14 +115,14 @@ def test_ranks_that_encode_nothing_decode_nothing(tmp_path: Path, decoded: list[
 def test_a_image_that_changed_is_refused_where_it_is_decoded(tmp_path: Path) -> None:
     dataset = minicpm(tmp_path, records=minicpm_records()[:2])
     first, second = (EncoderRank(rank, 2) for rank in range(2))
-    whole = batch_of(dataset, [0, 1]).images
+    whole = batch_of(dataset, [0, 1]).part(Images)
     assert whole is not None
     assert dataset.vision is not None
     (image,) = dataset.vision.images(1)
     Image.new("RGB", (41, 30)).save(image.file)
     with pytest.raises(UserError, match=r"line 2: field 'image' names .* is 41 x 30 now"):
         batch_of(dataset, [0, 1], encoder=second)
-    assert batch_of(dataset, [0, 1], encoder=first).images is not None
+    assert batch_of(dataset, [0, 1], encoder=first).part(Images) is not None
 
 
 def test_the_loaders_place_is_that_of_the_mesh() -> None:

@@ -7,10 +7,10 @@ from typing import ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from engine.batch import BidirectionalSpans
 from engine.experts.ops.load_balance import LoadBalance
 from engine.kernels.records import Documents
 from engine.ops.attention.cache_protocol import KeyValueCache
+from engine.vision.batch_parts import BidirectionalSpans
 from engine.vision.ops.cross_attention import EncodedSpan
 from engine.zigzag import ContextPlan
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.batch import Answers, Batch
+from engine.batch import Batch
 from engine.distributed.differentiable import reduce_from_all
 from engine.distributed.mesh import Axis
+from engine.preferences.batch_parts import Answers
 
 
 def answers_of(batch: Batch) -> Answers:
     """Returns the answers of a batch, which must have some."""
-    assert batch.answers is not None, "a batch without answers"
-    return batch.answers
+    answers = batch.part(Answers)
+    assert answers is not None, "a batch without answers"
+    return answers
 
 
 def log_likelihoods(token_losses_T: Tensor, batch: Batch, cp: Axis) -> Tensor:

@@ -43,13 +43,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, Completions
+from engine.batch import Batch
 from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.differentiable import reduce_from_all
 from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
+from engine.rollouts.batch_parts import Completions
 from engine.rollouts.data.completions import RowWeight
 from engine.rollouts.objective.quantile import quantile
 
@@ -212,7 +213,7 @@ class PolicyGradient:
         entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
-        settings, completions = self.settings, batch.completions
+        settings, completions = self.settings, batch.part(Completions)
         assert completions is not None and (entropies_T is not None) == self.needs_entropies, "see needs_entropies"
         tokens, logps_T = _Tokens.of(batch, completions, self._cp), -token_losses_T
         old_T = logps_T.detach() if completions.old_logps_BS is None else completions.old_logps_BS.flatten()

@@ -50,7 +50,7 @@ class StaticShape:
             (batch.num_rows, batch.row_length) == (self.rows, self.length)
             and len(batch.document_lengths) <= self.documents
             and batch.context_plan is None
-            and batch.embeddings_TH is None
+            and all(part.graphs_ignore for part in batch.parts)
         )
 
 

@@ -9,7 +9,7 @@ Legend: B rows, S columns, T = B * S tokens, P patches, F numbers of a patch, K 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import BidirectionalSpans, ExpertTokens, Images
+from engine.batch import BatchPart
+from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, Images
 from engine.vision.data.columns import PlacedImage, VisionColumns
 from engine.vision.data.family import Span, Tiles, VisionFamily
 from engine.vision.data.files import read_image
@@ -32,16 +33,6 @@ _IMAGE_TILES = 1 << 10
 
 Decoded = dict[tuple[Path, bool], tuple[Tiles, Tiles | None]]
 """The tiles of images for both towers, by file and whether it is alone in its conversation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionRows:
-    """The vision part of a micro-batch of whole rows; arguments of `engine.batch.Batch`."""
-
-    images: Images
-    cross_images: Images | None
-    experts: ExpertTokens | None
-    bidirectional: BidirectionalSpans | None
 
 
 class _Placed(NamedTuple):
@@ -107,9 +98,9 @@ class RowImages:
         self._experts += [(start + first, start + end) for first, end in self._family.expert_spans(spans)]
         return self._family.positions(length, spans, sizes)
 
-    def collected(self, num_tokens: int, encoder: EncoderRank) -> VisionRows:
-        """Decodes the images of which `encoder` encodes a tile, and returns all with their places among `num_tokens`
-        tokens.
+    def collected(self, num_tokens: int, encoder: EncoderRank) -> tuple[BatchPart, ...]:
+        """Decodes the images of which `encoder` encodes a tile, and returns the parts of a batch of `num_tokens`
+        tokens, its `Images` first.
 
         Raises:
             UserError: one of those that it decodes cannot be read, or has changed.
@@ -123,17 +114,16 @@ class RowImages:
             second = _Tower(list(map(family.cross_grids, sizes)), encoder, family.cross_patch_features)
         decoded = self._decoded(sorted({*tower.encoded, *(() if second is None else second.encoded)}), alone)
         places = _indices(self._places)
-        cross_images = None
+        images = tower.images(Images, self._images, {at: tiles for at, (tiles, _) in decoded.items()}, places)
+        parts: list[BatchPart] = [replace(images, grids=family.grids_together(images.grids, images.documents))]
         if second is not None:
             cross_tiles = {at: cross for at, (_, cross) in decoded.items() if cross is not None}
-            cross_images = second.images(self._images, cross_tiles, _indices([]))
-        images = tower.images(self._images, {at: tiles for at, (tiles, _) in decoded.items()}, places)
-        return VisionRows(
-            images=replace(images, grids=family.grids_together(images.grids, images.documents)),
-            cross_images=cross_images,
-            experts=_expert_tokens(_indices(self._experts), num_tokens) if family.has_experts else None,
-            bidirectional=BidirectionalSpans.of(self._places) if family.is_bidirectional else None,
-        )
+            parts.append(second.images(CrossImages, self._images, cross_tiles, _indices([])))
+        if family.has_experts:
+            parts.append(ExpertTokens.of(_indices(self._experts), num_tokens))
+        if family.is_bidirectional and (spans := BidirectionalSpans.of(self._places)) is not None:
+            parts.append(spans)
+        return tuple(parts)
 
     def _decoded(self, images: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
         """Returns the tiles of these images for both towers, by the images' numbers."""
@@ -169,10 +159,13 @@ class _Tower:
         wanted = self._share.tiles
         self.encoded = [at for at in range(len(grids)) if max(ends[at], wanted.start) < min(ends[at + 1], wanted.stop)]
 
-    def images(self, images: Sequence[_Placed], tiles: Mapping[int, Tiles], places: Tensor) -> Images:
+    def images(
+        self, kind: type[Images], images: Sequence[_Placed], tiles: Mapping[int, Tiles], places: Tensor
+    ) -> Images:
         """Returns the record with the patches of the share.
 
         Args:
+            kind: the record for this tower.
             images: of the micro-batch.
             tiles: those of `self.encoded`.
             places: the tokens that features replace.
@@ -183,7 +176,7 @@ class _Tower:
         patches = np.concatenate(parts) if parts else np.empty((0, self._features), np.float32)
         first, wanted = _num_patches(self._grids[: self.encoded[0]]) if parts else 0, self._share.patches
         numbered = [(one, at) for one, own in zip(images, self._grids, strict=True) for at in range(len(own))]
-        return Images(
+        return kind(
             patches_PF=torch.from_numpy(patches[wanted.start - first : wanted.stop - first] if parts else patches),
             grids=self._all,
             documents=tuple(one.document for one, _ in numbered),
@@ -195,38 +188,6 @@ class _Tower:
 
 def _num_patches(images: Sequence[tuple[Grid, ...]]) -> int:
     return sum(grid[0] * grid[1] for own in images for grid in own)
-
-
-def held_images(images: Images, columns: Tensor, row_length: int) -> Images:
-    """Returns the images of whole rows with the places among some columns of every row.
-
-    Args:
-        columns: int64, the columns that are held, in order.
-        row_length: S of the whole rows.
-    """
-    places, kept = _held(images.places_K, columns, row_length)
-    return replace(images, places_K=places, features_K=kept)
-
-
-def held_experts(experts: ExpertTokens, columns: Tensor, row_length: int) -> ExpertTokens:
-    """Returns which of the tokens in some columns of every row take which weights."""
-    vision, language = (_held(tokens, columns, row_length)[0] for tokens in (experts.vision_V, experts.language_L))
-    return ExpertTokens(vision_V=vision.sort().values, language_L=language.sort().values)
-
-
-def _held(places: Tensor, columns: Tensor, row_length: int) -> tuple[Tensor, Tensor]:
-    """Returns the places among the held columns, and which of all places these are."""
-    here = torch.full((row_length,), -1, dtype=torch.int64)
-    here[columns] = torch.arange(len(columns))
-    column = here[places % row_length]
-    kept = (column >= 0).nonzero()[:, 0]
-    return places[kept] // row_length * len(columns) + column[kept], kept
-
-
-def _expert_tokens(vision: Tensor, num_tokens: int) -> ExpertTokens:
-    is_language = torch.ones(num_tokens, dtype=torch.bool)
-    is_language[vision] = False
-    return ExpertTokens(vision_V=vision, language_L=is_language.nonzero()[:, 0])
 
 
 def _indices(spans: Sequence[Span]) -> Tensor:

@@ -25,13 +25,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from engine.batch import Images
 from engine.choices import VISION
 from engine.distributed.collectives import all_gather, all_reduce, local_part
 from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
 from engine.ops.gradients import past_unused
+from engine.vision.batch_parts import Images
 from engine.vision.layers.plain_module import PlainModule, TileDropout
 from engine.vision.tile_shares import EncoderRank, deal_out
 

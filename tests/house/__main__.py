@@ -1,4 +1,4 @@
-"""Prints the counts of the house as a table: python -m tests.house [TREE] [--moves FILE] [--json] [--walk NAME]
+"""Prints the counts of the house as a table: python -m tests.house [TREE] [--moves FILE] [--json]
 
 Beside each figure stands what the design of core and wings aims at. A row whose subject a tree does not have shows "-".
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.house import left
 from tests.house.sources import WINGS, Source, Tree
 from tests.house.text_run import counted_run
 from tests.house.walks import walk
@@ -58,11 +59,8 @@ def text_run(tree: Tree) -> Iterator[Row]:
         yield f"  {room}", f"{len(each)} / {sum(each):,}", ""
     own = {source.path: source.module for source in tree.sources.values()}
     wings = [wing for path in counted["run"].values() if (wing := tree.wing(own[path])) is not None]
-    yield (
-        "modules of wings in a text run",
-        ", ".join(f"{one} {wings.count(one)}" for one in WINGS if one in wings),
-        "none",
-    )
+    yield "modules of wings in a text run", len(wings), "0"
+    yield from ((f"  {wing}", wings.count(wing), "") for wing in WINGS if wing in wings)
     yield "decoders constructed in a start", counted["decoders"], "4"
 
 
@@ -173,9 +171,12 @@ def main() -> None:
     parser.add_argument(
         "--walk", choices=[start for start, _, _ in WALKS.values()], help="list a walk's functions instead"
     )
+    parser.add_argument("--left", action="store_true", help="write tests/house/left.json, which tests compare with")
     given = parser.parse_args()
     moves = json.loads(given.moves.read_text(encoding="utf-8")) if given.moves else {}
     tree = Tree(given.tree.resolve(), moves)
+    if given.left:
+        return left.write(tree)
     if given.walk is not None:
         parameter = next(name for start, name, _ in WALKS.values() if start == given.walk)
         found = walk(tree, given.walk, parameter)

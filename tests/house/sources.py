@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 FOLDERS = ("engine", "rankfold", "triton_kernels")
-WINGS = ("engine.vision", "engine.experts", "engine.rollouts", "engine.preferences", "rankfold.migrating")
-"""What some runs use. All else of `engine` and `triton_kernels` is the core."""
+WINGS: dict[str, tuple[str, ...]] = {
+    "engine.vision": (),
+    "engine.experts": (),
+    "engine.rollouts": ("engine.experts",),
+    "engine.preferences": ("engine.vision",),
+    "rankfold.migrating": (),
+}
+"""What some runs use -> the wings that it may import. All else of `engine` and `triton_kernels` is the core."""
+
+LATE = re.compile(r"(?:engine|rankfold)(?:\.\w+)+:\w+")
+"""A name that `engine.seams.resolve` turns into the object."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -124,6 +134,23 @@ class Tree:
             if self.is_core(source.module)
             for _, module in sorted({(one.line, one.module) for one in source.imports if self.wing(one.module)})
         ]
+
+    def late_names(self) -> list[tuple[str, str]]:
+        """Returns (file, "module:NAME") of each text in the product that names an object so."""
+        return [
+            (source.path, node.value)
+            for source in self.sources.values()
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and LATE.fullmatch(node.value)
+        ]
+
+    def defines(self, module: str, name: str) -> bool:
+        """Whether a name is bound at the top level of a module."""
+        source = self.sources.get(module)
+        if source is None or self.lookup(module, name) is not None:
+            return source is not None
+        assigned = (node for node in source.tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
+        return name in {one.id for node in assigned for one in ast.walk(node) if isinstance(one, ast.Name)}
 
     def find(self, name: str, under: str = "engine") -> Source | None:
         """Returns the first file under a package that defines `name` at its top level."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.sources import WINGS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = {
@@ -52,8 +54,6 @@ LEVELS = {
     "examples": 12,
     "tests": 13,
 }
-WINGS = ("engine.vision", "engine.experts", "engine.preferences", "engine.rollouts")
-"""Capabilities that some runs use. They import the core; test_wings.py holds that the core does not import them."""
 FOR_ALL = (
     "engine.errors", "engine.batch", "engine.choices", "engine.files", "engine.foreign", "engine.printable",
     "engine.seams", "engine.sentences", "engine.zigzag",

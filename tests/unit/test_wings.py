@@ -1,0 +1,75 @@
+"""The core imports no wing, wings import each other as their table says, and a text run loads none.
+
+Where that is not so yet, `tests/house/left.json` lists it: what the core still imports of wings, the circles, and what
+a text run still loads. It only shrinks; `python -m tests.house --left` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.house import left
+from tests.house.sources import WINGS, Tree, strong_components
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT = json.loads(left.FILE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree(ROOT)
+
+
+def _compare(found: list[str], listed: list[str], what: str) -> None:
+    assert not (more := sorted({*found} - {*listed})), f"{what} that no list has: {more}"
+    assert not (gone := sorted({*listed} - {*found})), f"no longer so, take it out of {left.FILE.name}: {gone}"
+
+
+def test_the_core_imports_no_wing(tree: Tree) -> None:
+    _compare(left.imports(tree), LEFT["imports"], "imports of wings by the core")
+
+
+def test_no_import_circles(tree: Tree) -> None:
+    _compare(left.circles(tree), LEFT["circles"], "circles of imports")
+
+
+def test_a_text_run_loads_no_wing(tree: Tree) -> None:
+    _compare(left.loaded(tree), LEFT["loaded"], "modules of wings in a text LoRA run")
+
+
+def test_wings_import_those_of_their_table(tree: Tree) -> None:
+    arrows = {
+        (wing, other)
+        for source in tree.sources.values()
+        for one in source.imports
+        if (wing := tree.wing(source.module)) is not None and (other := tree.wing(one.module)) not in (None, wing)
+    }
+    assert arrows == {(wing, other) for wing, others in WINGS.items() for other in others}
+
+
+def test_the_table_of_wings_has_no_circle() -> None:
+    assert len(strong_components({wing: {*others} for wing, others in WINGS.items()})) == len(WINGS)
+
+
+def test_late_names_name_something(tree: Tree) -> None:
+    """A wrong one would be an error only where it is first needed."""
+    assert [one for one in tree.late_names() if not tree.defines(*one[1].split(":"))] == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from engine.vision.towers import clip",
+        "def f():\n    import engine.vision.towers.clip",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..vision.towers.clip import Tower",
+    ],
+)
+def test_an_import_of_a_wing_is_found(tmp_path: Path, statement: str) -> None:
+    for module, text in {"engine/models/decoder": statement, "engine/vision/towers/clip": "class Tower: pass"}.items():
+        (tmp_path / module).parent.mkdir(parents=True)
+        (tmp_path / f"{module}.py").write_text(text, encoding="utf-8")
+    (tmp_path / "engine/vision/towers/__init__.py").touch()
+    assert left.imports(Tree(tmp_path)) == ["engine/models/decoder.py: engine.vision.towers.clip"]

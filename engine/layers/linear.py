@@ -29,9 +29,9 @@ from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput
 from engine.ops.magnitude import AdapterBias, Magnitude, biased_output, scaled_output
-from engine.ops.operands import LinearOperands, RowsSink
+from engine.ops.operands import LinearOperands, RowsSink, Way
 from engine.ops.parallel_linear import column_linear, row_linear
-from engine.ops.products import FOLDED, JOINED, SEPARATE, Way
+from engine.ops.products import FOLDED, JOINED, SEPARATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,8 +41,8 @@ from engine.distributed.collectives import (
 from engine.ops.adapters import accumulate_a, accumulate_b
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
-from engine.ops.operands import LinearOperands, accumulate_base
-from engine.ops.products import FOLDED, SEPARATE, Inputs, OutputGradient, Update
+from engine.ops.operands import Inputs, LinearOperands, OutputGradient, Update, accumulate_base
+from engine.ops.products import FOLDED, SEPARATE, in_context
 from engine.ops.quantized_products import RowCodes
 
 
@@ -53,7 +53,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
-        operands = operands.in_context(context)
+        operands = in_context(operands, context)
         way, gathers = operands.forward_way, operands.gathers
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
         made = way.inputs(operands, u, source, mask, gathers=gathers)
@@ -178,7 +178,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
-        operands = operands.in_context(context)
+        operands = in_context(operands, context)
         way, axis = operands.forward_way, operands.axis
         mask = operands.mask(context, context.token_index)
         made = way.inputs(operands, u, source, mask, gathers=False)

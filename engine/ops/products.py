@@ -18,87 +18,15 @@ Legend: T tokens, I input features, O output features, R stacked adapter rows; a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.ops.adapters import add_expansion, output_gradients, project, projection_gradient
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
-from engine.ops.quantized_products import RowCodes
-
-if TYPE_CHECKING:
-    from engine.ops.operands import LinearOperands
-
-Update = Literal["now", "any time", "later"]
-"""When dX gets the adapters' part, drop'(dH A). "now": before dX leaves, since dH stays here. "later": after
-the collective, since dH is still a partial sum. "any time": whichever is cheaper."""
-
-
-class Inputs(NamedTuple):
-    """The factors that `outputs` multiplies.
-
-    Args:
-        x: [T, I]; [T, I + E] with H and padding beside it where folded; or codes, where the base's products take those.
-        h: [T, R]; None without adapters, and where `outputs` makes it.
-        statistics: saved for the input's gradient.
-    """
-
-    x: Tensor | RowCodes
-    h: Tensor | None
-    statistics: Tensor | None
-
-
-class OutputGradient(NamedTuple):
-    """The output's gradient and the other inputs of `gradients`.
-
-    Args:
-        dy_TO: gradient of the output, of all tokens that were multiplied.
-        h: H of the same tokens; None without adapters.
-        mask: of the input.
-        needs_dx: whether dX is wanted.
-        update: when dX gets the adapters' part.
-    """
-
-    dy_TO: Tensor
-    h: Tensor | None
-    mask: Tensor | None
-    needs_dx: bool
-    update: Update
-
-
-class Gradients(NamedTuple):
-    """Gradients of x and of H as they leave for a collective.
-
-    Args:
-        parts: dH, then dX, as far as they were computed; or both in one tensor where folded.
-        added_db: dB is in its sinks.
-        has_update: dX has the adapters' part.
-    """
-
-    parts: tuple[Tensor, ...]
-    added_db: bool = False
-    has_update: bool = False
-
-
-class Way(Protocol):
-    """One row of the table above."""
-
-    def inputs(
-        self, operands: LinearOperands, u: Tensor, source: LinearInput, mask: Tensor | None, *, gathers: bool
-    ) -> Inputs:
-        """Makes x from u, and H; with `gathers` H is needed before the product, for other ranks' tokens too."""
-
-    def outputs(self, operands: LinearOperands, made: Inputs, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns y without bias, [T, O], and H as backward needs it, for x and H of the same tokens."""
-
-    def gradients(self, operands: LinearOperands, given: OutputGradient) -> Gradients:
-        """Makes dX, if it is needed, and dH; adds dB to its sinks where that comes with them."""
-
-    def received(
-        self, operands: LinearOperands, parts: tuple[Tensor, ...], *, needs_dx: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns dX and dH, for `parts` after the collective. Called once: it may scale dH in place."""
+from engine.ops.operands import Gradients, Inputs, LinearOperands, OutputGradient
 
 
 class Separate:
@@ -249,3 +177,10 @@ class Joined(Separate):
 
 
 SEPARATE, FOLDED, JOINED = Separate(), Folded(), Joined()
+
+
+def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperands:
+    """Returns the operands, without the adapters where `context` says so."""
+    if context.adapters or operands.low_rank is None:
+        return operands
+    return replace(operands, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)

@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rankfold.planning.memory_question import ask, easier
 
     if arguments.examples:
-        print(memory_examples.report())
+        print(memory_examples.report(RESERVE))
         return
     if arguments.config is not None:
         print(memory_config.report(arguments))

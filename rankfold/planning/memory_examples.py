@@ -10,7 +10,6 @@ from engine.config.lora import LoraOptions
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
-from rankfold.planning.memory import RESERVE
 from rankfold.planning.memory_question import GIB, Answer, answer_for
 from rankfold.planning.memory_report import table
 
@@ -35,15 +34,15 @@ class Example:
     gpu_memory: float
     seq_length: int = 8192
 
-    def answer(self) -> Answer:
-        """Searches, and returns the answer."""
+    def answer(self, reserve: float) -> Answer:
+        """Searches, and returns the answer; `reserve` is the percentage of a GPU that is left free."""
         config = RunConfig(
             model=ModelOptions(path=self.name, dtype="bfloat16"),
             lora=LoraOptions(rank=16),
             data=DataOptions(seq_length=self.seq_length),
             train=TrainOptions(micro_batch_size=1, global_batch_size=8),
         )
-        return answer_for(self.hf_config, config, devices=self.devices, gpu_memory=self.gpu_memory, reserve=RESERVE)
+        return answer_for(self.hf_config, config, devices=self.devices, gpu_memory=self.gpu_memory, reserve=reserve)
 
 
 EXAMPLES = (
@@ -55,12 +54,12 @@ EXAMPLES = (
 )
 
 
-def report() -> str:
-    """Returns a table of predictions."""
+def report(reserve: float) -> str:
+    """Returns a table of predictions that leave `reserve` percent of each GPU free."""
     rows, layouts = [("model", "tokens", "GPUs", "GiB", "tokens/s per GPU")], ["layout"]
     for example in EXAMPLES:
         gpus = f"{example.devices} x {example.gpu_memory:g}"
-        found = example.answer().found
+        found = example.answer(reserve).found
         if found.fitting:
             best = found.fitting[0]
             assert best.time is not None
@@ -75,5 +74,5 @@ def report() -> str:
         layouts.append(what)
     lines = [f"{line}  {what}" for line, what in zip(table(rows).splitlines(), layouts, strict=True)]
     title = "LoRA of rank 16 on all linears, bf16, 8 rows of one document a step; predictions, not measurements"
-    note = f"GiB: of the rank that holds most; {RESERVE:g}% of a GPU is left free. Speeds assume the GPU's data sheet."
+    note = f"GiB: of the rank that holds most; {reserve:g}% of a GPU is left free. Speeds assume the GPU's data sheet."
     return "\n".join([title, "", *lines, "", note])

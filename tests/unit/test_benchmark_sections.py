@@ -29,7 +29,7 @@ from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.first_hour.targets import judge
 from rankfold.benchmarking.kernels import attention
 from rankfold.benchmarking.kernels.first_calls import measure_first_calls
-from rankfold.benchmarking.kernels.section import GROUPS, make_setting
+from rankfold.benchmarking.kernels.groups import GROUPS, make_setting
 from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
 from rankfold.benchmarking.lora_tax import arithmetic_limit, layer_linears

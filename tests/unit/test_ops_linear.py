@@ -25,9 +25,9 @@ from engine.ops.gradients import GradientSink
 from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import REFERENCE, AdaptedProducts, Folds, Kernels
 from engine.ops.native_backend import NATIVE
-from engine.ops.operands import LinearOperands, RowsSink
+from engine.ops.operands import LinearOperands, OutputGradient, RowsSink, Update
 from engine.ops.parallel_linear import column_linear, row_linear
-from engine.ops.products import FOLDED, JOINED, SEPARATE, OutputGradient, Update
+from engine.ops.products import FOLDED, JOINED, SEPARATE
 from tests.support.projection_norm import norms_by_projection
 
 TOKENS, IN, RANK = 5, 12, 3

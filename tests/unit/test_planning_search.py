@@ -275,7 +275,11 @@ def test_a_refusal_is_one_line() -> None:
 @pytest.mark.slow
 def test_the_examples_answer() -> None:
     """Llama-2-70B's weights alone are 128.5 GiB in bf16: two bytes of 68,976,648,192 parameters."""
-    rows = {tuple(line.split()[:5]): line for line in memory_examples.report().splitlines() if line.startswith("Llama")}
+    rows = {
+        tuple(line.split()[:5]): line
+        for line in memory_examples.report(memory.RESERVE).splitlines()
+        if line.startswith("Llama")
+    }
     assert len(rows) == len(memory_examples.EXAMPLES)
     one = rows["Llama-2-70B", "8192", "1", "x", "141"]
     assert "does not fit" in one and "weights alone 128.5" in one

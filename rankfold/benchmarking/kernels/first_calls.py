@@ -17,6 +17,7 @@ import torch
 
 from engine.kernels.native.loader import native_status
 from rankfold.benchmarking.case import first_run
+from rankfold.benchmarking.kernels.groups import GROUPS, make_setting
 from rankfold.benchmarking.machine import choose_device
 from rankfold.benchmarking.options import KernelOptions, chosen_names
 from rankfold.benchmarking.processes import caches_in, in_new_process, in_new_process_with
@@ -86,9 +87,7 @@ def measure_first_calls(options: KernelOptions) -> FirstCalls:
 
 
 def _first_calls(options: KernelOptions) -> Seconds:
-    """Times first calls; runs in a separate process. Imports late: `section` imports this module."""
-    from rankfold.benchmarking.kernels.section import GROUPS, make_setting
-
+    """Times first calls; runs in a separate process."""
     device = choose_device(options.device)
     setting, _ = make_setting(options, device)
     square = torch.randn(1024, 1024, device=device, dtype=setting.dtype)

@@ -8,55 +8,21 @@ limit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 
-from engine.models.dtypes import TORCH_DTYPES
-from rankfold.benchmarking.backends import find_backends
 from rankfold.benchmarking.case import LIMITS, Case, Checked, check
 from rankfold.benchmarking.ceilings import COPY, PRODUCT, Ceilings
 from rankfold.benchmarking.comparison import Timed, time_case
-from rankfold.benchmarking.kernels import (
-    attention,
-    dropout,
-    frozen,
-    head_norm,
-    loss,
-    low_rank,
-    norm,
-    optimizer,
-    product,
-    quantize,
-    rope,
-    swiglu,
-)
 from rankfold.benchmarking.kernels.first_calls import FirstCalls, measure_first_calls
+from rankfold.benchmarking.kernels.groups import GROUPS, Build, make_setting
 from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.kernels.tables import group_table
 from rankfold.benchmarking.kernels.trace import kernel_names
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.options import KernelOptions, chosen_names, for_device
-from rankfold.benchmarking.peers import find_peers
 from rankfold.benchmarking.table import Report, Table
-
-Build = Callable[[Setting], Case]
-GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
-    "norm": ("RMSNorm", norm.CASES),
-    "swiglu": ("SwiGLU", swiglu.CASES),
-    "rope": ("Rotary embedding", {**rope.CASES, **head_norm.CASES}),
-    "dropout": ("Dropout", dropout.CASES),
-    "low-rank": ("Low-rank products", low_rank.CASES),
-    "loss": ("Cross-entropy", loss.LOSS_CASES),
-    "head": ("Frozen head and loss", loss.HEAD_CASES),
-    "optimizer": ("AdamW", optimizer.CASES),
-    "attention": ("Causal attention", attention.CASES),
-    "quantize": ("Quantised weights and operands", quantize.CASES),
-    "frozen": ("Frozen products on a CPU", frozen.CASES),
-    "product": ("Frozen product and adapters: which way is faster", product.CASES),
-}
-"""Name that `--only` knows -> title and cases."""
 
 
 def run(options: KernelOptions) -> Report:
@@ -94,16 +60,6 @@ def run(options: KernelOptions) -> Report:
         if timed:
             tables.append(group_table(group, title, described, timed, checked, first_calls, traces))
     return _report(options, setting, tuple(tables), ceilings.describe(speeds), absent, first_calls)
-
-
-def make_setting(options: KernelOptions, device: torch.device) -> tuple[Setting, tuple[str, ...]]:
-    """Returns the setting with the contestants, and sentences about those that are absent."""
-    dtype = TORCH_DTYPES[options.dtype]
-    backends, absent = find_backends(device, dtype, timed=options.repeats > 0)
-    wanted = chosen_names(options.peers, options.PEERS, "peers")
-    peers = find_peers(options.PEERS, wanted, device, compiled=options.compile)
-    setting = Setting(options=options, device=device, dtype=dtype, backends=backends, peers=peers)
-    return setting, (*(f"Not measured: {name} ({why})." for name, why in absent.items()), *peers.sentences())
 
 
 def check_all(

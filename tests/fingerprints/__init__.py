@@ -1,0 +1,1 @@
+"""Fingerprints of small training runs, which show whether a change keeps every bit. See `__main__.py`."""

@@ -25,6 +25,11 @@ class ObjectiveKind:
 
     Args:
         loss: builds it; see `engine.objectives.build.build_objective`.
+        data: reads it; see `engine.training.run_data.DataReader`.
+        records: reads records into rows, see `engine.training.row_data.RecordReader`; None for texts and conversations
+            whose every answer is learned.
+        references: gives rows what the model that the run starts from says of them; see
+            `engine.training.row_data.ReferenceLoader`.
         rules: refuses what does not go with the objective, given the RunConfig; None where everything does.
         group: documents that belong together, side by side in one row.
         answers: how many of these are answers that are judged.
@@ -34,6 +39,9 @@ class ObjectiveKind:
     """
 
     loss: str
+    data: str = "engine.training.row_data:read_rows"
+    records: str | None = None
+    references: str | None = None
     rules: str | None = None
     group: int = 1
     answers: int = 0
@@ -44,6 +52,8 @@ class ObjectiveKind:
 
 _PAIRS = ObjectiveKind(
     loss="engine.preferences.objectives.preference:build_preference",
+    records="engine.preferences.data.preference_pairs:build_pairs",
+    references="engine.preferences.reference_logps:load_references",
     rules="engine.preferences.rules:check_preferences",
     group=2,
     answers=2,
@@ -59,11 +69,14 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
     "simpo": _PAIRS,
     "kto": ObjectiveKind(
         loss="engine.preferences.objectives.kto:build_kto",
+        records="engine.preferences.data.judged:build_judged",
+        references="engine.preferences.reference_logps:load_references",
         rules="engine.preferences.rules:check_preferences",
         answers=1,
     ),
     "grpo": ObjectiveKind(
         loss="engine.rollouts.objective.policy:build_policy_gradient",
+        data="engine.rollouts.run_data:read_prompt_data",
         rules="engine.rollouts.rules:check_rollouts",
         beside="samples completions beside training on them",
         sections=("rollout",),

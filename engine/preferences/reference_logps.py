@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from engine.config.run import RunConfig
 from engine.config.run_files import REFERENCE
 from engine.data.dataset import TokenDataset
-from engine.data.loader import DataLoader, EvalLoader
+from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce, barrier, broadcast_object
 from engine.errors import UserError
 from engine.layers.host_copies import sent
@@ -27,23 +27,24 @@ from engine.preferences.objectives.likelihood import answers_of
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
-from engine.training.data import RunData, loader_options, mesh_position
+from engine.training.data import loader_options, mesh_position
 from engine.training.evaluate import group_size, groups
 
 
 def load_references(
     config: RunConfig,
     training: Training,
-    data: RunData,
+    sets: dict[str, TokenDataset],
     log: Log,
     *,
     run_dir: Path,
     rank: int,
     resumed: Path | None,
 ) -> None:
-    """Gives the data sets the reference's log-likelihoods where `objective.reference` is initial. Collective.
+    """Gives data sets the reference's log-likelihoods. Collective.
 
     Args:
+        sets: the data sets, by their names.
         run_dir: where they are kept.
         rank: of this process.
         resumed: the checkpoint whose weights the model has now, in the folder of this run or of another one; None where
@@ -52,16 +53,10 @@ def load_references(
     Raises:
         UserError: they are not there, belong to other data, or are not finite.
     """
-    if config.objective.compared_with != "initial":
-        return
-    assert isinstance(data.train, DataLoader), "completions are compared with the base"
-    sets = {"train": data.train.dataset}
-    if data.validation is not None:
-        sets["validation"] = data.validation.dataset
-    for name, dataset in list(sets.items()):
-        if dataset.mismatched is not None:
-            sets[f"{name}-mismatched"] = dataset.mismatched
-    for name, dataset in sets.items():
+    others = {
+        f"{name}-mismatched": dataset.mismatched for name, dataset in sets.items() if dataset.mismatched is not None
+    }
+    for name, dataset in (sets | others).items():
         path = run_dir / f"{REFERENCE}{name}.safetensors"
         if resumed is None:
             dataset.reference_logps = compute_references(config, training, dataset, log, name)

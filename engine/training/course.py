@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.config.load import from_yaml
 from engine.config.optim import OptimOptions
@@ -11,6 +11,7 @@ from engine.data.order import DataOrder
 from engine.errors import UserError
 from engine.optim.lr_schedule import learning_rate
 from engine.telemetry.format import how_far
+from engine.training.run_data import RunData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,20 +56,19 @@ def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed:
     return Course(steps=steps, epochs=epochs, optim=config.optim)
 
 
-def rate_change(saved: str, config: RunConfig, course: Course, order: DataOrder, *, step: int) -> str | None:
+def rate_change(saved: str, course: Course, data: RunData, *, step: int) -> str | None:
     """Says where the learning rate after `step` steps is not what it would have been; None where it is.
 
     Args:
         saved: configuration of the checkpoint, as YAML.
-        config, course: of the run now.
-        order: of the data now.
+        course, data: of the run now.
         step: at least 1.
     """
     try:
         before = from_yaml(saved)
     except UserError:  # another version's, with options that this one does not have
         return None
-    old = plan_course(before, _order_of(before, config, order))
+    old = plan_course(before, data.earlier_order(before))
     expected, now = old.rate(step), course.rate(step)
     if abs(now - expected) <= 1e-9 * max(now, expected):
         return None
@@ -76,17 +76,3 @@ def rate_change(saved: str, config: RunConfig, course: Course, order: DataOrder,
         f"the learning rate of step {step + 1} is {now:.3g}, where the checkpoint's own schedule has {expected:.3g} "
         f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {course.steps} now)"
     )
-
-
-def _order_of(before: RunConfig, now: RunConfig, order: DataOrder) -> DataOrder:
-    """Returns the order that the data of now has under an earlier configuration."""
-    batch = before.train.global_batch_size
-    if "rollout" not in now.objective.kind.sections:
-        return replace(order, batch=batch, last_batch=before.train.last_batch)
-    # of completions, as many to each prompt as the options say; their batches are always full
-    return replace(order, batch=batch, count=order.count // _trainings(now) * _trainings(before))
-
-
-def _trainings(config: RunConfig) -> int:
-    """Returns how many completions of one prompt an epoch trains on, each as often as it is trained on."""
-    return config.rollout.num_generations * config.objective.num_iterations

@@ -20,10 +20,7 @@ import torch
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.run import RunConfig
-from engine.data.loader import DataLoader
 from engine.distributed.collectives import barrier, broadcast_object
-from engine.preferences.reference_logps import load_references
-from engine.rollouts.source import RolloutSource
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.runtime.supervision import Supervision
@@ -38,7 +35,7 @@ from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.course import Course, plan_course
 from engine.training.cuda_graph.static_batch import max_documents_per_row
-from engine.training.data import RunData, build_data, trained_tokenizer
+from engine.training.data import build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
 from engine.training.guards.run_guards import Guards, build_guards
@@ -47,11 +44,12 @@ from engine.training.reports.observation import Observation
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.resuming import RunComplete, StartingPoint
+from engine.training.run_data import RunData
 from engine.training.samples import SamplePrompt, TextSamples, read_prompts
 from engine.training.saving import StateSaver, tidy
 from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source
 from engine.training.state import check_state, load_state
-from engine.training.step_source import RowSource, StepSource
+from engine.training.step_source import StepSource
 from engine.training.warm_up import warm_up
 
 
@@ -222,12 +220,11 @@ def _read_data(
     """
     decoder = model.decoder
     data = build_data(config, launch, model, log)
-    order = data.train.order
     read = _CourseData(
         data=data,
         fingerprint=data.train.fingerprint(),
         prompts=read_prompts(config, data.tokenizer, decoder, data.train.family),
-        course=plan_course(config, order, step=start.step, consumed=start.consumed),
+        course=plan_course(config, data.train.order, step=start.step, consumed=start.consumed),
     )
     if (point := start.point) is None:
         return read
@@ -236,7 +233,7 @@ def _read_data(
             tidy(folder.path, config.checkpoint, log.info)
         raise RunComplete(sentence, step=start.step, run_dir=folder.path)
     log.info(f"resuming from {point.path} after step {point.step}, {counted(point.consumed, 'sample')} consumed")
-    for difference in point.differences(config, read.course, order, read.fingerprint):
+    for difference in point.differences(config, read.course, data, read.fingerprint):
         log.warning(difference)
     return read
 
@@ -245,9 +242,8 @@ def _build_warm(
     config: RunConfig, launch: Launch, log: Log, source: ModelSource, plan: ModelPlan, data: RunData | None
 ) -> Training:
     """Builds the model with its weights, and takes the warm-up steps, which leave no trace. Collective."""
-    documents = 1
-    if data is not None and isinstance(data.train, DataLoader):
-        documents = max_documents_per_row(data.train.dataset)
+    rows = None if data is None else data.rows
+    documents = 1 if rows is None else max_documents_per_row(rows)
     training = build_training(config, launch, source, plan, log, documents_per_row=documents)
     warm_up(config, launch, training, log)
     barrier()
@@ -275,7 +271,7 @@ def _load_start(
     """Loads the checkpoint to resume from, and what answers are compared with. Collective."""
     if start.resume is not None:
         load_state(start.resume, config, training)
-    load_references(config, training, data, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
+    data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
 
 
 def _open_metrics(
@@ -318,14 +314,13 @@ def _assemble(
     )
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
     samples = TextSamples(config, training, data.tokenizer, read.prompts, data.train.family)
-    source = _step_source(config, launch, data, training, opened, metrics=metrics, say=say, run_dir=folder.path)
+    source = opened.enter_context(data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path))
     if start.resume is not None:
         source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
     observation = Observation(config, launch, training, folder.path, steps=read.course.steps)
     opened.callback(observation.close)
     guards = build_guards(config, training, launch, say=say)
-    rows = data.train.dataset if isinstance(data.train, DataLoader) else None
-    forecast = MemoryForecast(config, launch, training, rows)
+    forecast = MemoryForecast(config, launch, training, data.rows)
     opened.callback(progress.close)
     supervision = Supervision(config.train, launch, folder.path)
     opened.callback(supervision.close)  # closed first: while a last save is waited for, a signal ends the process
@@ -363,23 +358,4 @@ def _assemble(
         samples=samples,
         saver=saver,
         supervision=supervision,
-    )
-
-
-def _step_source(
-    config: RunConfig,
-    launch: Launch,
-    data: RunData,
-    training: Training,
-    opened: ExitStack,
-    *,
-    metrics: MetricsWriter,
-    say: Callable[[str], None],
-    run_dir: Path,
-) -> StepSource:
-    """Makes what the loop takes its steps from."""
-    if isinstance(data.train, DataLoader):
-        return RowSource(data.train)
-    return opened.enter_context(
-        RolloutSource(config, launch, training, data.train, data.tokenizer, metrics=metrics, say=say, run_dir=run_dir)
     )

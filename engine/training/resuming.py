@@ -9,12 +9,12 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.load import to_yaml
 from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
-from engine.data.order import DataOrder
 from engine.errors import UserError
 from engine.training.best import BestLoss
 from engine.training.course import Course, rate_change
 from engine.training.evaluate import is_due
 from engine.training.evaluations import ending
+from engine.training.run_data import RunData
 
 
 class RunComplete(Exception):
@@ -70,17 +70,18 @@ class StartingPoint:
             run_config=checkpoint.run_config,
         )
 
-    def differences(self, config: RunConfig, course: Course, order: DataOrder, data: str) -> list[str]:
+    def differences(self, config: RunConfig, course: Course, data: RunData, fingerprint: str) -> list[str]:
         """Returns a sentence for everything that has changed and changes the results.
 
         Args:
-            config, course, order, data: of the run now.
+            config, course, data: of the run now.
+            fingerprint: of its training data.
         """
         found = [f"changed since {self.path.name}: {change}" for change in changes(self.run_config, to_yaml(config))]
-        rate = rate_change(self.run_config, config, course, order, step=self.step) if self.step else None
+        rate = rate_change(self.run_config, course, data, step=self.step) if self.step else None
         if rate is not None:
             found.append(rate)
-        if data != self.data:
+        if fingerprint != self.data:
             found.append(
                 f"data.train differs from what {self.path} was trained on; the run continues at sample "
                 f"{self.consumed} of it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from engine.batch import Batch
 from engine.checkpoint.run.training_state import TrainingCheckpoint
@@ -58,7 +58,11 @@ NOTHING = SourceState()
 
 
 class StepSource(Protocol):
-    """The steps of a run on this rank. Every rank has one and makes the same calls."""
+    """The steps of a run on this rank. Every rank has one and makes the same calls. To be closed, as a context."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     @property
     def num_micro_batches(self) -> int:
@@ -113,6 +117,12 @@ class RowSource:
         self._loader = loader
         self.num_micro_batches = loader.num_micro_batches
         self.work_seconds: Mapping[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Does nothing: a stream is closed by who asked for it."""
 
     @property
     def stalled(self) -> float:

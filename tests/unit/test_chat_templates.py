@@ -27,7 +27,7 @@ from engine.data.preview import first_documents, preview
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from engine.telemetry.log import Log
-from engine.training.data import show_samples
+from engine.training.row_data import show_samples
 from tests.support.commands import run_tool
 from tests.support.shared_data import shared
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.config.load import parse_config, to_yaml
-from engine.data.order import DataOrder
+from engine.config.run import RunConfig
+from engine.data.record_files import Place
+from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
+from engine.rollouts.run_data import PromptData
 from engine.training.course import plan_course, rate_change
 
 
@@ -18,12 +22,27 @@ def test_a_resumed_run_of_prompts_is_warned_of_true_changes_alone(tmp_path: Path
         "train.global_batch_size": "8", "optim.schedule": "linear",
     }  # fmt: skip
     config = parse_config([word for name, value in given.items() for word in (f"--{name}", value)])
-    order = DataOrder(count=5 * 4, batch=8, seed=0, last_batch="full")
-    course = plan_course(config, order)
+    data = _prompts(config)
+    course = plan_course(config, data.train.order)
     assert course.steps == 5
-    assert rate_change(to_yaml(config), config, course, order, step=2) is None
+    assert rate_change(to_yaml(config), course, data, step=2) is None
 
     fewer = replace(config, rollout=replace(config.rollout, num_generations=2))
-    fewer_order = replace(order, count=5 * 2)
-    said = rate_change(to_yaml(config), fewer, plan_course(fewer, fewer_order, step=2, consumed=8), fewer_order, step=2)
+    data = _prompts(fewer)
+    said = rate_change(to_yaml(config), plan_course(fewer, data.train.order, step=2, consumed=8), data, step=2)
     assert said is not None and said.endswith("5 steps before, 4 now)"), said
+
+
+def _prompts(config: RunConfig) -> PromptData:
+    prompts = (Prompt(place=Place(Path("prompts"), "line", 1), ids=(3, 4), given=""),) * 5
+    loader = PromptLoader(
+        PromptSet(prompts=prompts, columns=(), num_too_long=0, longest=2),
+        num_generations=config.rollout.num_generations,
+        num_iterations=config.objective.num_iterations,
+        steps_per_generation=1,
+        global_batch_size=config.train.global_batch_size,
+        num_micro_batches=1,
+        seed=0,
+    )
+    tokenizer: Any = None
+    return PromptData(tokenizer=tokenizer, train=loader)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.config import RunConfig
 from engine.config.model import ModelOptions
 from engine.config.objective import OBJECTIVES, Name, ObjectiveOptions
+from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.objectives.build import build_objective

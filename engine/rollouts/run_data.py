@@ -1,0 +1,127 @@
+"""The data of a run that samples what it trains on: prompts, whose completions become rows between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.checkpoint.model_folder import ModelFolder
+from engine.config.rules import check_warmup, gradient_accumulation_steps
+from engine.config.run import RunConfig
+from engine.data.order import DataOrder
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+from engine.inference.generate import context_limit
+from engine.rollouts.data.prompts import PromptLoader, read_prompts
+from engine.rollouts.scorer import check_rewards
+from engine.rollouts.served import check_server
+from engine.rollouts.source import RolloutSource
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.telemetry.metrics import MetricsWriter
+from engine.telemetry.progress import Progress
+from engine.training.build import Training
+from engine.vision.data.reader import ImageReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptData:
+    """The prompts of a run; see `engine.training.run_data.RunData`."""
+
+    tokenizer: Tokenizer
+    train: PromptLoader
+    rows: None = None
+    validation: None = None
+
+    def earlier_order(self, before: RunConfig) -> DataOrder:
+        completions = before.rollout.num_generations * before.objective.num_iterations
+        count = self.train.num_samples * completions
+        return replace(self.train.order, batch=before.train.global_batch_size, count=count)
+
+    def know_reference(
+        self, config: RunConfig, training: Training, log: Log, *, run_dir: Path, rank: int, resumed: Path | None
+    ) -> None:
+        """Does nothing: completions are compared with the base alone."""
+
+    def source(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        training: Training,
+        *,
+        metrics: MetricsWriter,
+        say: Callable[[str], None],
+        run_dir: Path,
+    ) -> RolloutSource:
+        return RolloutSource(
+            config, launch, training, self.train, self.tokenizer, metrics=metrics, say=say, run_dir=run_dir
+        )
+
+
+def read_prompt_data(
+    config: RunConfig,
+    launch: Launch,
+    model: ModelFolder,
+    tokenizer: Tokenizer,
+    log: Log,
+    *,
+    images: ImageReader | None,
+) -> PromptData:
+    """Reads the prompts of a run that trains on its own completions, and checks that their answers can be sampled and
+    scored. See `engine.training.run_data.DataReader`.
+
+    Raises:
+        UserError: a record, a reward function or a server that cannot be used, or a model that is asked for more than
+            text.
+    """
+    data, rollout, decoder = config.data, config.rollout, model.decoder
+    assert data.train is not None
+    if decoder.cross_attention is not None:
+        raise UserError(
+            f"every layer of this {decoder.family} model attends to an image, and rollouts have text alone: choose "
+            "another model."
+        )
+    if data.seq_length > (limit := context_limit(decoder)):
+        raise UserError(
+            f"data.seq_length is {data.seq_length}, which prompts and completions may reach, but the model's context "
+            f"is {limit}: set data.seq_length to {limit} or less."
+        )
+    room = data.seq_length - rollout.max_completion_length
+    with Progress(log, "reading prompts", None, "records") as progress:
+        done = 0
+
+        def advance(count: int, total: int) -> None:
+            nonlocal done
+            progress.advance(count - done)
+            done = count
+
+        prompts = read_prompts(
+            data.train, tokenizer=tokenizer, room=room, refuses_long=data.overlong == "error", progress=advance
+        )
+    if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
+        raise UserError(
+            f"{data.train} has token id {largest}, but the model's vocabulary has {decoder.vocab_size} entries: set "
+            "data.tokenizer to the tokenizer this model was trained with."
+        )
+    log.info(f"training data: {prompts.summary(room)}")
+    if config.objective.limits_ratios and rollout.steps_per_generation * config.objective.num_iterations == 1:
+        log.info(
+            "objective.epsilon, objective.epsilon_high and objective.delta have nothing to limit: with "
+            "rollout.steps_per_generation 1 and objective.num_iterations 1 every importance ratio is 1"
+        )
+    check_rewards(config, launch, prompts.columns)
+    if rollout.server is not None:
+        check_server(config, launch, tokenizer, prompts, model=model, say=log.info)
+    loader = PromptLoader(
+        prompts,
+        num_generations=rollout.num_generations,
+        num_iterations=config.objective.num_iterations,
+        steps_per_generation=rollout.steps_per_generation,
+        global_batch_size=config.train.global_batch_size,
+        num_micro_batches=gradient_accumulation_steps(config, launch.world_size),
+        seed=config.train.seed,
+    )
+    if config.train.num_epochs is not None:
+        check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
+    return PromptData(tokenizer=tokenizer, train=loader)

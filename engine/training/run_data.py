@@ -1,0 +1,140 @@
+"""The interface between a run and its data, which its objective chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from engine.checkpoint.model_folder import ModelFolder
+from engine.config.run import RunConfig
+from engine.data.dataset import TokenDataset
+from engine.data.loader import EvalLoader
+from engine.data.order import DataOrder
+from engine.data.tokenizer import Tokenizer
+from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.telemetry.metrics import MetricsWriter
+from engine.training.build import Training
+from engine.training.step_source import StepSource
+from engine.vision.data.family import VisionFamily
+from engine.vision.data.reader import ImageReader
+
+
+class TrainingSamples(Protocol):
+    """The samples that a run trains on, on this rank."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step on each rank."""
+        ...
+
+    @property
+    def order(self) -> DataOrder:
+        """The order of what the data cursor counts."""
+        ...
+
+    @property
+    def family(self) -> VisionFamily | None:
+        """The vision-language family that reads images; None where samples have none."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns a hash of everything that training reads."""
+        ...
+
+
+class RunData(Protocol):
+    """The data of a run on this rank."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def train(self) -> TrainingSamples: ...
+
+    @property
+    def rows(self) -> TokenDataset | None:
+        """The rows that are trained on; None where they are made while the run trains."""
+        ...
+
+    @property
+    def validation(self) -> EvalLoader | None: ...
+
+    def earlier_order(self, before: RunConfig) -> DataOrder:
+        """Returns the order that this data has under an earlier configuration of the run."""
+        ...
+
+    def know_reference(
+        self,
+        config: RunConfig,
+        training: Training,
+        log: Log,
+        *,
+        run_dir: Path,
+        rank: int,
+        resumed: Path | None,
+    ) -> None:
+        """Gives the data what the model that the run starts from says of it, where the objective compares with that.
+        Collective.
+
+        Args:
+            run_dir: where that is kept.
+            rank: of this process.
+            resumed: the checkpoint whose weights the model has now, in the folder of this run or of another one; None
+                where the run has just started.
+
+        Raises:
+            UserError: it is not there, belongs to other data, or is not finite.
+        """
+        ...
+
+    def source(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        training: Training,
+        *,
+        metrics: MetricsWriter,
+        say: Callable[[str], None],
+        run_dir: Path,
+    ) -> StepSource:
+        """Returns what the loop takes its steps from; to be closed.
+
+        Args:
+            metrics: gets what is reported of samples.
+            say: prints a line on rank 0.
+            run_dir: the run's folder.
+
+        Raises:
+            UserError: the model cannot take these steps.
+        """
+        ...
+
+
+class DataReader(Protocol):
+    """The function that `engine.config.objective.ObjectiveKind.data` names."""
+
+    def __call__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        model: ModelFolder,
+        tokenizer: Tokenizer,
+        log: Log,
+        *,
+        images: ImageReader | None,
+    ) -> RunData:
+        """Reads the data of a run. Needs no process group.
+
+        Args:
+            model: that is trained.
+            images: reads conversations of a vision-language model; None for text alone.
+
+        Raises:
+            UserError: a record that cannot be used.
+        """
+        ...

@@ -20,7 +20,7 @@ from tests.support.gemma_images import make_folder as make_gemma
 from tests.support.qwen_vl import KINDS as QWEN
 from tests.support.qwen_vl import make_model as make_qwen
 from tests.support.stock_vision import make_model
-from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, images, processor_of, written
+from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, saved_images, processor_of, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
@@ -58,7 +58,7 @@ def inputs(kind: str, processor: Any, text: str, shown: list[Any]) -> dict[str, 
 def test_greedy_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     """With an image, with two, and of text alone."""
     model, processor = model_folder(kind, tmp_path)
-    shown = images(tmp_path)
+    shown = saved_images(tmp_path)
     asked = [(TEXTS[0], [0]), (TEXTS[1], [0, 1]), (TEXTS[0], [])]
     records = []
     expected = []
@@ -85,7 +85,7 @@ def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) 
 
     folder, projector = tmp_path / "model", "visual.merger" if kind in QWEN else "multi_modal_projector"
     model, processor = model_folder(kind, folder)
-    shown = images(tmp_path)
+    shown = saved_images(tmp_path)
     turns = [{"from": "human", "value": f"<image>\n{TEXTS[0]}"}, {"from": "gpt", "value": "He goes there."}]
     records = [{"image": f"{number % 2}.png", "conversations": turns} for number in range(4)]
     (tmp_path / "train.json").write_text(json.dumps(records))

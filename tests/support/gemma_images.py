@@ -75,10 +75,10 @@ def make_folder(folder: Path, **text: Any) -> PreTrainedModel:
     """The model, saved in `folder` with its tokenizer, its processor's settings, images and records."""
     import transformers
 
-    from tests.unit.test_vision_data_processors import images, written
+    from tests.unit.test_vision_data_processors import saved_images, written
 
     tokenizer, _ = written("gemma3", folder)
-    images(folder)
+    saved_images(folder)
     tokens = {name: getattr(tokenizer, f"{name}_token_id") for name in ("image", "boi", "eoi")}
     config = transformers.Gemma3Config(
         text_config={**TEXT, **text},

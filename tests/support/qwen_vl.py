@@ -20,7 +20,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
-from tests.unit.test_vision_data_processors import MESSAGES, images, written
+from tests.unit.test_vision_data_processors import MESSAGES, saved_images, written
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 PAD = "<|image_pad|>"
@@ -46,7 +46,7 @@ def make_model(kind: str, folder: Path) -> Any:
     import transformers
 
     tokenizer, _ = written(kind, folder)
-    images(folder)
+    saved_images(folder)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")

@@ -20,7 +20,7 @@ from tests.support.gemma_images import make_folder as make_gemma
 from tests.support.qwen_vl import KINDS as QWEN
 from tests.support.qwen_vl import make_model as make_qwen
 from tests.support.stock_vision import make_model
-from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, saved_images, processor_of, written
+from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, processor_of, saved_images, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")

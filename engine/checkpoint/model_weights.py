@@ -488,5 +488,4 @@ def open_source(path: str | Path) -> WeightSource:
 
 
 def _num_experts(model: ModelFolder) -> int:
-    assert model.decoder.routed is not None
-    return model.decoder.routed.rule.num_experts
+    return model.decoder.num_experts

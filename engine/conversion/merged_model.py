@@ -29,11 +29,10 @@ from engine.config.lora import adapter_scale
 from engine.conversion.add_adapter import LowRank, MergedRows, Shift, write_rounding
 from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
 from engine.errors import UserError
-from engine.experts.layers.router import CORRECTION
 from engine.layers.context import LORA_LEAVES
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names
-from engine.models.names import NameMap, fused_parts, fused_rows
+from engine.models.names import CORRECTION, NameMap, fused_parts, fused_rows
 
 _QUANTIZATION = "quantization_config"
 LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES

@@ -38,6 +38,7 @@ from engine.experts.conversion.expert_stacks import (
     GATE_UP,
     StoredStack,
     expert_module,
+    expert_sizes,
     in_turns,
     is_stack,
     router_key,
@@ -295,8 +296,7 @@ class AdapterSource(TensorReader):
 
     def _take_apart(self, stack: StoredStack, fused: Collection[str] | None) -> None:
         """Presents a stack as adapters of each expert: of gate and up together, or of each of them."""
-        assert self._decoder.routed is not None
-        count, height = self._decoder.routed.rule.num_experts, self._decoder.routed.intermediate
+        count, height = expert_sizes(self._decoder)
         hf_name = f"{self._names.body}layers.{stack.layer}.mlp.experts.{stack.leaf}"
         rank, scale = self.settings.rank_of(hf_name), self.settings.scale_of(hf_name)
         keys, parts = stack.keys, [(stack.leaf, slice(None), 0, rank)]

@@ -207,7 +207,7 @@ def _contents(
     tensors, adapters = _tensors(trained, apart, model, alphas, rslora=rslora)
     parts = [part for one in apart for part in fused_parts(one)]
     targets = _target_modules(parts, model)
-    if model.decoder.routed is not None and found.beside_experts:  # whose short names mean the experts to PEFT
+    if model.decoder.num_experts and found.beside_experts:  # whose short names mean the experts to PEFT
         targets = sorted({live_name(model.names.module_to_hf(part)) for part in parts})
     config = _adapter_config(lora, targets, model)
     if found.experts:

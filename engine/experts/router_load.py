@@ -20,7 +20,7 @@ from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
 from engine.errors import UserError
-from engine.experts.layers.routed_experts import RoutedMLP
+from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.experts.ops.load_balance import LoadBalance
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -51,16 +51,17 @@ class RouterLoad:
         device: torch.device,
         balance: LoadBalance | None = None,
     ) -> None:
-        assert config.routed is not None
+        sizes = config.variant(RoutedSizes)
+        assert sizes is not None
         self._mesh, self._balance = mesh, balance
-        self._layers = [index for index in range(config.num_layers) if config.routed_at(index) is not None]
+        self._layers = [index for index in range(config.num_layers) if sizes.applies(index)]
         self._mixtures = [
             (self._layers.index(index), layer.mlp)
             for part in parts
             for index, layer in enumerate(part.layers, part.part.first)
             if isinstance(layer.mlp, RoutedMLP)
         ]
-        shape = len(self._layers), config.routed.rule.num_experts
+        shape = len(self._layers), sizes.num_experts
         self._total_LE = torch.zeros(shape, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -110,13 +111,13 @@ def check_balance(config: RunConfig, decoder: DecoderConfig) -> None:
     Raises:
         UserError: it has none.
     """
-    coefficient = config.train.router_aux_loss_coef
-    if not coefficient or (decoder.routed is not None and decoder.routed.balanced_by is not None):
+    coefficient, routed = config.train.router_aux_loss_coef, decoder.variant(RoutedSizes)
+    if not coefficient or (routed is not None and routed.balanced_by is not None):
         return
     why = "has no experts that a router chooses"
-    if decoder.routed is not None:
+    if routed is not None:
         why = "has no such loss in transformers"
-        if decoder.routed.rule.has_correction:
+        if routed.rule.has_correction:
             why = "balances its experts by corrections of the routers' scores, which stay as they are"
     raise UserError(
         f"train.router_aux_loss_coef is {coefficient:g}, but this {decoder.family} model {why}: leave "
@@ -126,7 +127,7 @@ def check_balance(config: RunConfig, decoder: DecoderConfig) -> None:
 
 def balance_sentence(config: RunConfig, decoder: DecoderConfig, num_micro_batches: int) -> str | None:
     """Returns what is to be said of the auxiliary loss: that the model asks for it, or what it costs."""
-    coefficient, routed = config.train.router_aux_loss_coef, decoder.routed
+    coefficient, routed = config.train.router_aux_loss_coef, decoder.variant(RoutedSizes)
     if routed is None:
         return None
     if not coefficient:

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.inference.pages import PAGE, SPARE_PAGE, PageTable
 from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
-from engine.models.decoder import DecoderLayer
+from engine.models.decoder_layer import DecoderLayer
 from engine.ops.kernels import AttendPages, Attention, Kernels
 from engine.vision.ops.cross_attention import EncodedRows, EncodedSpan, cross_attention
 

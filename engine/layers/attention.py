@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from engine.distributed.sharding import Piece, ShardSpec, split_spec
 from engine.errors import UserError
-from engine.layers.context import LayerContext, TensorLayout, deferred_sums
+from engine.layers.branch import Around, Branch, LinearShape
+from engine.layers.context import LayerContext, TensorLayout
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.norm import QueryKeyNorm, RMSNorm
@@ -23,7 +24,6 @@ from engine.ops.head_norm import norm_rotate
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Attention as AttentionOp
 from engine.ops.rope import rotate, split_rotate
-from engine.vision.layers.token_experts import VISION_EXPERT, ExpertPair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ PLAIN = AttentionKind()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Heads:
+class Heads:
     """The heads of all ranks together, and how their features are split."""
 
     queries: int
@@ -151,22 +151,34 @@ def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | 
     return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap) if is_masked else plain
 
 
-def _qkv_linear(
-    prefix: str, heads: _Heads, hidden: int, *, bias: bool, site: int, build: LayerContext
-) -> ColumnParallelLinear:
-    """q, k and v in one storage; an adapter of all three where the plan fuses them."""
+def attention_linears(
+    prefix: str, heads: Heads, hidden: int, *, qkv_bias: bool, out_bias: bool, first_site: int, build: LayerContext
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Builds the linears of one set of weights: q, k and v in one storage, with an adapter of all three where the plan
+    fuses them, and the output projection.
+
+    Args:
+        prefix: of their names.
+        first_site: dropout site of the input; the output projection's is the next one.
+
+    Raises:
+        UserError: the heads do not fit the layout.
+    """
+    check_heads(heads.queries, heads.keys, build.layout.tp.size, fused=build.plan.fused(f"{prefix}.qkv_proj"))
     q_spec, kv_spec = heads.q_spec((hidden,), build.layout), heads.kv_spec((hidden,), build.layout)
-    return ColumnParallelLinear(
+    qkv = ColumnParallelLinear(
         [
             Section(name=f"{prefix}.q_proj", spec=q_spec),
             Section(name=f"{prefix}.k_proj", spec=kv_spec),
             Section(name=f"{prefix}.v_proj", spec=kv_spec),
         ],
-        bias=bias,
-        site=site,
+        bias=qkv_bias,
+        site=first_site,
         build=build,
         fused_adapter=f"{prefix}.qkv_proj",
     )
+    name = f"{prefix}.o_proj"
+    return qkv, RowParallelLinear(name, heads.width, hidden, bias=out_bias, site=first_site + 1, build=build)
 
 
 class _Sinks(ShardedModule):
@@ -179,15 +191,14 @@ class _Sinks(ShardedModule):
         self.scores = self.own(f"{name}.weight", build.empty(spec.local_shape), spec, trainable=build.plan.trains(name))
 
 
-class Attention(nn.Module):
+class Attention(Branch):
     """Attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
         prefix: engine module name, such as `layers.3.attention`.
         first_site: dropout site of the input; the output projection's is the next one.
         kind: what sets it apart from plain attention.
-        vision_qkv_bias: tokens of images have linears of their own, below `<prefix>.vision`, and whether their q/k/v
-            has biases; None where all tokens have the same.
+        linears: in place of those that `attention_linears` builds.
 
     Raises:
         UserError: the heads do not fit the layout, or this kind of attention does not.
@@ -208,7 +219,7 @@ class Attention(nn.Module):
         first_site: int,
         build: LayerContext,
         kind: AttentionKind = PLAIN,
-        vision_qkv_bias: bool | None = None,
+        linears: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         layout = build.layout
@@ -221,26 +232,10 @@ class Attention(nn.Module):
         self.attention = attention_of(kind, layout, None if self.sinks is None else self.sinks.scores)
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
-        heads = _Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
-
-        def linears(prefix: str, qkv_bias: bool, build: LayerContext) -> tuple[nn.Module, nn.Module]:
-            qkv = _qkv_linear(prefix, heads, hidden, bias=qkv_bias, site=first_site, build=build)
-            name = f"{prefix}.o_proj"
-            return qkv, RowParallelLinear(name, heads.width, hidden, bias=out_bias, site=first_site + 1, build=build)
-
-        if vision_qkv_bias is None:
-            self.qkv, self.o_proj = linears(prefix, qkv_bias, build)
-        else:
-            apart = deferred_sums(build)
-            language = linears(prefix, qkv_bias, apart)
-            vision = linears(f"{prefix}.{VISION_EXPERT}", vision_qkv_bias, apart)
-            width = (self.num_heads + 2 * self.num_kv_heads) * head_dim
-            self.qkv, self.o_proj = (
-                ExpertPair(*pair, width=width, layout=layout, from_stream=first, to_stream=not first)
-                for pair, width, first in zip(
-                    zip(language, vision, strict=True), (width, hidden), (True, False), strict=True
-                )
-            )
+        heads = Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
+        self.qkv, self.o_proj = linears or attention_linears(
+            prefix, heads, hidden, qkv_bias=qkv_bias, out_bias=out_bias, first_site=first_site, build=build
+        )
         self.q_norm = self.k_norm = self.qk_norm = None
         if qk_norm and kind.qk_norm_over == "all":
             self.qk_norm = QueryKeyNorm(
@@ -251,6 +246,16 @@ class Attention(nn.Module):
                 RMSNorm(f"{prefix}.{name}", head_dim, norm_eps, per_head=True, offset=kind.norm_offset, build=build)
                 for name in ("q_norm", "k_norm")
             )
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.qkv.shapes, *self.o_proj.shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        self.qkv = self.qkv.wrapped(around)
+
+    def end_region(self, around: Around) -> None:
+        self.o_proj = self.o_proj.wrapped(around)
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._tables(context)

@@ -124,6 +124,7 @@ class LayerContext:
         device, dtype: of weights and activations.
         sums_outside: linears leave sums over tensor ranks, of a column linear's input gradient and of a row linear's
             output, to the code around them.
+        norm_readers: sets of linears that read a norm's output, and add to the gradient of its weight.
     """
 
     layout: TensorLayout
@@ -131,6 +132,7 @@ class LayerContext:
     device: torch.device
     dtype: torch.dtype
     sums_outside: bool = False
+    norm_readers: int = 1
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Makes storage that a loader or an initialiser fills; padding rows must read as zero, hence zeros."""

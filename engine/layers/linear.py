@@ -16,11 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
+from engine.layers.branch import Around, LinearShape
 from engine.layers.context import AdapterSettings, LayerContext, TrainingPlan
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.module import ShardedModule, ShardEntry
@@ -148,6 +149,24 @@ class _ParallelLinear(ShardedModule):
         """Returns the base weight [O, I] of all sections without anything else the storage holds; on the meta device
         where it is encoded."""
         return self.storage[:, : self.in_features]
+
+    def wrapped(self, around: Around) -> nn.Module:
+        """Returns what takes the linear's place."""
+        return around(self)
+
+    @property
+    def shapes(self) -> tuple[LinearShape, ...]:
+        """The linear's sizes on this rank."""
+        outputs, columns = self.operands.extended_OE.shape
+        return (
+            LinearShape(
+                inputs=self.in_features,
+                outputs=outputs,
+                extra=columns - self.in_features,
+                trained_rows=tuple(sink.count for sink in self._sinks if sink.weight is not None),
+                encoding=None if self.encoded is None else self.encoded.weight.encoding.name,
+            ),
+        )
 
     def leaves(self, source: LinearInput) -> tuple[Tensor, ...]:
         """Returns every trainable tensor that the output depends on."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.distributed.sharding import split_spec
+from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.ops.attention.token_context import TokenContext
@@ -16,7 +17,7 @@ Activation = Literal["silu", "gelu_tanh"]
 _GATED: dict[Activation, LinearInput] = {"silu": SwiGLUInput(), "gelu_tanh": GeGLUInput()}
 
 
-class MLP(nn.Module):
+class MLP(Branch):
     """down(activation(gate(x)) * up(x)), x made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
@@ -58,6 +59,16 @@ class MLP(nn.Module):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         return self.finish(self.gate_up(u, source, context), context)
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.gate_up.shapes, *self.down.shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        self.gate_up, self.down = self.gate_up.wrapped(around), self.down.wrapped(around)
+
+    def end_region(self, around: Around) -> None:
+        self.down = self.down.wrapped(around)
 
     def finish(self, both: Tensor, context: TokenContext) -> Tensor:
         """Returns the output for [gate(x) | up(x)]."""

@@ -53,6 +53,8 @@ class RMSNorm(ShardedModule):
         self.eps, self.offset, self._kernels = eps, offset, layout.kernels
         storage = build.empty((size,))
         self.weight = self.own(f"{name}.weight", storage, spec, trainable=build.plan.trains(name))
+        if self.weight.sink is not None:
+            self.weight.sink.uses = build.norm_readers
 
     def as_input(self, divisor: float = 1.0) -> NormInput:
         """Returns the norm as what a linear's input is made with, so that its output is never kept.

@@ -24,9 +24,8 @@ called. Its last product is left out, because it is not read: see `LastLinear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +33,11 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.choices import Recompute
 from engine.errors import UserError
-from engine.experts.layers.latent_attention import LatentAttention
-from engine.experts.layers.routed_experts import RoutedMLP
-from engine.layers.attention import Attention
+from engine.layers.branch import Branch
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.layers.mlp import MLP
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import KeptInput, LinearInput
 from engine.ops.parallel_linear import row_linear
-from engine.vision.layers.cross_attention import CrossAttention
-from engine.vision.layers.token_experts import ExpertPair
 
 Level = Recompute
 
@@ -130,51 +124,19 @@ class LastLinear(nn.Module):
         return self.linear(u, source, context)
 
 
-def apply_level(
-    level: Level,
-    attention: Attention | LatentAttention,
-    mlp: MLP | ExpertPair | RoutedMLP,
-    cross_attention: CrossAttention | None = None,
-) -> None:
-    """Puts what `level` needs around the linears of a layer."""
-    mlps = _mlps(mlp)
+def apply_level(level: Level, branches: Sequence[Branch]) -> None:
+    """Puts what `level` needs around the linears of a layer.
+
+    Args:
+        branches: of the layer, in order; the MLP is the last.
+    """
     if level == "none":
-        _wrap(attention, "qkv", _keeping)
-        if isinstance(attention, LatentAttention):
-            _wrap(attention, "kv_b", _keeping)
-            if attention.q_b is not None:
-                _wrap(attention, "q_b", _keeping)
-        if cross_attention is not None:
-            _wrap(cross_attention, "query", _keeping)
-        for one in mlps:
-            _wrap(one, "gate_up", _keeping)
-            _wrap(one, "down", _keeping)
+        for branch in branches:
+            branch.keep_inputs(_keeping)
     elif level == "attention":
-        if cross_attention is None:
-            _wrap(attention, "o_proj", _last)
-        else:
-            _wrap(cross_attention, "dense", _last)
-    elif level == "full" and isinstance(mlp, RoutedMLP):
-        mlp.ends_region = True  # its shared expert's output may be read again, by its gate
+        branches[-2].end_region(_last)
     elif level == "full":
-        for one in mlps:
-            _wrap(one, "down", _last)
-
-
-def _mlps(mlp: MLP | ExpertPair | RoutedMLP) -> tuple[nn.Module, ...]:
-    """Returns the MLPs that all of some tokens pass through."""
-    if isinstance(mlp, RoutedMLP):
-        return () if mlp.shared is None else (mlp.shared,)
-    return (mlp.language, mlp.vision) if isinstance(mlp, ExpertPair) else (mlp,)
-
-
-def _wrap(owner: nn.Module, name: str, around: Callable[[Any], nn.Module]) -> None:
-    """Puts something around a linear, or around each of two experts."""
-    linear = getattr(owner, name)
-    if isinstance(linear, ExpertPair):
-        linear.language, linear.vision = around(linear.language), around(linear.vision)
-    else:
-        setattr(owner, name, around(linear))
+        branches[-1].end_region(_last)
 
 
 def _last(linear: RowParallelLinear) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +21,30 @@ from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
-from engine.experts.layers.routed_experts import RoutedMLP
 from engine.experts.ops.load_balance import LoadBalance
 from engine.kernels.reference import rope_tables
-from engine.layers.context import LayerContext, TensorLayout, TrainingPlan, deferred_sums
+from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, Section
-from engine.layers.mlp import MLP
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.norm import RMSNorm
-from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
+from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
-from engine.models.attention_of_layers import build_attention
-from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
+from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
 from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
-from engine.ops.inputs import GivenInput, LinearInput
 from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
-from engine.vision.layers.cross_attention import CrossAttention
 from engine.vision.layers.encoder import VisionEncoder
 from engine.vision.layers.plain_module import anything_trains, tile_rows
-from engine.vision.layers.token_experts import VISION_EXPERT, ExpertPair
 from engine.vision.ops.cross_attention import document_spans, pair_spans
 
-SITES_PER_LAYER = 4
-"""Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
-
-The head's comes after those of all layers, and then three for each layer's cross attention, or its shared expert."""
-_VISION_SITES, _ENCODER_SITES, _LATENT_SITES = 1 << 20, 1 << 21, 1 << 22
-"""First sites of a vision model's linears, of those of the encoder that layers attend to, and of what latent attention
-makes queries, keys and values from."""
+_VISION_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
+"""First sites of a vision model's linears, and of those of the encoder that layers attend to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +66,6 @@ def split_parts(layers: Sequence[int]) -> list[Part]:
     ]
 
 
-def _input(norm: RMSNorm | None) -> LinearInput:
-    return GivenInput() if norm is None else norm.as_input()
-
-
 def _experts(batch: Batch, token_index: Tensor) -> Experts:
     """Packs the tokens by expert; all are the language expert's where the batch does not say."""
     experts = batch.part(ExpertTokens)
@@ -90,122 +77,6 @@ def _experts(batch: Batch, token_index: Tensor) -> Experts:
         PackedTokens(language, token_index.index_select(0, language)),
         PackedTokens(vision, token_index.index_select(0, vision)),
     )
-
-
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
-
-    Families may have norms on what is added to x too, or there alone, and a factor on it. Attention and MLP may have
-    other weights for tokens of images, and cross attention to encoded images may stand between them. A mixture of
-    experts may stand in the place of the MLP.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        config: DecoderConfig,
-        *,
-        build: LayerContext,
-        memory: MemoryPlan = SELECTIVE,
-    ) -> None:
-        super().__init__()
-        prefix, site = f"layers.{index}", index * SITES_PER_LAYER
-        further_site = config.num_layers * SITES_PER_LAYER + 1 + 3 * index
-        self.residual_multiplier = config.residual_multiplier
-
-        # norms whose output experts read have partial gradients, as the experts' inputs have
-        inner = deferred_sums(build) if config.token_experts else build
-
-        def norm(name: str, *places: str, build: LayerContext = inner) -> RMSNorm | None:
-            if config.norms not in places:
-                return None
-            return RMSNorm(f"{prefix}.{name}", config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
-
-        self.input_norm = norm("input_norm", "inputs", "both")
-        self.attention = build_attention(index, config, build, first_site=site, inner_site=_LATENT_SITES + 2 * index)
-        self.attention_output_norm = norm("attention_output_norm", "outputs", "both", build=build)
-        self.cross_norm: RMSNorm | None = None
-        self.cross_attention: CrossAttention | None = None
-        if (sizes := config.cross_attention) is not None:
-            self.cross_norm = norm("cross_attention_norm", "inputs", build=build)
-            self.cross_attention = CrossAttention(
-                f"{prefix}.cross_attention",
-                hidden=config.hidden,
-                encoded=sizes.encoded,
-                width=sizes.width,
-                num_heads=config.num_heads,
-                first_site=further_site,
-                build=build,
-            )
-
-        self.post_attention_norm = norm("post_attention_norm", "inputs", "both")
-
-        def mlp(prefix: str) -> MLP:
-            return MLP(
-                prefix,
-                hidden=config.hidden,
-                intermediate=config.intermediate,
-                bias=config.mlp_bias,
-                first_site=site + 2,
-                activation=config.activation,
-                build=inner,
-            )
-
-        self.mlp: MLP | ExpertPair | RoutedMLP
-        if (routed := config.routed_at(index)) is not None:
-            self.mlp = RoutedMLP(
-                f"{prefix}.mlp",
-                routed,
-                hidden=config.hidden,
-                first_site=site + 2,
-                shared_site=further_site,
-                build=build,
-            )
-        elif not config.token_experts:
-            self.mlp = mlp(f"{prefix}.mlp")
-        else:
-            self.mlp = ExpertPair(
-                mlp(f"{prefix}.mlp"),
-                mlp(f"{prefix}.mlp.{VISION_EXPERT}"),
-                width=config.hidden,
-                layout=build.layout,
-                from_stream=True,
-                to_stream=True,
-            )
-            for one in (self.input_norm, self.post_attention_norm):
-                if one is not None and one.weight.sink is not None:
-                    one.weight.sink.uses = 2  # both experts' linears add to it
-        self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both", build=build)
-        self.level = memory.level(index)
-        if self.mlp_output_norm is None or self.level == "none":
-            # a norm on the output of a recomputed region reads its last product, which so must be recomputed too
-            apply_level(self.level, self.attention, self.mlp, self.cross_attention)
-
-    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        if self.level == "full":
-            return recomputed(self._whole, x, context)
-        if self.level == "attention":
-            return self._with_mlp(recomputed(self._with_attention, x, context), context)
-        return self._whole(x, context)
-
-    def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
-        x = self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
-        cross = self.cross_attention
-        if cross is None:
-            return x
-        source = _input(self.cross_norm)
-        if context.encoded is None and context.cache is None:
-            return cross.skipped(x, source)
-        return self._add(x, cross(x, source, context), None)
-
-    def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
-        return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
-
-    def _add(self, x: Tensor, branch: Tensor, norm: RMSNorm | None) -> Tensor:
-        return torch.add(x, branch if norm is None else norm.of_output(branch), alpha=self.residual_multiplier)
-
-    def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
-        return self._with_mlp(self._with_attention(x, context), context)
 
 
 class Decoder(nn.Module):
@@ -316,7 +187,7 @@ class Decoder(nn.Module):
                 is_last=True,
             )
 
-    def _build_cross_vision(self, sizes: CrossAttentionSizes, build: LayerContext, memory: MemoryPlan) -> VisionEncoder:
+    def _build_cross_vision(self, sizes: Any, build: LayerContext, memory: MemoryPlan) -> VisionEncoder:
         recompute = memory.level(0) in ("attention", "full")
         return VisionEncoder(sizes.encoder, sizes.encoded, first_site=_ENCODER_SITES, build=build, recompute=recompute)
 

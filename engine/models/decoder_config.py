@@ -6,11 +6,12 @@ Families translate a Hugging Face `config.json` into this record; the decoder is
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from engine.errors import UserError
-from engine.experts.layers.latent_attention import LatentSizes
-from engine.experts.layers.routed_experts import RoutedSizes
+from engine.layers.branch import Branch, JoiningBranch
+from engine.layers.context import LayerContext
+from engine.seams import resolve
 from engine.vision.layers.encoder import VisionConfig
 
 
@@ -57,21 +58,6 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrossAttentionSizes:
-    """The attention of every layer to encoded images.
-
-    Args:
-        encoded: features of an encoded row.
-        width: features of the queries, of all heads together.
-        encoder: makes the encoded rows.
-    """
-
-    encoded: int
-    width: int
-    encoder: VisionConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
     """The ways in which layers differ.
 
@@ -85,6 +71,130 @@ class LayerKind:
 
 
 PLAIN_LAYER = LayerKind()
+
+
+SITES_PER_LAYER = 4
+"""Dropout sites of a layer: attention's input, its output projection's, the MLP's input, its down projection's.
+
+The head's comes after those of all layers, and then three for each layer's branch in between, or its shared expert."""
+_INNER_SITES = 1 << 22
+"""First site of the linears inside attention, two for each layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlace:
+    """A layer to be built.
+
+    Args:
+        index: in the whole model.
+        config: of the model.
+        build: of its linears, and of norms beside attention and MLP.
+    """
+
+    index: int
+    config: DecoderConfig
+    build: LayerContext
+
+    @property
+    def prefix(self) -> str:
+        """The layer's engine name."""
+        return f"layers.{self.index}"
+
+    @property
+    def attention_site(self) -> int:
+        """Dropout site of attention's input; the output projection's is the next one."""
+        return self.index * SITES_PER_LAYER
+
+    @property
+    def mlp_site(self) -> int:
+        """Dropout site of the MLP's input; the down projection's is the next one."""
+        return self.attention_site + 2
+
+    @property
+    def further_site(self) -> int:
+        """The first of three sites for a branch in between, or for what stands beside the MLP."""
+        return self.config.num_layers * SITES_PER_LAYER + 1 + 3 * self.index
+
+    @property
+    def inner_site(self) -> int:
+        """The first of two sites for linears inside attention."""
+        return _INNER_SITES + 2 * self.index
+
+
+class LayerVariant:
+    """A way in which layers differ from plain ones, in what they compute with: the base of frozen records.
+
+    A config has several where attention differs in one way and the MLP in another. Each method's default is the plain
+    layer's answer; None leaves the question to the other variants.
+    """
+
+    __slots__ = ()
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that a router chooses from; 0 without one."""
+        return 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a router chooses for a token; 0 without one."""
+        return 0
+
+    def applies(self, index: int) -> bool:
+        """Returns whether a layer has it, by its index in the whole model."""
+        return True
+
+    def norm_context(self, build: LayerContext) -> LayerContext:
+        """Returns the build context of the norms before attention and MLP."""
+        return build
+
+    def attention(self, place: LayerPlace) -> Branch | None:
+        """Builds the layer's attention."""
+        return None
+
+    def between(self, place: LayerPlace) -> JoiningBranch | None:
+        """Builds a branch between attention and MLP."""
+        return None
+
+    def mlp(self, place: LayerPlace) -> Branch | None:
+        """Builds what the layer has in the place of an MLP."""
+        return None
+
+    def attention_parameters(self, config: DecoderConfig) -> int | None:
+        """Returns the weights in the linears of attention."""
+        return None
+
+    def mlp_parameters(self, config: DecoderConfig) -> int | None:
+        """Returns the weights in the linears that a token meets in the place of an MLP."""
+        return None
+
+    def part_rows(self, config: DecoderConfig) -> dict[str, int]:
+        """Returns the output rows of the variant's modules that may be part of a fused one, by their names inside a
+        layer."""
+        return {}
+
+    def fused_places(self, fused: str) -> tuple[str, ...]:
+        """Returns the modules that stand in the place of one of `engine.models.names.FUSED` of a plain layer."""
+        return (fused,)
+
+    def graph_obstacle(self, family: str) -> str | None:
+        """Returns why a step of such a model cannot be captured in a CUDA graph; None where it can."""
+        return None
+
+    def linears(self, plain: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the last components of the names of a layer's linears, for those of a plain one."""
+        return plain
+
+    def plain_torch(self) -> tuple[str, ...]:
+        """Returns the parts that are computed in plain torch, whichever kernels were chosen: for a run's log."""
+        return ()
+
+    def unread_modules(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Returns the modules whose weights never have a gradient."""
+        return ()
+
+
+_V = TypeVar("_V", bound=LayerVariant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +227,8 @@ class DecoderConfig:
         second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
-        latent: attention makes keys and values from one narrow vector; None for attention with linears of their own.
         attention_sinks: each head has a score of its own in every softmax of attention; see ops.attention.sinks.
-        token_experts: tokens of images have linears of their own in attention and MLP.
-        vision_qkv_bias: whether q/k/v of those have biases; `qkv_bias` is the text's.
-        cross_attention: of all tokens to encoded images, between attention and MLP; None for none.
-        routed: the mixture of experts of most layers; None for MLPs alone.
+        variants: what layers compute with in place of plain attention and MLPs.
         vision: the model whose features stand in the places of tokens; None for a model of text alone.
         bidirectional_images: in attention the tokens of an image see the whole image.
         deepstack: further features of each such token, which are added to the residual stream, those of index i behind
@@ -162,12 +268,8 @@ class DecoderConfig:
     second_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
-    latent: LatentSizes | None = None
     attention_sinks: bool = False
-    token_experts: bool = False
-    vision_qkv_bias: bool = False
-    cross_attention: CrossAttentionSizes | None = None
-    routed: RoutedSizes | None = None
+    variants: tuple[LayerVariant, ...] = ()
     vision: VisionConfig | None = None
     bidirectional_images: bool = False
     deepstack: int = 0
@@ -191,19 +293,36 @@ class DecoderConfig:
         """Returns the kind of a layer, by its index in the whole model."""
         return self.layer_kinds[index] if self.layer_kinds else PLAIN_LAYER
 
-    def routed_at(self, index: int) -> RoutedSizes | None:
-        """Returns the mixture of experts of a layer, by its index in the whole model; None where it has an MLP."""
-        return None if self.routed is None or index in self.routed.dense_layers else self.routed
+    def variant(self, kind: type[_V]) -> _V | None:
+        """Returns the variant of this class; None where layers do not have it."""
+        return next((variant for variant in self.variants if isinstance(variant, kind)), None)
+
+    def variants_at(self, index: int) -> tuple[LayerVariant, ...]:
+        """Returns the variants of a layer, by its index in the whole model."""
+        return tuple(variant for variant in self.variants if variant.applies(index))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that a router chooses from; 0 where MLPs are alike for all tokens."""
+        return sum(variant.num_experts for variant in self.variants)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a router chooses for a token; 0 without one."""
+        return sum(variant.experts_per_token for variant in self.variants)
 
     @property
     def unread_modules(self) -> tuple[str, ...]:
-        """The modules whose weights never have a gradient: what the last layer makes of an image's tokens is not read,
-        but for their keys and values."""
-        if not self.token_experts:
-            return ()
-        last = f"layers.{self.num_layers - 1}"
-        queries = tuple(f"{last}.attention.vision.{name}" for name in ("q_proj", "o_proj"))
-        return queries + tuple(f"{last}.mlp.vision.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        """The modules whose weights never have a gradient."""
+        return tuple(name for variant in self.variants for name in variant.unread_modules(self))
+
+    @property
+    def token_experts(self) -> bool:
+        return self.variant(resolve("engine.vision.layers.token_experts:TokenExperts")) is not None
+
+    @property
+    def cross_attention(self) -> Any:
+        return self.variant(resolve("engine.vision.layers.cross_attention:CrossAttentionSizes"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(replace(self, vision=None))  # which config.json describes
@@ -221,13 +340,13 @@ def check_expert_ranks(config: DecoderConfig, *, expert: int, folds: bool) -> No
     """
     if not folds:
         return
-    if config.routed is None:
+    if not config.num_experts:
         option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
         raise UserError(
             f"parallel.{option}, but this {config.family} model has no experts that a router chooses: leave "
             f"parallel.{option.split()[0]} out."
         )
-    if (count := config.routed.rule.num_experts) % expert:
+    if (count := config.num_experts) % expert:
         raise UserError(
             f"parallel.expert is {expert}, which does not divide the model's {count} experts: use a "
             f"parallel.expert that divides {count}."

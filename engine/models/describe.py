@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 
 import torch
 
@@ -10,12 +11,12 @@ from engine.choices import VISION
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
-from engine.experts.layers.router import CORRECTION
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer_kinds import layer_kinds
+from engine.models.names import CORRECTION
 from engine.ops.encoded_weight import BaseEncoding
 from engine.vision.layers.plain_module import build_plain, linear_names
 
@@ -107,12 +108,10 @@ def num_parameters(config: DecoderConfig) -> int:
 
 def active_parameters(config: DecoderConfig) -> int:
     """Counts the parameters that a token meets: of a mixture of experts, those of the experts that a token has."""
-    total = num_parameters(config)
-    if config.routed is None:
-        return total
-    routed = config.routed
-    layers = config.num_layers - len(routed.dense_layers)
-    expert = 3 * config.hidden * routed.intermediate
-    if routed.has_biases:
-        expert += 2 * routed.intermediate + config.hidden
-    return total - layers * (routed.rule.num_experts - routed.rule.per_token) * expert
+    experts = sum(
+        prod(spec.global_shape)
+        for name, spec in parameter_specs(config, tensor_rank=0, tensor_size=1).items()
+        if ".experts." in name
+    )
+    idle = config.num_experts - config.experts_per_token
+    return num_parameters(config) - (experts * idle // config.num_experts if config.num_experts else 0)

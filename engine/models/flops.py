@@ -19,22 +19,16 @@ def layer_parameters(config: DecoderConfig) -> float:
     """Returns the number of weights in the linears of a layer that a token meets, the mean over all layers."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden * (2 * queries + 2 * keys)
-    if (latent := config.latent) is not None:
-        values, plain = config.num_heads * latent.values, queries - config.num_heads * latent.rotated
-        attention = config.hidden * (latent.key_value_rank + latent.rotated + values)
-        attention += latent.key_value_rank * (plain + values)
-        rank = latent.query_rank
-        attention += config.hidden * queries if rank is None else rank * (config.hidden + queries)
+    for variant in config.variants:
+        attention = variant.attention_parameters(config) or attention
     return attention + sum(_mlp_parameters(config, index) for index in range(config.num_layers)) / config.num_layers
 
 
 def _mlp_parameters(config: DecoderConfig, index: int) -> int:
-    routed = config.routed_at(index)
-    if routed is None:
-        return 3 * config.hidden * config.intermediate
-    rule = routed.rule
-    met = 3 * (rule.per_token * routed.intermediate + routed.shared) + rule.num_experts + int(routed.shared > 0)
-    return config.hidden * met
+    found = 3 * config.hidden * config.intermediate
+    for variant in config.variants_at(index):
+        found = variant.mlp_parameters(config) or found
+    return found
 
 
 def head_in_layers(config: DecoderConfig) -> float:
@@ -86,7 +80,7 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
     lowest = min((_layer(name, layers) for name in trained), default=layers + 1)
     per_token = 0
     in_experts = 0
-    rows_of_token = 1 if config.routed is None else config.routed.rule.per_token
+    rows_of_token = config.experts_per_token or 1
     for name, shape in trained.items():
         if "lora" in name and not name.startswith(VISION):
             work = 6 * prod(shape)
@@ -100,8 +94,8 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
             in_experts += work
         else:
             per_token += work
-    if config.routed is not None:  # of which a token meets a few
-        per_token += in_experts * config.routed.rule.per_token // config.routed.rule.num_experts
+    if config.num_experts:  # of which a token meets a few
+        per_token += in_experts * config.experts_per_token // config.num_experts
     return TrainedWork(share=max(0, layers - max(lowest, 0)) / layers, head=lowest <= layers, per_token=per_token)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
-from engine.models.decoder import DecoderLayer
 from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_layer import DecoderLayer
 
 _Answers = dict[tuple[str, str], object]
 """Method of the plan, and name of a module within its layer -> the answer."""
@@ -63,7 +63,7 @@ def _answers_to(config: DecoderConfig, plan: TrainingPlan, index: int) -> _Answe
 
 
 def _alike(config: DecoderConfig, plan: TrainingPlan, kind: int, answers: _Answers, index: int) -> bool:
-    if config.layer_kind(kind) != config.layer_kind(index) or config.routed_at(kind) != config.routed_at(index):
+    if config.layer_kind(kind) != config.layer_kind(index) or config.variants_at(kind) != config.variants_at(index):
         return False
     prefix = _prefix(index)
     return all(getattr(plan, method)(prefix + module) == answer for (method, module), answer in answers.items())

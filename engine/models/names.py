@@ -48,6 +48,8 @@ _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?(?=[a-z])")
 _EVERY_EXPERT = ".experts.*."
 """In tables of names, the place of an expert's number; what all experts of a layer share has none."""
+CORRECTION = "e_score_correction_bias"
+"""Name of what is added to scores where experts are compared: a buffer, which is kept as it is and never trains."""
 _SHARED_FACTOR = re.compile(r"(layers\.\d+\.mlp\.experts)\.([a-z_]+\.lora_[AB])")
 
 
@@ -124,24 +126,19 @@ def is_shared_factor(name: str) -> bool:
 def own_names(name: str, config: DecoderConfig) -> list[str]:
     """Returns the names that a shared factor has as each expert's own; of any other tensor its name."""
     match = _SHARED_FACTOR.fullmatch(name)
-    if match is None or config.routed is None:
+    if match is None or not config.num_experts:
         return [name]
-    return [f"{match[1]}.{expert}.{match[2]}" for expert in range(config.routed.rule.num_experts)]
+    return [f"{match[1]}.{expert}.{match[2]}" for expert in range(config.num_experts)]
 
 
 def part_rows(config: DecoderConfig) -> dict[str, int]:
     """Returns the output rows of every module that may be part of a fused one."""
     kv = config.num_kv_heads * config.head_dim
     rows = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
-    found: dict[str, int] = {}
-    for expert in ("", "vision.") if config.token_experts else ("",):
-        found |= {f"attention.{expert}{name}": count for name, count in rows.items()}
-        found |= dict.fromkeys((f"mlp.{expert}gate_proj", f"mlp.{expert}up_proj"), config.intermediate)
-    if config.cross_attention is not None:
-        found |= dict.fromkeys(FUSED[KEY_VALUE], config.cross_attention.width)
-    if config.routed is not None:
-        found |= dict.fromkeys(FUSED[EXPERT_GATE_UP], config.routed.intermediate)
-        found |= dict.fromkeys(FUSED[SHARED_EXPERT_GATE_UP], config.routed.shared)
+    found = {f"attention.{name}": count for name, count in rows.items()}
+    found |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.intermediate)
+    for variant in config.variants:
+        found |= variant.part_rows(config)
     return found
 
 

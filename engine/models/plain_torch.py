@@ -15,12 +15,10 @@ def plain_torch_parts(config: DecoderConfig) -> str | None:
         parts.append(f"attention of documents longer than a window of {' or '.join(map(str, windows))}")
     if config.qk_norm and config.qk_norm_over == "all":
         parts.append("the norm of queries and keys over all heads, where these lie on several ranks")
-    if config.latent is not None:
-        parts.append("the rotation of queries and keys of latent attention")
-    elif config.rotary_dim is not None and config.rotary_dim < config.head_dim:
+    has_plain_attention = all(variant.attention_parameters(config) is None for variant in config.variants)
+    if has_plain_attention and config.rotary_dim is not None and config.rotary_dim < config.head_dim:
         parts.append("the rotation of queries and keys, which turns a part of each head")
-    if config.routed is not None and config.routed.clamp is not None:
-        parts.append("the experts' clamped gate")
+    parts += [part for variant in config.variants for part in variant.plain_torch()]
     if config.activation != "silu":
         parts.append("the MLP's GELU")
     if config.logits_softcap is not None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.experts.planned_rows import Routing
 from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
 from engine.planning.kernel_shapes import backend_name
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
+from engine.planning.planned_rows import Routing
 from engine.planning.rank_layout import Layout, Workload
 
 

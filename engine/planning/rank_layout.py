@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.config.parallel import ParallelOptions
-from engine.experts.planned_rows import Routing
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
+from engine.planning.planned_rows import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,13 +21,13 @@ from engine.config.parallel import ParallelOptions
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.experts.planned_rows import Routing
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8
 from engine.ops.attention.ulysses import check_context_heads
 from engine.optim.state_sharding import ShardLevel
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import PeakEstimate, fullest, predict_layout, predict_static
+from engine.planning.planned_rows import Routing
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.step_time import StepTime, predict_time
 from engine.telemetry.format import counted
@@ -45,7 +45,7 @@ class SearchRequest:
         recompute: the levels to try; all by default.
         offload: what may be offloaded to host memory: "weights", "optimizer" and "activations".
         stored: the dtypes to try for kept activations; None is their own.
-        routing: under which a layout must fit where experts are divided over ranks; see engine.experts.planned_rows.
+        routing: under which a layout must fit where experts are divided over ranks; see engine.planning.planned_rows.
     """
 
     config: RunConfig
@@ -168,7 +168,7 @@ def search(
     fitting: list[list[Candidate]] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
-    for layout in each(list(layouts(wanted.devices, has_experts=workload.decoder.routed is not None))):
+    for layout in each(list(layouts(wanted.devices, has_experts=workload.decoder.num_experts > 0))):
         try:
             _check(wanted, workload, layout)
             tried = _least_sharding(wanted, workload, layout)

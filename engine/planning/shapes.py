@@ -10,21 +10,17 @@ from math import prod
 
 import torch
 
-from engine.experts.layers.routed_experts import GroupedLinear, RoutedMLP
+from engine.layers.branch import LinearShape
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
-from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
-from engine.models.decoder import Decoder, DecoderLayer, Part
+from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import layer_kinds
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
-from engine.vision.layers.token_experts import ExpertPair
-
-DECODED = ("nf4", "int8")
-"""Encodings whose numbers are needed for a product; the others multiply with their codes."""
 
 WIDE = 4
 """Bytes of statistics, and of what norms, losses and the optimizer compute in."""
@@ -34,40 +30,12 @@ RegionKey = tuple[str, tuple[str, ...], tuple[str, ...], bool]
 engine.optim.flat_layout."""
 
 
-_Linear = ColumnParallelLinear | RowParallelLinear | GroupedLinear
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearShape:
-    """One parallel linear on one rank.
-
-    Args:
-        inputs, outputs: I and O of this rank.
-        extra: columns added to the weight for folded adapters.
-        trained_rows: output rows of each weight that trains.
-        encoding: how the weight is stored; None for the model's dtype.
-    """
-
-    inputs: int
-    outputs: int
-    extra: int
-    trained_rows: tuple[int, ...]
-    encoding: str | None = None
-
-    @property
-    def is_decoded(self) -> bool:
-        """Whether products decode it first, see engine.ops.encoded_weight."""
-        return self.encoding in DECODED
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
     """One decoder layer on one rank.
 
     Args:
-        qkv, out, gate_up, down: the linears that every token meets, or those of text where there are two experts.
-        cross: query, key and value, and output of the attention to encoded images; empty without it.
-        vision: the linears of the vision expert; empty without one.
+        attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
         routes_apart: each tensor rank has tokens of its own before whole experts; see
@@ -75,20 +43,17 @@ class LayerShape:
         has_shared: whether all tokens share an expert beside those that a router chooses.
     """
 
-    qkv: LinearShape
-    out: LinearShape
-    gate_up: LinearShape
-    down: LinearShape
+    attention: tuple[LinearShape, ...]
+    mlp: tuple[LinearShape, ...]
     kv_width: int
     trains: bool
-    cross: tuple[LinearShape, ...] = ()
-    vision: tuple[LinearShape, ...] = ()
+    between: tuple[LinearShape, ...] = ()
     routes_apart: bool = False
     has_shared: bool = False
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
-        return (self.qkv, self.out, self.gate_up, self.down, *self.cross, *self.vision)
+        return (*self.attention, *self.mlp, *self.between)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,66 +190,27 @@ def model_shape(
         embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
         head_parameters=_parameters([*shard_entries(ends.norm), *shard_entries(ends.head)]),
         tied=config.tied_embeddings,
-        decoded_experts=0 if layout.base is None or config.routed is None else layout.base.scratch.num_bytes,
-    )
-
-
-def _linear(linear: _Linear) -> LinearShape:
-    """Returns the sizes of a linear; of the same one of all experts, as if their outputs were one's."""
-    if isinstance(linear, GroupedLinear):
-        count, outputs, columns = linear.storage.shape
-        blocks = [block for own in linear.operands.weight_blocks for block in own]
-        return LinearShape(
-            inputs=linear.operands.in_features,
-            outputs=count * outputs,
-            extra=columns - linear.operands.in_features,
-            trained_rows=tuple(block.rows.stop - block.rows.start for block in blocks),
-        )
-    operands = linear.operands
-    outputs, columns = operands.extended_OE.shape
-    return LinearShape(
-        inputs=operands.in_features,
-        outputs=outputs,
-        extra=columns - operands.in_features,
-        trained_rows=tuple(sink.count for sink in operands.sinks if sink.weight is not None),
-        encoding=None if linear.encoded is None else linear.encoded.weight.encoding.name,
+        decoded_experts=0 if layout.base is None or not config.num_experts else layout.base.scratch.num_bytes,
     )
 
 
 def _layer(layer: DecoderLayer) -> LayerShape:
-    attention, mlp, cross = layer.attention, layer.mlp, layer.cross_attention
-    qkv, out, gate_up, down = map(_linear, _linears(layer))
-    vision: tuple[_Linear, ...] = ()
-    if isinstance(mlp, ExpertPair):
-        vision = (attention.qkv.vision, attention.o_proj.vision, mlp.vision.gate_up, mlp.vision.down)
+    attention, mlp = layer.attention, layer.mlp
     return LayerShape(
-        qkv=qkv,
-        out=out,
-        gate_up=gate_up,
-        down=down,
+        attention=attention.linear_shapes,
+        mlp=mlp.linear_shapes,
+        between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
         kv_width=attention.num_kv_heads * attention.head_dim,
         trains=any(entry.sink is not None for entry in shard_entries(layer)),
-        routes_apart=isinstance(mlp, RoutedMLP) and mlp.routes_apart,
-        has_shared=isinstance(mlp, RoutedMLP) and mlp.shared is not None,
-        cross=() if cross is None else tuple(map(_linear, (cross.query, cross.key_value, cross.dense))),
-        vision=tuple(map(_linear, vision)),
+        routes_apart=mlp.routes_apart,
+        has_shared=mlp.has_shared,
     )
-
-
-def _linears(layer: DecoderLayer) -> tuple[_Linear, ...]:
-    """Returns what a token meets: of two experts, the text's, whose sizes are those of the other; of a mixture, those
-    of all."""
-    attention, mlp = layer.attention, layer.mlp
-    if not isinstance(mlp, ExpertPair):
-        return attention.qkv, attention.o_proj, mlp.gate_up, mlp.down
-    mlp = mlp.language
-    return attention.qkv.language, attention.o_proj.language, mlp.gate_up, mlp.down
 
 
 def _check_products(model: Decoder, device_type: str) -> None:
     device = torch.device(device_type)
-    for mlp in (layer.mlp for layer in model.layers if isinstance(layer.mlp, RoutedMLP)):
-        mlp.check_products(device_type)
+    for layer in model.layers:
+        layer.mlp.check_products(device_type)
     for entry in encoded_entries(model):
         rows, columns = entry.spec.local_shape
         require_product_sizes(entry.encoding.name, rows, columns, device, entry.name)

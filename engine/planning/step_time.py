@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.layers.branch import LinearShape
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models.decoder import Part
 from engine.pipeline.costs import Costs
@@ -26,7 +27,7 @@ from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import STATE_SHARDING
 from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
 from engine.planning.rank_layout import Layout, Workload
-from engine.planning.shapes import WIDE, LayerShape, LinearShape, ModelShape, Parameters
+from engine.planning.shapes import WIDE, LayerShape, ModelShape, Parameters
 from engine.planning.traces import RankModel, rank_model
 from engine.zigzag import ContextLayout, make_plan
 
@@ -151,7 +152,7 @@ class _Times:
 
     def _attention_links(self, layer: LayerShape, *, last: bool = True) -> float:
         """Returns the seconds of the collectives around the attention block (not recomputed: `last`)."""
-        gathers = (layer.qkv, layer.cross[0]) if layer.cross else (layer.qkv,)
+        gathers = (layer.attention[0], *layer.between[:1])
         scatters = len(gathers) - (not last)
         return sum(map(self.gathered_input, gathers)) + self.sequence_links(scatters)
 
@@ -161,7 +162,7 @@ class _Times:
             # a shared expert is an ordinary MLP; tokens that were not apart before meet again behind the experts
             joins = self.sequence_links(1) if last and not self._splits else 0.0
             return joins + (self.sequence_links(1 + last) if layer.has_shared else 0.0)
-        return self.gathered_input(layer.gate_up) + (self.sequence_links(1) if last else 0.0)
+        return self.gathered_input(layer.mlp[0]) + (self.sequence_links(1) if last else 0.0)
 
     def _exchange(self, sizes: Iterable[int]) -> float:
         """Returns the seconds of exchanges of rows with the ranks of their experts.
@@ -185,7 +186,7 @@ class _Times:
             self._seconds(one for one in each if "attention" in one.kind)
             for each in (launches.forward, launches.backward)
         )
-        links = self.sequence_links(4 if layer.cross else 2)
+        links = self.sequence_links(4 if layer.between else 2)
         links += self._mlp_links(layer) if layer.routes_apart else self.sequence_links(2)
         links += self._exchange(launches.exchanged_backward)
         recomputed = _RECOMPUTED.get(level, ())

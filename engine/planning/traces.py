@@ -25,7 +25,6 @@ from engine.distributed.mesh import Axis, ExpertAxes, ExpertRows, Unconnected, s
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.experts.ops.load_balance import LoadBalance
-from engine.experts.planned_rows import expert_rows
 from engine.layers.context import TensorLayout
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
@@ -38,6 +37,7 @@ from engine.planning import traced_batch
 from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
+from engine.planning.planned_rows import expert_rows
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
@@ -212,7 +212,7 @@ class RankModel:
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             return model.embed(batch, step=context.step)
 
-        decoder = replace(self._workload.decoder, cross_attention=None)
+        decoder = _without_cross(self._workload.decoder)
         return self._front("the embedding", decoder, body, level, saved=saved and self.shape.embedding_trains)
 
     def encoder(self, level: Level, *, saved: bool) -> Trace:
@@ -376,8 +376,8 @@ class _Tracer:
         """Makes the coordinates; pieces behind the embedding find the encoded images there."""
         step = torch.zeros((), dtype=torch.int64, device=META)
         balance = None
-        if self._workload.balances and (routed := self._workload.decoder.routed) is not None:
-            balance = LoadBalance(1.0, routed.rule.num_experts, device=META)
+        if self._workload.balances and (count := self._workload.decoder.num_experts):
+            balance = LoadBalance(1.0, count, device=META)
             balance.begin(rehearses=False)
         if model.embedding is not None:
             return model.context(batch.without(CrossImages), step, training=True, balance=balance)
@@ -399,6 +399,10 @@ class _Tracer:
         self._recording.name([self._recording.number(tensor)], COMMUNICATION)
         if axis == "ep":
             self._exchanged.append(tensor.nbytes)
+
+
+def _without_cross(decoder: DecoderConfig) -> DecoderConfig:
+    return replace(decoder, variants=tuple(one for one in decoder.variants if one is not decoder.cross_attention))
 
 
 def _bind_buffers(entries: Iterable[ShardEntry]) -> list[GradientSink]:
@@ -433,8 +437,8 @@ def _layout(
         return replace(axis, group=Unconnected(axis.size, partial(on_receive, axis.name), rows))
 
     tp, experts = joined(mesh.tp), None
-    if decoder.routed is not None:
-        rows = expert_rows(workload.routing, per_token=decoder.routed.rule.per_token, ranks=parallel.expert)
+    if decoder.num_experts:
+        rows = expert_rows(workload.routing, per_token=decoder.experts_per_token, ranks=parallel.expert)
         experts = ExpertAxes(
             ep=joined(Axis("ep", parallel.expert), rows),
             tp=tp if parallel.cuts_experts else Axis("tp"),

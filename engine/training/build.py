@@ -104,7 +104,7 @@ def build_training(
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
-    load = None if decoder.routed is None else RouterLoad(decoder, stages.models(), mesh, launch.device, balance)
+    load = None if not decoder.num_experts else RouterLoad(decoder, stages.models(), mesh, launch.device, balance)
     step = TrainStep(stages, reducer, optimizer, mesh, load)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(
@@ -152,12 +152,12 @@ def _load_balance(
     num_micro_batches = gradient_accumulation_steps(config, launch.world_size)
     if (sentence := balance_sentence(config, decoder, num_micro_batches)) is not None:
         log.info(sentence)
-    if decoder.routed is None or not config.train.router_aux_loss_coef:
+    if not decoder.num_experts or not config.train.router_aux_loss_coef:
         return None
     apart = () if mesh.grid.cuts_experts else (mesh.tp,)
     return LoadBalance(
         config.train.router_aux_loss_coef,
-        decoder.routed.rule.num_experts,
+        decoder.num_experts,
         axes=(mesh.dp_cp, *apart, mesh.pp),
         device=launch.device,
         loss_scale=None if loss_scale is None else loss_scale.value,

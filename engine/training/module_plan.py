@@ -20,7 +20,6 @@ from engine.models.names import (
     GATE_UP,
     KEY_VALUE,
     QKV,
-    SHARED_EXPERT_GATE_UP,
     VISION_GATE_UP,
     VISION_QKV,
     NameMap,
@@ -163,14 +162,12 @@ def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[
 
 
 def _places(fused: str, decoder: DecoderConfig) -> list[str]:
-    """Returns the module itself or, of gate and up where the layer has a mixture, those of its experts."""
+    """Returns the modules that the layer has in the place of a plain one's."""
     layer, _, inside = fused.removeprefix("layers.").partition(".")
-    routed = decoder.routed_at(int(layer))
-    if inside != GATE_UP or routed is None:
-        return [fused]
-    experts = [EXPERT_GATE_UP.replace("*", str(expert)) for expert in range(routed.rule.num_experts)]
-    shared = [SHARED_EXPERT_GATE_UP] if routed.shared else []
-    return [f"layers.{layer}.{module}" for module in (*experts, *shared)]
+    places: tuple[str, ...] = (inside,)
+    for variant in decoder.variants_at(int(layer)):
+        places = tuple(found for place in places for found in variant.fused_places(place))
+    return [f"layers.{layer}.{module}" for module in places]
 
 
 def _require_patterns(lora: LoraOptions, candidates: Mapping[str, Sequence[str]], decoder: DecoderConfig) -> None:

@@ -23,7 +23,6 @@ from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
-from engine.experts.planned_rows import Routing
 from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
 from engine.layers.recompute import Level
@@ -31,6 +30,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
 from engine.planning.machine import MACHINES, Machine, machine_for
+from engine.planning.planned_rows import Routing
 from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import SearchRequest, SearchResult, search
@@ -260,11 +260,10 @@ def read_config(path: str) -> tuple[dict[str, Any], str | None]:
 
 def _linears_of_a_layer(decoder: DecoderConfig) -> tuple[str, ...]:
     """Returns the names of the linears that carry adapters where --targets is not given."""
-    if decoder.latent is None:
-        return BLOCK_LINEARS
-    queries = ("q_proj",) if decoder.latent.query_rank is None else ("q_a_proj", "q_b_proj")
-    others = tuple(name for name in BLOCK_LINEARS if name not in ("q_proj", "k_proj", "v_proj"))
-    return (*queries, "kv_a_proj", "kv_b_proj", *others)
+    names = BLOCK_LINEARS
+    for variant in decoder.variants:
+        names = variant.linears(names)
+    return names
 
 
 def config_of(arguments: argparse.Namespace, path: str, linears: tuple[str, ...] = BLOCK_LINEARS) -> RunConfig:

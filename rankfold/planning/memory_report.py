@@ -73,7 +73,7 @@ def _question(answer: Answer) -> str:
 
 def _active(decoder: DecoderConfig) -> str:
     """Returns how many of a mixture's parameters a token meets."""
-    if decoder.routed is None:
+    if not decoder.num_experts:
         return ""
     return f", {format_parameters(active_parameters(decoder))} of them active for a token"
 

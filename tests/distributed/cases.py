@@ -84,10 +84,8 @@ class Case:
         """The auxiliary loss on this rank."""
         if not self.balance:
             return None
-        assert self.config.routed is not None
         axes = (mesh.dp_cp, mesh.pp) if mesh.grid.cuts_experts else (mesh.dp_cp, mesh.pp, mesh.tp)
-        count = self.config.routed.rule.num_experts
-        return LoadBalance(self.balance, count, axes=axes, device=torch.device("cpu"))
+        return LoadBalance(self.balance, self.config.num_experts, axes=axes, device=torch.device("cpu"))
 
     def plan(self) -> TrainingPlan:
         def settings(module: str) -> AdapterSettings | None:

@@ -24,7 +24,7 @@ from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
 from engine.ops.encoded_weight import BaseEncoding
@@ -41,6 +41,8 @@ from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, Images
+from engine.vision.layers.cross_attention import CrossAttentionSizes
+from engine.vision.layers.token_experts import TokenExperts
 from engine.vision.towers.clip import ClipConfig
 from engine.vision.towers.gemma3 import Gemma3VisionConfig
 from engine.vision.towers.internvl import InternVLVisionConfig
@@ -74,42 +76,51 @@ WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 IMAGES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
 DEEPSTACK = small_config(num_layers=4, deepstack=3, rope_axes=(2, 0, 1), vision=ToyVisionConfig(hidden=4 * 32))
 """Rotated by time, height and width, with images' features for three layers."""
-EXPERTS = small_config(num_layers=2, token_experts=True, vision_qkv_bias=True)
+EXPERTS = small_config(num_layers=2, variants=(TokenExperts(qkv_bias=True),))
 ROUTED = small_config(
     num_layers=2,
-    routed=RoutedSizes(
-        rule=RoutingRule(num_experts=5, per_token=2, renormalises=True, rounds=True), intermediate=20, shared=12
+    variants=(
+        RoutedSizes(
+            rule=RoutingRule(num_experts=5, per_token=2, renormalises=True, rounds=True), intermediate=20, shared=12
+        ),
     ),
 )
 GROUPED = small_config(
     num_layers=2,
-    routed=RoutedSizes(
+    variants=(RoutedSizes(
         rule=RoutingRule(
             num_experts=8, per_token=2, renormalises=True, rounds=False, scores="sigmoid", num_groups=4, kept_groups=2,
             factor=1.7, has_correction=True, wide=True,
         ),
         intermediate=20, shared=12, gates_shared=False,
-    ),
+    ),),
 )  # fmt: skip
 """As GLM-4-MoE routes."""
 BIASED = small_config(
     num_layers=2,
     attention_sinks=True,
     layer_kinds=(LayerKind(window=5), LayerKind()),
-    routed=RoutedSizes(
+    variants=(RoutedSizes(
         rule=RoutingRule(
             num_experts=4, per_token=2, renormalises=False, rounds=True, scores="softmax of chosen", has_bias=True
         ),
         intermediate=20, has_biases=True, clamp=(1.702, 0.8),
-    ),
+    ),),
 )  # fmt: skip
 """As gpt-oss has experts and attention."""
 EVEN = replace(
-    ROUTED, routed=replace(ROUTED.routed, rule=RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True))
+    ROUTED,
+    variants=(
+        replace(ROUTED.variants[0], rule=RoutingRule(num_experts=4, per_token=2, renormalises=True, rounds=True)),
+    ),
 )
 """Experts that divide over two and four ranks."""
 ROUTED_BLOCKS = small_config(
-    num_layers=2, hidden=128, intermediate=256, head_dim=16, routed=replace(EVEN.routed, intermediate=128, shared=128)
+    num_layers=2,
+    hidden=128,
+    intermediate=256,
+    head_dim=16,
+    variants=(replace(EVEN.variants[0], intermediate=128, shared=128),),
 )
 """Two ranks cut it at multiples of 64."""
 _PROJECTOR = ProjectorConfig(inputs=24, width=32, bias=True, activation="gelu")
@@ -256,9 +267,9 @@ CASES = {
         trained=PROJECTORS,
     ),
     "frozen vision": Case(config=IMAGES, adapters=EVERY_LINEAR),
-    "encoded images": Case(config=small_config(num_layers=2, cross_attention=ENCODED), trained=r"(vision|layers)\..*"),
+    "encoded images": Case(config=small_config(num_layers=2, variants=(ENCODED,)), trained=r"(vision|layers)\..*"),
     "frozen encoder": Case(
-        config=small_config(num_layers=2, cross_attention=ENCODED),
+        config=small_config(num_layers=2, variants=(ENCODED,)),
         adapters=r"layers\..*(_proj|query|dense)",
         trained=r"layers\.0\.cross_attention\.(key|value)",
     ),
@@ -439,13 +450,13 @@ class Run:
                     whole = with_spans(whole)
             if self.case.config.rope_axes:
                 whole = with_grid_positions(whole)
-            if self.case.config.cross_attention is not None:
+            if self.case.config.variant(CrossAttentionSizes) is not None:
                 # of two data ranks, one has none in the first micro-batch and the other in the second; a context rank
                 # may have no token of a document with images
                 whole = with_images(
                     whole, [slot if slot in (2, 5) else 0 for slot, _ in own], seed=step, kind=CrossImages
                 )
-            if self.case.config.token_experts:
+            if self.case.config.variant(TokenExperts) is not None:
                 whole = with_experts(whole, [slot for slot, _ in own])
             mine.append(context_part(whole, size=mesh.cp.size, rank=mesh.cp.rank))
         return mine, total

@@ -23,7 +23,7 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan
-from engine.models.decoder_config import CrossAttentionSizes, LayerKind
+from engine.models.decoder_config import LayerKind
 from engine.ops.attention.varlen import AttentionChoice
 from engine.ops.kernels import REFERENCE
 from engine.pipeline.schedules import make_schedule
@@ -31,6 +31,8 @@ from engine.training.cuda_graph.build import check_graphs
 from engine.training.cuda_graph.capture import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
 from engine.training.rank_stages import max_in_flight
+from engine.vision.layers.cross_attention import CrossAttentionSizes
+from engine.vision.layers.token_experts import TokenExperts
 from tests.distributed.cases import make_batch
 from tests.support.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
 from tests.support.memory_models import build_with
@@ -250,10 +252,10 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
     ("model", "graphs"),
     [
         ({"vision": ToyVisionConfig()}, ("layer",)),
-        ({"token_experts": True, "vision": ToyVisionConfig()}, ()),
+        ({"variants": (TokenExperts(qkv_bias=False),), "vision": ToyVisionConfig()}, ()),
         ({"rope_axes": (0, 1, 2), "vision": ToyVisionConfig()}, ()),
         ({"deepstack": 1, "vision": ToyVisionConfig()}, ()),
-        ({"cross_attention": CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig())}, ()),
+        ({"variants": (CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig()),)}, ()),
     ],
 )
 def test_what_changes_with_a_micro_batchs_images_is_in_no_graph(model: dict, graphs: tuple[str, ...]):

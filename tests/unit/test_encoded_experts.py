@@ -107,7 +107,7 @@ def test_what_is_encoded_does_not_depend_on_where_experts_are(rank: int, trained
     ],
 )
 def test_the_log_says_over_which_ranks_weights_are(data: str, rest: int, experts: int, said: str) -> None:
-    config = small_config(num_layers=1, hidden=64, head_dim=16, intermediate=64, routed=SIZES)
+    config = small_config(num_layers=1, hidden=64, head_dim=16, intermediate=64, variants=(SIZES,))
     axes = ExpertAxes(ep=Axis("ep"), tp=Axis("tp"), data=data)  # type: ignore[arg-type]
     layout = TensorLayout(experts=axes, base=BaseEncoding(encoding=encoding("int8")))
     model = Decoder(

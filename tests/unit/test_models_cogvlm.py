@@ -24,6 +24,7 @@ from engine.models.families import family_of
 from engine.models.names import FUSED
 from engine.ops.attention.token_context import Encoded, TokenContext
 from engine.vision.batch_parts import ExpertTokens
+from engine.vision.layers.token_experts import TokenExperts
 from engine.vision.ops.cross_attention import EncodedRows, cross_attention, pair_spans
 from engine.zigzag import Span
 from tests.distributed.cases import relative_error
@@ -146,7 +147,9 @@ def test_released_configs_are_known_by_their_architecture() -> None:
         family, text = family_of(hf)
         config = family.config_from_hf(text)
         assert config.family == {"cogvlm-v1": "cogvlm"}.get(name, name)
-        assert (config.rope_theta, config.vision_qkv_bias) == ((5e5, True) if name == "cogvlm2" else (1e4, False))
+        experts = config.variant(TokenExperts)
+        assert experts is not None
+        assert (config.rope_theta, experts.qkv_bias) == ((5e5, True) if name == "cogvlm2" else (1e4, False))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,7 +28,7 @@ from engine.errors import UserError
 from engine.layers import host_storage
 from engine.layers.host_copies import PlainHostMemory, host_memory
 from engine.layers.recompute import Level
-from engine.models.decoder import DecoderLayer
+from engine.models.decoder_layer import DecoderLayer
 from engine.optim.host_state import NUM_SLOTS, NUM_STATES, device_bytes
 from tests.distributed import sharded_runs
 from tests.distributed.sharded_runs import CPU, PIECE_ELEMENTS, Layout, Run

@@ -12,7 +12,7 @@ from engine.config.parallel import ParallelOptions
 from engine.layers.module import shard_entries
 from engine.layers.recompute import Level, MemoryPlan
 from engine.models import decoder as decoders
-from engine.models.decoder import DecoderLayer
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.describe import meta_model, trained_shapes
 from engine.models.families import family_of
 from engine.models.layer_kinds import layer_kinds

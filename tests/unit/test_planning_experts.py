@@ -28,13 +28,13 @@ from engine.distributed.transfer_meter import METER
 from engine.errors import UserError
 from engine.experts.ops import routing
 from engine.experts.ops.routing import RoutingRule
-from engine.experts.planned_rows import Routing, expert_rows
 from engine.layers.recompute import MemoryPlan
 from engine.models.describe import active_parameters, num_parameters
 from engine.models.families import family_of
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout
+from engine.planning.planned_rows import Routing, expert_rows
 from engine.planning.predict import workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Candidate, SearchRequest, layouts, search

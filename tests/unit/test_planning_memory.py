@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
-from engine.experts.planned_rows import Routing
 from engine.kernels.native.loader import native_status
 from engine.planning.ledger import DECODED
 from engine.planning.peak import PeakEstimate
+from engine.planning.planned_rows import Routing
 from engine.planning.predict import predict_peak
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source

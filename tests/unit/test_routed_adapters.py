@@ -43,10 +43,10 @@ TOGETHER = r"layers\.\d+\.mlp\.experts\.\d+\.(gate_up|down)_proj"
 ADAPTED = r"layers\.\d+\.(attention|mlp\.experts\.\d+)\..*_proj"
 SIZES = small_config(
     num_layers=3,
-    routed=RoutedSizes(
+    variants=(RoutedSizes(
         rule=RoutingRule(num_experts=3, per_token=2, renormalises=True, rounds=True), intermediate=8, shared=4,
         dense_layers=(0,),
-    ),
+    ),),
 )  # fmt: skip
 EVERY = {f"layers.{i}.mlp.experts.{e}.{leaf}_proj" for i in (1, 2) for e in range(3) for leaf in ("gate", "up", "down")}
 
@@ -113,7 +113,7 @@ def test_megatron_bridge_3981_5588_5939_6075_ms_swift_7891_peft_opens_exports_an
         shapes = {
             key.partition("experts.")[2]: list(value.shape) for key, value in stored.items() if ".experts.w" in key
         }
-        sizes = model.decoder.routed
+        sizes = model.decoder.variant(RoutedSizes)
         assert sizes is not None
         count, inner, hidden = sizes.rule.num_experts, sizes.intermediate, model.decoder.hidden
         assert shapes == {

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.checkpoint.reader import TensorReader
 from engine.errors import UserError
+from engine.experts.layers.routed_experts import RoutedSizes
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap
 from engine.models.stacked_parts import StackedPart
@@ -57,13 +58,15 @@ def expert_module(layer: int, expert: int, leaf: str) -> str:
 
 def routed_layers(decoder: DecoderConfig) -> list[int]:
     """Returns the layers that have a mixture of experts."""
-    return [index for index in range(decoder.num_layers) if decoder.routed_at(index) is not None]
+    sizes = decoder.variant(RoutedSizes)
+    return [] if sizes is None else [index for index in range(decoder.num_layers) if sizes.applies(index)]
 
 
-def _sizes(decoder: DecoderConfig) -> tuple[int, int]:
+def expert_sizes(decoder: DecoderConfig) -> tuple[int, int]:
     """Returns how many experts there are, and their inner features."""
-    assert decoder.routed is not None
-    return decoder.routed.rule.num_experts, decoder.routed.intermediate
+    sizes = decoder.variant(RoutedSizes)
+    assert sizes is not None
+    return sizes.num_experts, sizes.intermediate
 
 
 def in_turns(names: NameMap) -> bool:
@@ -89,7 +92,7 @@ def stack(
         scale: module -> factor on its B A; the same for all that are stacked.
         turns: see `in_turns`.
     """
-    count, inner = _sizes(decoder)
+    count, inner = expert_sizes(decoder)
     height = inner if linears is GATE_UP else decoder.hidden
     places = {leaf: slice(index * height, (index + 1) * height) for index, leaf in enumerate(linears)}
     if linears is GATE_UP:
@@ -150,7 +153,7 @@ def outer_tensors(
         shared: name of a factor -> whether all experts have this one.
         experts: key of the layer's experts.
     """
-    count, inner = _sizes(decoder)
+    count, inner = expert_sizes(decoder)
     tensors = {}
     for leaf, letter in _LETTERS.items():
         own, rows = leaf, slice(None)
@@ -220,7 +223,7 @@ def stored_stacks(
     Raises:
         UserError: a stack has not the sizes of this model's experts.
     """
-    if decoder.routed is None:
+    if not decoder.num_experts:
         return []
     found: dict[tuple[int, str], dict[str, str]] = {}
     for key in keys:
@@ -242,7 +245,7 @@ def stored_stacks(
 def _by_shape(
     pair: Mapping[str, str], shape: Callable[[str], tuple[int, ...]], decoder: DecoderConfig
 ) -> tuple[str, ...]:
-    count, inner = _sizes(decoder)
+    count, inner = expert_sizes(decoder)
     a, b = shape(pair["lora_A"]), shape(pair["lora_B"])
     for linears, sizes in ((GATE_UP, (decoder.hidden, 2 * inner)), (DOWN, (inner, decoder.hidden))):
         if (a[-1], b[0]) == sizes and a[0] % count == 0:

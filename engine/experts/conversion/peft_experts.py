@@ -85,7 +85,7 @@ def obstacle(
     """
     if reader == "vllm" and (absorbed := [one for one in trained.adapters if one.endswith(".kv_b_proj")]):
         return f"{min(absorbed)} has an adapter, and vLLM generates with that matrix multiplied into others, without it"
-    if decoder.routed is None:
+    if not decoder.num_experts:
         return None if form == "per_expert" else f"{decoder.family} models have no experts that a router chooses"
     for module in trained.in_full:
         if ".mlp." in module:
@@ -182,8 +182,7 @@ def _incomplete(trained: TrainedAdapters, decoder: DecoderConfig, reader: str) -
     leaves = {module.rpartition(".")[2] for module in trained.experts}
     if "gate_up_proj" not in leaves and ("gate_proj" in leaves) != ("up_proj" in leaves):
         return f"of the experts' gate_proj and up_proj, which are one parameter to {reader}, one alone has adapters"
-    assert decoder.routed is not None
-    count = decoder.routed.rule.num_experts
+    count = decoder.num_experts
     every = {expert_module(i, e, leaf) for i in routed_layers(decoder) for e in range(count) for leaf in leaves}
     if missing := sorted(every - set(trained.experts)):
         return f"{missing[0]} has no adapter, and {reader} gives one to all experts or to none"
@@ -198,7 +197,7 @@ def fitting_form(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapt
 
 def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
     """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
-    fitting = None if decoder.routed is None else fitting_form(trained, decoder, reader)
+    fitting = None if not decoder.num_experts else fitting_form(trained, decoder, reader)
     if fitting == "per_expert":
         return "export with --adapter-form per_expert"
     way = "--format hf --merge" if fitting is None else f"--adapter-form {fitting}"

@@ -131,10 +131,9 @@ def _decoder(
     return decoder_config(
         {**hf, "head_dim": head_dim, "num_key_value_heads": hf.get("num_attention_heads")},
         model_type,
-        latent=latent,
         rotary_dim=rotated,
         attention_scale=_attention_scale(hf, head_dim),
-        routed=sizes,
+        variants=(latent, sizes),
     )
 
 

@@ -55,7 +55,9 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     )
     layers = range(int(hf.get("num_hidden_layers") or 0))
     types = ["full_attention" if index % 2 else "sliding_attention" for index in layers]
-    return decoder_config(hf, "gpt_oss", layer_kinds=windows_from_hf(hf, types), attention_sinks=True, routed=sizes)
+    return decoder_config(
+        hf, "gpt_oss", layer_kinds=windows_from_hf(hf, types), attention_sinks=True, variants=(sizes,)
+    )
 
 
 FAMILY = Family(config_from_hf, NAMES)

@@ -205,7 +205,9 @@ def mixtral(hf: dict[str, Any]) -> DecoderConfig:
         rounds=False,
         balanced_by=asked_balance(hf),
     )
-    return decoder_config(hf, "mixtral", qkv_bias=False, out_bias=False, layer_kinds=_every_window(hf), routed=sizes)
+    return decoder_config(
+        hf, "mixtral", qkv_bias=False, out_bias=False, layer_kinds=_every_window(hf), variants=(sizes,)
+    )
 
 
 def qwen2_moe(hf: dict[str, Any]) -> DecoderConfig:
@@ -225,7 +227,7 @@ def qwen2_moe(hf: dict[str, Any]) -> DecoderConfig:
         kinds = windows_from_hf(hf, types)
     sizes = _qwen_sizes(hf, usual=60, shared=int(hf["shared_expert_intermediate_size"]))
     return decoder_config(
-        hf, "qwen2_moe", qkv_bias=bool(hf["qkv_bias"]), out_bias=False, layer_kinds=kinds, routed=sizes
+        hf, "qwen2_moe", qkv_bias=bool(hf["qkv_bias"]), out_bias=False, layer_kinds=kinds, variants=(sizes,)
     )
 
 
@@ -237,7 +239,7 @@ def qwen3_moe(hf: dict[str, Any]) -> DecoderConfig:
     """
     hf = read_routed(hf, _QWEN3)
     kinds = _every_window(hf) if hf.get("use_sliding_window", False) else ()
-    return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, routed=_qwen_sizes(hf, usual=128))
+    return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, variants=(_qwen_sizes(hf, usual=128),))
 
 
 def olmoe(hf: dict[str, Any]) -> DecoderConfig:
@@ -255,7 +257,7 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
         rounds=True,
         balanced_by=asked_balance(hf),
     )
-    return decoder_config(hf, "olmoe", qk_norm=True, qk_norm_over="all", routed=sizes)
+    return decoder_config(hf, "olmoe", qk_norm=True, qk_norm_over="all", variants=(sizes,))
 
 
 def balanced_sizes(hf: dict[str, Any], *, usual: int) -> RoutedSizes:
@@ -287,7 +289,7 @@ def glm4_moe(hf: dict[str, Any]) -> DecoderConfig:
     """
     hf = read_routed(hf, _GLM4)
     sizes = balanced_sizes(hf, usual=128)
-    config = decoder_config(hf, "glm4_moe", qk_norm=bool(hf["use_qk_norm"]), out_bias=False, routed=sizes)
+    config = decoder_config(hf, "glm4_moe", qk_norm=bool(hf["use_qk_norm"]), out_bias=False, variants=(sizes,))
     return rotating_part(config, hf, usual=0.5)
 
 

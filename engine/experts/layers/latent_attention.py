@@ -16,14 +16,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.layers.attention import AttentionKind, attend, attention_of, check_heads
+from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import RMSNorm
+from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.decoder_layer import attention_kind
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.inputs import GivenInput, LinearInput
@@ -34,7 +37,7 @@ _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatentSizes:
+class LatentSizes(LayerVariant):
     """The widths of latent attention; the keys' heads are those of the config.
 
     Args:
@@ -51,8 +54,38 @@ class LatentSizes:
     values: int
     interleaved: bool
 
+    def attention(self, place: LayerPlace) -> LatentAttention:
+        config = place.config
+        return LatentAttention(
+            f"{place.prefix}.attention",
+            self,
+            hidden=config.hidden,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            bias=config.qkv_bias,
+            first_site=place.attention_site,
+            inner_site=place.inner_site,
+            kind=attention_kind(config, place.index),
+            build=place.build,
+        )
 
-class LatentAttention(nn.Module):
+    def linears(self, plain: tuple[str, ...]) -> tuple[str, ...]:
+        queries = ("q_proj",) if self.query_rank is None else ("q_a_proj", "q_b_proj")
+        others = tuple(name for name in plain if name not in ("q_proj", "k_proj", "v_proj"))
+        return (*queries, "kv_a_proj", "kv_b_proj", *others)
+
+    def plain_torch(self) -> tuple[str, ...]:
+        return ("the rotation of queries and keys of latent attention",)
+
+    def attention_parameters(self, config: DecoderConfig) -> int:
+        queries = config.num_heads * config.head_dim
+        values, plain = config.num_heads * self.values, queries - config.num_heads * self.rotated
+        narrow = config.hidden * (self.key_value_rank + self.rotated + values) + self.key_value_rank * (plain + values)
+        rank = self.query_rank
+        return narrow + (config.hidden * queries if rank is None else rank * (config.hidden + queries))
+
+
+class LatentAttention(Branch):
     """Latent attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
@@ -121,6 +154,18 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             f"{prefix}.o_proj", num_heads * sizes.values, hidden, bias=bias, site=first_site + 1, build=build
         )
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.qkv.shapes, *self.o_proj.shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        self.qkv, self.kv_b = self.qkv.wrapped(around), self.kv_b.wrapped(around)
+        if self.q_b is not None:
+            self.q_b = self.q_b.wrapped(around)
+
+    def end_region(self, around: Around) -> None:
+        self.o_proj = self.o_proj.wrapped(around)
 
     def _turned(self, x_TNR: Tensor, context: TokenContext) -> Tensor:
         if self._sizes.interleaved:  # the order is of no matter to scores, as long as queries and keys share it

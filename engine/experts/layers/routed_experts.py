@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import from_partial, join_tokens, split_tokens, to_partial
@@ -36,10 +36,13 @@ from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
 from engine.experts.ops.routed_experts import SWIGLU, Blocks, GroupedLowRank, GroupedOperands, RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
 from engine.kernels.records import AdapterPlace
+from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.encoded_storage import EncodedStorage
 from engine.layers.mlp import MLP
 from engine.layers.module import ShardedModule, ShardEntry
+from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.names import EXPERT_GATE_UP, FUSED, GATE_UP, SHARED_EXPERT_GATE_UP
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import ClampedGLUInput, GivenInput, LinearInput, made_input
@@ -48,7 +51,7 @@ _ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoutedSizes:
+class RoutedSizes(LayerVariant):
     """The mixture of experts that stands in the place of the MLP.
 
     Args:
@@ -71,6 +74,48 @@ class RoutedSizes:
     has_biases: bool = False
     clamp: tuple[float, float] | None = None
     balanced_by: float | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.rule.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.rule.per_token
+
+    def applies(self, index: int) -> bool:
+        return index not in self.dense_layers
+
+    def mlp(self, place: LayerPlace) -> RoutedMLP:
+        return RoutedMLP(
+            f"{place.prefix}.mlp",
+            self,
+            hidden=place.config.hidden,
+            first_site=place.mlp_site,
+            shared_site=place.further_site,
+            build=place.build,
+        )
+
+    def mlp_parameters(self, config: DecoderConfig) -> int:
+        rule = self.rule
+        met = 3 * (rule.per_token * self.intermediate + self.shared) + rule.num_experts + int(self.shared > 0)
+        return config.hidden * met
+
+    def fused_places(self, fused: str) -> tuple[str, ...]:
+        if fused != GATE_UP:
+            return (fused,)
+        experts = (EXPERT_GATE_UP.replace("*", str(expert)) for expert in range(self.num_experts))
+        return (*experts, *((SHARED_EXPERT_GATE_UP,) if self.shared else ()))
+
+    def graph_obstacle(self, family: str) -> str:
+        return f"experts that a router chooses, as in this {family} model, have not been captured in graphs yet"
+
+    def plain_torch(self) -> tuple[str, ...]:
+        return () if self.clamp is None else ("the experts' clamped gate",)
+
+    def part_rows(self, config: DecoderConfig) -> dict[str, int]:
+        experts = dict.fromkeys(FUSED[EXPERT_GATE_UP], self.intermediate)
+        return experts | dict.fromkeys(FUSED[SHARED_EXPERT_GATE_UP], self.shared)
 
 
 def _is_gpu(build: LayerContext) -> bool:
@@ -161,6 +206,18 @@ class GroupedLinear(ShardedModule):
         if self._stands_in:
             return (torch.zeros(0, requires_grad=True),)
         return tuple(entry.parameter for entry in self.trained)
+
+    @property
+    def shape(self) -> LinearShape:
+        """The sizes of the linears of all experts, as if their outputs were one's."""
+        count, outputs, columns = self.storage.shape
+        blocks = [block for own in self.operands.weight_blocks for block in own]
+        return LinearShape(
+            inputs=self._in,
+            outputs=count * outputs,
+            extra=columns - self._in,
+            trained_rows=tuple(block.rows.stop - block.rows.start for block in blocks),
+        )
 
     def _encode(self) -> EncodedStorage | None:
         """Returns where the weights are stored encoded; None where one of the layer's trains, on whichever rank it is:
@@ -346,7 +403,7 @@ class _TokenWeight(ShardedModule):
         return sink_linear(x_TH, self.weight.parameter, self.weight.sink)
 
 
-class RoutedMLP(nn.Module):
+class RoutedMLP(Branch):
     """The experts that the router chooses for each token and, in some families, one that all tokens share.
 
     u: [T, hidden] (or [T / tp, hidden]), from which x is made -> the same shape.
@@ -428,6 +485,22 @@ class RoutedMLP(nn.Module):
                 self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
         self._reads_output = self.routes_apart and self.shared_gate is not None
         """Whether the shared expert is gated behind the output, so that a second run does not end before it."""
+
+    @property
+    def has_shared(self) -> bool:
+        return self.shared is not None
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return self.gate_up.shape, self.down.shape
+
+    def keep_inputs(self, around: Around) -> None:
+        if self.shared is not None:
+            self.shared.keep_inputs(around)
+
+    def end_region(self, around: Around) -> None:
+        """Leaves the output out of a second run; the shared expert's may be read again, by its gate."""
+        self.ends_region = True
 
     def check_products(self, device_type: str) -> None:
         """Checks that a device has products of such experts; see `GroupedLinear.check_products`."""

@@ -16,11 +16,9 @@ from engine.experts.ops.routing import RoutingRule, Slots, route, sink_bias, sin
 from engine.kernels.philox import dropout_mask
 from engine.layers.context import AdapterSettings, LayerContext
 from engine.layers.module import ShardedModule, ShardEntry
+from engine.models.names import CORRECTION
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
-
-CORRECTION = "e_score_correction_bias"
-"""Name of what is added to scores where experts are compared: a buffer, which is kept as it is and never trains."""
 
 
 class Router(ShardedModule):

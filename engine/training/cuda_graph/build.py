@@ -48,16 +48,14 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             "memory.cuda_graph to none, or, where there is no cap, data.seq_length to the model's window."
         )
     # a graph has places for tokens alone: not for images, nor for which tokens stand for them
-    if decoder.token_experts or decoder.cross_attention is not None or decoder.bidirectional_images:
+    if decoder.bidirectional_images:
         raise UserError(
             f"memory.cuda_graph is {graph}, but which weights a token of this {decoder.family} model meets, or what it "
             "attends to, changes with the images of a micro-batch: set memory.cuda_graph to none."
         )
-    if decoder.routed is not None:
-        raise UserError(
-            f"memory.cuda_graph is {graph}, but experts that a router chooses, as in this {decoder.family} model, have "
-            "not been captured in graphs yet: set memory.cuda_graph to none."
-        )
+    for variant in decoder.variants:
+        if (obstacle := variant.graph_obstacle(decoder.family)) is not None:
+            raise UserError(f"memory.cuda_graph is {graph}, but {obstacle}: set memory.cuda_graph to none.")
     if decoder.rope_axes or decoder.deepstack:
         raise UserError(
             f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import CrossAttentionSizes, DecoderConfig
+from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config
 from engine.models.names import KEY_VALUE, QKV, VISION_QKV, NameMap
+from engine.vision.layers.cross_attention import CrossAttentionSizes
+from engine.vision.layers.token_experts import TokenExperts
 from engine.vision.towers.cogagent import CrossVisionConfig
 from engine.vision.towers.cogvlm import CogVLMVisionConfig
 
@@ -74,10 +76,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         qkv_bias=False,
         out_bias=False,
         rope_theta=_ROPE_THETA[family],
-        token_experts=True,
-        vision_qkv_bias=family == "cogvlm2",
+        variants=(TokenExperts(qkv_bias=family == "cogvlm2"), *((_cross_attention(hf),) if agent else ())),
         vision=CogVLMVisionConfig.from_hf(hf),
-        cross_attention=_cross_attention(hf) if agent else None,
     )
 
 

@@ -9,24 +9,31 @@ Gradients of keys and values are partial there, as all gradients are.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec, split_spec
+from engine.layers.branch import Around, JoiningBranch, LinearShape
 from engine.layers.bypass import bypassed
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.norm import RMSNorm
+from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.names import FUSED, KEY_VALUE
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
+from engine.vision.layers.encoder import VisionConfig
 from engine.vision.ops.cross_attention import EncodedRows, cross_attention
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(JoiningBranch):
     """dense(attention(query(x), key(encoded), value(encoded))), x made from u.
 
     Args:
         prefix: engine module name, such as `layers.3.cross_attention`.
+        norm: of its input.
         encoded: features of an encoded row.
         width: features of the queries.
         first_site: dropout site of the input; dense's is the next one, and that of the encoded rows the one after.
@@ -35,6 +42,7 @@ class CrossAttention(nn.Module):
     def __init__(
         self,
         prefix: str,
+        norm: RMSNorm,
         *,
         hidden: int,
         encoded: int,
@@ -44,6 +52,7 @@ class CrossAttention(nn.Module):
         build: LayerContext,
     ) -> None:
         super().__init__()
+        self.norm = norm
         layout = build.layout
         tp, self.prefix = layout.tp, prefix
         self.num_heads, self.head_dim = num_heads // tp.size, width // num_heads
@@ -81,6 +90,54 @@ class CrossAttention(nn.Module):
             attended = cross_attention(q, rows)
         return self.dense(attended.flatten(1), GivenInput(), context)
 
-    def skipped(self, x: Tensor, source: LinearInput) -> Tensor:
-        """Returns x, for a micro-batch without encoded rows."""
-        return bypassed(x, self, source)
+    def joined(self, x: Tensor, context: TokenContext, multiplier: float) -> Tensor:
+        if context.encoded is None and context.cache is None:
+            return bypassed(x, self, GivenInput())
+        return torch.add(x, self(x, self.norm.as_input(), context), alpha=multiplier)
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.query.shapes, *self.key_value.shapes, *self.dense.shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        self.query = self.query.wrapped(around)
+
+    def end_region(self, around: Around) -> None:
+        self.dense = self.dense.wrapped(around)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossAttentionSizes(LayerVariant):
+    """The attention of every layer to encoded images, between attention and MLP.
+
+    Args:
+        encoded: features of an encoded row.
+        width: features of the queries, of all heads together.
+        encoder: makes the encoded rows.
+    """
+
+    encoded: int
+    width: int
+    encoder: VisionConfig
+
+    def between(self, place: LayerPlace) -> CrossAttention:
+        config, name = place.config, f"{place.prefix}.cross_attention"
+        return CrossAttention(
+            name,
+            RMSNorm(f"{name}_norm", config.hidden, config.norm_eps, offset=config.norm_offset, build=place.build),
+            hidden=config.hidden,
+            encoded=self.encoded,
+            width=self.width,
+            num_heads=config.num_heads,
+            first_site=place.further_site,
+            build=place.build,
+        )
+
+    def graph_obstacle(self, family: str) -> str:
+        return (
+            f"which weights a token of this {family} model meets, or what it attends to, changes with the images of a "
+            "micro-batch"
+        )
+
+    def part_rows(self, config: DecoderConfig) -> dict[str, int]:
+        return dict.fromkeys(FUSED[KEY_VALUE], self.width)

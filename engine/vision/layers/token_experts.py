@@ -11,11 +11,17 @@ too: its weight's gradient is then a partial sum.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from torch import Tensor, nn
 
 from engine.distributed.mesh import Axis
+from engine.layers.attention import Attention, Heads, attention_linears
+from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.bypass import bypassed
-from engine.layers.context import TensorLayout
+from engine.layers.context import LayerContext, TensorLayout, deferred_sums
+from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.decoder_layer import plain_attention, plain_mlp
 from engine.ops.attention.token_context import PackedTokens, TokenContext
 from engine.ops.inputs import LinearInput
 from engine.vision.ops.token_experts import join_experts, split_by_expert
@@ -24,7 +30,7 @@ VISION_EXPERT = "vision"
 """Last component of the prefix of the vision expert's modules: `layers.3.attention.vision.q_proj`."""
 
 
-class ExpertPair(nn.Module):
+class ExpertPair(Branch):
     """Two modules in the place of one, with the signature of a linear.
 
     Args:
@@ -60,9 +66,99 @@ class ExpertPair(nn.Module):
         vision = self._run(self.vision, packed[1], source, context, experts.vision)
         return join_experts((language, vision), experts, self._out, splits_tokens=self._splits_tokens)
 
+    @property
+    def shapes(self) -> tuple[LinearShape, ...]:
+        """The sizes of two linears."""
+        return (*self.language.shapes, *self.vision.shapes)
+
+    def wrapped(self, around: Around) -> nn.Module:
+        """Returns the pair with what takes the place of each of two linears."""
+        self.language, self.vision = self.language.wrapped(around), self.vision.wrapped(around)
+        return self
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.language.linear_shapes, *self.vision.linear_shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        for mlp in (self.language, self.vision):
+            mlp.keep_inputs(around)
+
+    def end_region(self, around: Around) -> None:
+        for mlp in (self.language, self.vision):
+            mlp.end_region(around)
+
     def _run(
         self, module: nn.Module, u: Tensor, source: LinearInput, context: TokenContext, tokens: PackedTokens
     ) -> Tensor:
         if tokens.count:
             return module(u, source, context.of_tokens(tokens))
         return bypassed(u.new_empty(0, self._width), module, source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenExperts(LayerVariant):
+    """Weights of their own for the tokens of images, in attention and MLP.
+
+    Args:
+        qkv_bias: whether q, k and v of those tokens have biases; the config's is the text's.
+    """
+
+    qkv_bias: bool
+
+    def norm_context(self, build: LayerContext) -> LayerContext:
+        # norms whose output both experts read have partial gradients, as the experts' inputs have
+        return replace(deferred_sums(build), norm_readers=2)
+
+    def attention(self, place: LayerPlace) -> Attention:
+        config, layout, build = place.config, place.build.layout, deferred_sums(place.build)
+        heads = Heads(queries=config.num_heads, keys=config.num_kv_heads, dim=config.head_dim)
+
+        def linears(name: str, qkv_bias: bool) -> tuple[nn.Module, nn.Module]:
+            return attention_linears(
+                f"{place.prefix}.{name}",
+                heads,
+                config.hidden,
+                qkv_bias=qkv_bias,
+                out_bias=config.out_bias,
+                first_site=place.attention_site,
+                build=build,
+            )
+
+        language = linears("attention", config.qkv_bias)
+        vision = linears(f"attention.{VISION_EXPERT}", self.qkv_bias)
+        width = sum(shape.outputs for shape in language[0].shapes)
+        qkv = ExpertPair(language[0], vision[0], width=width, layout=layout, from_stream=True, to_stream=False)
+        out = ExpertPair(language[1], vision[1], width=config.hidden, layout=layout, from_stream=False, to_stream=True)
+        return plain_attention(place, (qkv, out))
+
+    def mlp(self, place: LayerPlace) -> ExpertPair:
+        apart = replace(place, build=deferred_sums(place.build))
+        return ExpertPair(
+            plain_mlp(apart),
+            plain_mlp(apart, f"mlp.{VISION_EXPERT}"),
+            width=place.config.hidden,
+            layout=place.build.layout,
+            from_stream=True,
+            to_stream=True,
+        )
+
+    def graph_obstacle(self, family: str) -> str:
+        return (
+            f"which weights a token of this {family} model meets, or what it attends to, changes with the images of a "
+            "micro-batch"
+        )
+
+    def part_rows(self, config: DecoderConfig) -> dict[str, int]:
+        keys = config.num_kv_heads * config.head_dim
+        queries = {"q_proj": config.num_heads * config.head_dim, "k_proj": keys, "v_proj": keys}
+        rows = {f"attention.{VISION_EXPERT}.{name}": count for name, count in queries.items()}
+        return rows | dict.fromkeys(
+            (f"mlp.{VISION_EXPERT}.gate_proj", f"mlp.{VISION_EXPERT}.up_proj"), config.intermediate
+        )
+
+    def unread_modules(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The last layer's output at a token of an image is not read, only its keys and values are."""
+        last = f"layers.{config.num_layers - 1}"
+        queries = tuple(f"{last}.attention.{VISION_EXPERT}.{name}" for name in ("q_proj", "o_proj"))
+        return queries + tuple(f"{last}.mlp.{VISION_EXPERT}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))

@@ -1,0 +1,140 @@
+"""One layer of a decoder, and the plain attention and MLP that it has where its config says nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.attention import Attention, AttentionKind
+from engine.layers.branch import Branch
+from engine.layers.context import LayerContext
+from engine.layers.mlp import MLP
+from engine.layers.norm import RMSNorm
+from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomputed
+from engine.models.decoder_config import DecoderConfig, LayerPlace
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.inputs import GivenInput, LinearInput
+
+
+def attention_kind(config: DecoderConfig, index: int) -> AttentionKind:
+    """Returns what sets a layer's attention apart, by its index in the whole model."""
+    layer = config.layer_kind(index)
+    return AttentionKind(
+        window=layer.window,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale,
+        rotary_dim=config.rotary_dim,
+        rope=int(layer.second_rope),
+        num_ropes=len(config.ropes),
+        qk_norm_over=config.qk_norm_over,
+        norm_offset=config.norm_offset,
+        bidirectional=config.bidirectional_images,
+        sinks=config.attention_sinks,
+    )
+
+
+def plain_attention(place: LayerPlace, linears: tuple[nn.Module, nn.Module] | None = None) -> Attention:
+    """Builds grouped-query attention, with these linears in place of its own."""
+    config = place.config
+    return Attention(
+        f"{place.prefix}.attention",
+        hidden=config.hidden,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        qk_norm=config.qk_norm,
+        norm_eps=config.norm_eps,
+        first_site=place.attention_site,
+        kind=attention_kind(config, place.index),
+        linears=linears,
+        build=place.build,
+    )
+
+
+def plain_mlp(place: LayerPlace, name: str = "mlp") -> MLP:
+    """Builds a gated MLP of this name inside the layer."""
+    config = place.config
+    return MLP(
+        f"{place.prefix}.{name}",
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        bias=config.mlp_bias,
+        first_site=place.mlp_site,
+        activation=config.activation,
+        build=place.build,
+    )
+
+
+def _given(branches: Sequence[Branch | None]) -> Branch | None:
+    """Returns the branch that a variant builds, if one does."""
+    return next((branch for branch in branches if branch is not None), None)
+
+
+def _input(norm: RMSNorm | None) -> LinearInput:
+    return GivenInput() if norm is None else norm.as_input()
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
+
+    Families may have norms on what is added to x too, or there alone, and a factor on it. The config's variants may
+    put something else in the place of attention and MLP, and a branch between the two.
+    """
+
+    def __init__(
+        self, index: int, config: DecoderConfig, *, build: LayerContext, memory: MemoryPlan = SELECTIVE
+    ) -> None:
+        super().__init__()
+        place = LayerPlace(index=index, config=config, build=build)
+        variants = config.variants_at(index)
+        self.residual_multiplier = config.residual_multiplier
+        inner = build
+        for variant in variants:
+            inner = variant.norm_context(inner)
+
+        def norm(name: str, *places: str, build: LayerContext) -> RMSNorm | None:
+            if config.norms not in places:
+                return None
+            name = f"{place.prefix}.{name}"
+            return RMSNorm(name, config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
+
+        self.input_norm = norm("input_norm", "inputs", "both", build=inner)
+        attention = [variant.attention(place) for variant in variants]
+        self.attention = _given(attention) or plain_attention(place)
+        self.attention_output_norm = norm("attention_output_norm", "outputs", "both", build=build)
+        between = [branch for variant in variants if (branch := variant.between(place)) is not None]
+        self.between = nn.ModuleList(between)
+        self.post_attention_norm = norm("post_attention_norm", "inputs", "both", build=inner)
+        mlp = [variant.mlp(place) for variant in variants]
+        self.mlp = _given(mlp) or plain_mlp(place)
+        self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both", build=build)
+        self.level = memory.level(index)
+        if self.mlp_output_norm is None or self.level == "none":
+            # a norm on the output of a recomputed region reads its last product, which so must be recomputed too
+            apply_level(self.level, (self.attention, *between, self.mlp))
+
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        if self.level == "full":
+            return recomputed(self._whole, x, context)
+        if self.level == "attention":
+            return self._with_mlp(recomputed(self._with_attention, x, context), context)
+        return self._whole(x, context)
+
+    def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
+        x = self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
+        for branch in self.between:
+            x = branch.joined(x, context, self.residual_multiplier)
+        return x
+
+    def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
+        return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
+
+    def _add(self, x: Tensor, branch: Tensor, norm: RMSNorm | None) -> Tensor:
+        return torch.add(x, branch if norm is None else norm.of_output(branch), alpha=self.residual_multiplier)
+
+    def _whole(self, x: Tensor, context: TokenContext) -> Tensor:
+        return self._with_mlp(self._with_attention(x, context), context)

@@ -71,7 +71,7 @@ class ModelFolder:
         return replace(self, hf_config=config, decoder=replace(self.decoder, tied_embeddings=False))
 
     @property
-    def says_both(self) -> bool:
+    def is_ambiguous(self) -> bool:
         """Whether config.json has embeddings tied in one place and not in another."""
         parts = (self.hf_config, *(self.hf_config.get(key) for key in _TEXTS))
         said = {bool(part["tie_word_embeddings"]) for part in parts if part and "tie_word_embeddings" in part}

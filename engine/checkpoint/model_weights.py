@@ -309,7 +309,7 @@ class HfSource(WeightSource):
             return model, False
         if torch.equal(self._tensors.view(head), self._tensors.view(embedding)):
             return model, True
-        if model.says_both:
+        if model.is_ambiguous:
             return model.untied(), False
         raise UserError(
             f"{model.path} has tie_word_embeddings true, but its {head} differs from {embedding}: "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config.paths import path, path_text
-from engine.config.suggestions import closest, meant_options, meant_value
+from engine.config.suggestions import closest, closest_value, meant_options
 from engine.errors import UserError
 
 _KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}
@@ -111,7 +111,7 @@ class CommandLine(argparse.ArgumentParser):
         return f"{name} {problem}" if problem.endswith((".", "?")) else f"{name}: {problem}."
 
     def _wrong_choice(self, name: str, given: str, choices: list[str]) -> str:
-        close = meant_value(given, choices)
+        close = closest_value(given, choices)
         end = f"did you mean {close}?" if close else "choose one of them."
         if name.startswith("-"):
             return f"{name} is {given!r}, but it must be one of {', '.join(choices)}: {end}"

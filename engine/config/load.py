@@ -26,7 +26,7 @@ from engine.config.option_parser import build_parser, option_fields
 from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
-from engine.config.suggestions import meant_value
+from engine.config.suggestions import closest_value
 from engine.config.units import read_count, read_length
 from engine.errors import UserError
 from engine.sentences import as_written
@@ -207,7 +207,7 @@ def _wrong_type(option: str, what: str, value: str | None = None) -> str:
 def _advice(option: str, kind: Any, value: str | None) -> str:
     """What to write: the choice or number that was probably meant, or one that would do."""
     if get_origin(kind) is Literal and value is not None:
-        meant = meant_value(value, get_args(kind))
+        meant = closest_value(value, get_args(kind))
         return f"did you mean {meant}?" if meant else "choose one of them."
     if kind is int and value is not None:
         try:

@@ -99,59 +99,58 @@ class ObjectiveOptions:
             0.1 for the others.
         label_smoothing: Share of pairs that are assumed to be labelled the wrong way round, for dpo and simpo.
         length_normalised: Compare means over an answer's tokens instead of sums, for dpo and hinge.
-        margin: By how much simpo wants the preferred answer to be better.
-        desirable_weight: How much a liked answer counts for kto.
-        undesirable_weight: How much a disliked answer counts for kto. Give the rarer kind the larger weight.
-        reference: What the trained model is compared with. "base" is the model without its adapters, computed with each
-            step, without a second copy. "initial" is the model as the run starts (with the adapter of lora.init_from,
-            or when more than adapters is trained): its log-likelihoods are computed once, before the first step, and
-            kept in the run's folder.
-        loss_type: How grpo divides the losses of tokens. "dapo" (2503.14476) by the target tokens of the global batch;
-            "grpo" by those of the completion, and then by the completions; "bnpo" by the target tokens of the
-            micro-batch, so that train.micro_batch_size counts; "dr_grpo" (2503.20783) by rollout.max_completion_length
-            and the completions. "cispo" (2506.13585) divides as dapo does, and clips the importance ratio alone. "gspo"
-            (2507.18071) divides as grpo does, with one importance ratio for each completion; "luspo" (2602.05261) has
-            that ratio too, and divides by the completions alone. "sapo" (2511.20347) divides as grpo does, with a
-            smooth gate instead of clipping. "vespo" (2602.10693) divides as dapo does, and weighs each completion by a
-            smooth function of its importance ratio instead of clipping.
-        ratio_level: What has an importance ratio, for grpo: each "token", or a completion as a whole ("sequence"),
+        margin: Target margin between the two answers, for simpo.
+        desirable_weight: Weight of liked answers, for kto.
+        undesirable_weight: Weight of disliked answers, for kto. Give the rarer kind the larger weight.
+        reference: The model that the trained one is compared with. "base" is the model without its adapters, computed
+            with each step, without a second copy. "initial" is the model as the run starts (with the adapter of
+            lora.init_from, or when more than adapters is trained): its log-likelihoods are computed once, before the
+            first step, and kept in the run's folder.
+        loss_type: Normalisation of token losses, and the surrogate, for grpo. "dapo" (2503.14476) by the target tokens
+            of the global batch; "grpo" by those of the completion, and then by the completions; "bnpo" by the target
+            tokens of the micro-batch, so that train.micro_batch_size counts; "dr_grpo" (2503.20783) by
+            rollout.max_completion_length and the completions. "cispo" (2506.13585) divides as dapo does, and clips the
+            importance ratio alone. "gspo" (2507.18071) divides as grpo does, with one importance ratio for each
+            completion; "luspo" (2602.05261) has that ratio too, and divides by the completions alone. "sapo"
+            (2511.20347) divides as grpo does, with a smooth gate instead of clipping. "vespo" (2602.10693) divides as
+            dapo does, and weighs each completion by a smooth function of its importance ratio instead of clipping.
+        ratio_level: Level of the importance ratio, for grpo: each "token", or a completion as a whole ("sequence"),
             with the mean of its tokens' logarithms. null is sequence for objective.loss_type gspo and luspo, which
             are that, and token for the others.
-        sapo_temperature_pos: How steep the gate of sapo is in completions that were better than their group.
-        sapo_temperature_neg: The same in the others.
-        vespo_k_pos: The larger, the less completions count for vespo that have become less likely, of those that were
-            no worse than their group. A weight of a completion whose likelihood has changed by w is
-            w^k exp(lambda (1 - w)).
-        vespo_lambda_pos: The larger, the less those count that have become more likely.
-        vespo_k_neg: As vespo_k_pos, of those that were worse.
-        vespo_lambda_neg: As vespo_lambda_pos, of those that were worse.
-        epsilon: By how much the importance ratio may fall below 1 before it is clipped, for grpo.
-        epsilon_high: By how much it may rise above 1; null is objective.epsilon. For cispo, which needs it, the largest
-            ratio itself.
-        delta: Where the ratio is cut off even where clipping does not reach, in completions that were worse than their
-            group (2505.07291); null for nowhere.
+        sapo_temperature_pos: SAPO temperature for positive advantages: larger values make the gate steeper.
+        sapo_temperature_neg: SAPO temperature for negative advantages.
+        vespo_k_pos: VESPO exponent k for completions with non-negative advantage: larger values down-weight completions
+            whose likelihood dropped. With a sequence ratio w the weight is w^k exp(lambda (1 - w)).
+        vespo_lambda_pos: VESPO lambda for non-negative advantages: larger values down-weight completions whose
+            likelihood rose.
+        vespo_k_neg: VESPO exponent k for negative advantages.
+        vespo_lambda_neg: VESPO lambda for negative advantages.
+        epsilon: Lower clip range of the importance ratio, 1 - epsilon, for grpo.
+        epsilon_high: Upper clip range, 1 + epsilon_high; null is objective.epsilon. For cispo, which needs it, the
+            largest ratio itself.
+        delta: Upper limit of the ratio for negative advantages, where clipping does not reach (2505.07291); null for
+            none.
         kl_bias_correction: Multiply the divergence by the importance ratio, which makes its gradient unbiased
             (2512.02556), for grpo.
-        scale_rewards: What the difference between a reward and its group's mean is divided by, for grpo. The standard
-            deviation of the "group", that of the generation "batch", or "none".
-        reward_aggregation: How several rewards become one, for grpo. "sum_then_normalize" compares their weighted sums
+        scale_rewards: Divisor of the difference between a reward and its group's mean, for grpo: the standard deviation
+            of the "group", that of the generation "batch", or "none".
+        reward_aggregation: Aggregation of several rewards, for grpo. "sum_then_normalize" compares their weighted sums
             within a group. "normalize_then_sum" (2601.05242) compares each reward within the group first, and adds up
             the weighted results, which it scales by their mean and standard deviation in the generation batch.
-        mask_truncated: Keep completions that no token ended out of the loss, for grpo (2503.14476). Their rewards still
-            count in their group, and they in the number of completions.
-        num_iterations: How often a generation batch is trained on, for grpo.
-        top_entropy_quantile: Share of the tokens of a micro-batch, over all data-parallel ranks, whose losses count,
-            for grpo. They are those where the model is least sure (2506.01939).
+        mask_truncated: Exclude truncated completions from the loss, for grpo (2503.14476). Their rewards still count in
+            their group, and they in the number of completions.
+        num_iterations: Passes over each generation batch, for grpo.
+        top_entropy_quantile: Share of the tokens of a micro-batch, over all data-parallel ranks, that count in the
+            loss: those of the highest entropy (2506.01939), for grpo.
         report_entropy: Report the mean entropy of the model at the tokens of completions, for grpo; false saves a pass
             over the logits.
-        off_policy_threshold: Completions that were worse than their group do not count, for grpo, where the model has
-            moved away from them by more than this: the mean over their tokens of how much less likely they are now
-            than when they were sampled, as a difference of logarithms (2512.02556). null lets all count.
-        importance_correction: What grpo does where the model that is trained and the sampler give a token other
-            probabilities. It weighs the loss with their ratio, of each "token" or of a completion as a whole
-            ("sequence"), which it cuts off at its limits ("truncate") or makes 0 outside of them ("mask").
-        importance_max: The upper limit of that ratio; null for none.
-        importance_min: The lower limit of that ratio; null for none.
+        off_policy_threshold: Mask completions with negative advantage whose mean drop in log-probability per token
+            since they were sampled exceeds this, for grpo (2512.02556). null masks none.
+        importance_correction: Correction for a mismatch between the trained model and the sampler, for grpo: the loss
+            is weighted by the ratio of their probabilities, of each "token" or of a completion as a whole
+            ("sequence"), clipped to its limits ("truncate") or 0 outside of them ("mask").
+        importance_max: Upper limit of that ratio; null for none.
+        importance_min: Lower limit of that ratio; null for none.
     """
 
     name: Name = "language_modeling"

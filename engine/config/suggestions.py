@@ -33,7 +33,7 @@ def meant_options(name: str) -> list[str]:
     return list(options_of(name.rpartition(".")[2]))
 
 
-def meant_value(value: str, choices: Iterable[str]) -> str | None:
+def closest_value(value: str, choices: Iterable[str]) -> str | None:
     """Returns the choice that `value` stands for elsewhere ("bf16"), or that is spelt most like it."""
     words_for_values = resolve("rankfold.migrating.tables:words_for_values")
     known = list(choices)

@@ -39,7 +39,7 @@ from engine.sentences import listed
 
 Progress = Callable[[int], None]
 Proof = Callable[[Path], str]
-"""Tries a finished folder before it takes its name; returns the sentence to report, or raises UserError."""
+"""Verifies the staged folder before the final rename; returns the sentence to report, or raises UserError."""
 
 Fusing = Literal["keep", "split", "qkv", "all"]
 DEFAULT_SHARD_BYTES = 5_000_000_000

@@ -458,6 +458,6 @@ class _Made(torch.autograd.Function):
         return du, None, None, *([None] * ctx.num_leaves)
 
 
-def made_input(u: Tensor, source: LinearInput, kernels: Kernels) -> Tensor:
+def compute_input(u: Tensor, source: LinearInput, kernels: Kernels) -> Tensor:
     """Returns x itself, where more reads it than one linear."""
     return _Made.apply(u, source, kernels, *source.leaves())

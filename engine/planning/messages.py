@@ -9,7 +9,7 @@ from engine.pipeline.communication import Step, communication_steps
 from engine.pipeline.schedule import Action, Message, Schedule
 
 
-def messages_held(schedule: Schedule, rank: int, *, finds_done: bool) -> Iterator[tuple[Action, int]]:
+def messages_held(schedule: Schedule, rank: int, *, polls_sends: bool) -> Iterator[tuple[Action, int]]:
     """Yields each action, and the number of messages that the rank holds meanwhile beside those that the action uses.
 
     A receive has a buffer from the step that posts it to the action that consumes it. A gradient lives from the action
@@ -19,7 +19,7 @@ def messages_held(schedule: Schedule, rank: int, *, finds_done: bool) -> Iterato
     Args:
         schedule: of all ranks.
         rank: the rank that runs the actions.
-        finds_done: whether completed sends can be found without waiting. NCCL's can; Gloo's cannot, so that their
+        polls_sends: whether completed sends can be found without waiting. NCCL's can; Gloo's cannot, so that their
             buffers live until the end of the step.
     """
     arriving: set[Message] = set()
@@ -28,7 +28,7 @@ def messages_held(schedule: Schedule, rank: int, *, finds_done: bool) -> Iterato
     kept: set[Message] = set()
     """Activations that a stage holds anyway."""
     for step in _steps(schedule)[rank]:
-        if step.posts and finds_done:
+        if step.posts and polls_sends:
             leaving.clear()
         for transfer in step.posts:
             if transfer.direction == "send":

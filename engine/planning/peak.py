@@ -166,7 +166,7 @@ class _Rank:
             static=static,
             load=self._load(static),
             save=total(static) + written * WIDE,
-            host=self._host() + (self._most_away(stages) if traced else 0),
+            host=self._host() + (self._peak_offloaded(stages) if traced else 0),
             pipeline_rank=self._rank,
         )
 
@@ -319,7 +319,7 @@ class _Rank:
         batches = added({BATCHES: (token * self._model.tokens + pixels) * count}, self._gathered(count))
         alive: dict[tuple[int, int], Parts] = {}
         deferred: dict[tuple[int, int], Parts] = {}
-        for action, waiting in messages_held(self._plan.schedule, self._rank, finds_done=self._workload.finds_done):
+        for action, waiting in messages_held(self._plan.schedule, self._rank, polls_sends=self._workload.polls_sends):
             key, stage = (action.stage, action.microbatch), stages[action.stage]
             messages = {COMMUNICATION: (self._model.stream + self._model.encoded) * waiting}
             others = added(batches, messages, *alive.values(), *deferred.values())
@@ -335,7 +335,7 @@ class _Rank:
                 deferred.pop(key)
         yield from self._update(batches)
 
-    def _most_away(self, stages: dict[int, StageBytes]) -> int:
+    def _peak_offloaded(self, stages: dict[int, StageBytes]) -> int:
         """Returns the peak of offloaded activations: those of micro-batches whose backward has not run yet."""
         now = most = 0
         for action in self._plan.schedule.actions[self._rank]:

@@ -52,7 +52,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
         base_dtype=config.model.base_dtype,
         device_type=device_type,
         kernels=kernels,
-        finds_done=device_type == "cuda",
+        polls_sends=device_type == "cuda",
         square_sum_writes=not native,
         offload_weights=config.memory.offload_weights,
         offload_optimizer=config.memory.offload_optimizer,

@@ -79,7 +79,7 @@ class Workload:
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
         kernels: the backend of the ops, see engine.planning.kernel_shapes.
-        finds_done: whether completed sends can be found without waiting; see engine.planning.messages.
+        polls_sends: whether completed sends can be found without waiting; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
         offload_weights: whether frozen weights are kept in host memory.
         offload_optimizer: whether masters and moments do.
@@ -101,7 +101,7 @@ class Workload:
     base_dtype: str | None = None
     device_type: str = "cuda"
     beside: int = 0
-    finds_done: bool = True
+    polls_sends: bool = True
     square_sum_writes: bool = True
     offload_weights: bool = False
     offload_optimizer: bool = False

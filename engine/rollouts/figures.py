@@ -12,7 +12,7 @@ from engine.rollouts.rewards.pool import Sample
 from engine.training.samples import quoted
 
 OVERLONG = "overlong/penalty"
-"""The name of the penalty for completions that are almost, or altogether, too long; that of no function."""
+"""Metric name of the overlong penalty; no function has it."""
 
 
 def step_figures(

@@ -394,7 +394,7 @@ class RolloutSource:
             rows=len(dataset),
             tokens=int(dataset.row_lengths.sum()),
             figures=figures,
-            teaches=any(self._teaches(prompt) for prompt in prompts),
+            has_signal=any(self._teaches(prompt) for prompt in prompts),
             is_followed_by_work=taken + 1 == buffer.total_steps,
         )
 

@@ -26,7 +26,7 @@ class StepRows:
         samples: by which the data cursor moves.
         rows, tokens: of the global batch.
         figures: what is reported of them, by name.
-        teaches: whether a gradient is to be expected of them.
+        has_signal: whether a gradient is to be expected of them.
         is_followed_by_work: the source works before the next step, so that this one can be read without a loss of time.
     """
 
@@ -36,7 +36,7 @@ class StepRows:
     rows: int
     tokens: int
     figures: Mapping[str, float] = field(default_factory=dict)
-    teaches: bool = True
+    has_signal: bool = True
     is_followed_by_work: bool = False
 
 

@@ -105,7 +105,7 @@ class Trainer:
         self.step += 1
         self._consumed += rows.samples
         seen = StepSeen(
-            self.step, rows.batches, rows.targets, lr, self._consumed, result, StepFigures(result), rows.teaches
+            self.step, rows.batches, rows.targets, lr, self._consumed, result, StepFigures(result), rows.has_signal
         )
         run.reporter.after(seen, rows=rows.rows, tokens=rows.tokens, figures=rows.figures)
 
@@ -207,7 +207,7 @@ def train(
     """Trains as configured, in this process or as one rank under torchrun.
 
     However the run ends, its folder is given up and its threads, files and trackers are closed. Only the process group
-    of several ranks stays open after an error, because these notice when connections close, and are not to speak before
+    of several ranks stays open after an error, because these notice when connections close, and must not log before
     the rank that knows the reason: such a process is expected to end.
 
     Args:

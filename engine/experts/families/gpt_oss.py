@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.experts.families.routed import asked_balance, read_routed, routed_sizes
+from engine.experts.families.routed import read_routed, requested_balance, routed_sizes
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, decoder_config, windows_from_hf
@@ -50,7 +50,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         rounds=True,
         rule={"scores": "softmax of chosen", "has_bias": True},
         has_biases=True,
-        balanced_by=asked_balance(hf),
+        balanced_by=requested_balance(hf),
         clamp=(float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])),
     )
     layers = range(int(hf.get("num_hidden_layers") or 0))

@@ -131,7 +131,7 @@ def _num_experts(hf: Mapping[str, Any], usual: int) -> int:
     return int(next(given, usual))
 
 
-def asked_balance(hf: Mapping[str, Any]) -> float:
+def requested_balance(hf: Mapping[str, Any]) -> float:
     """Returns the coefficient of the auxiliary loss that transformers would add to the loss of this model."""
     return float(hf["router_aux_loss_coef"]) if hf.get("output_router_logits") else 0.0
 
@@ -179,7 +179,7 @@ def _qwen_sizes(hf: Mapping[str, Any], *, usual: int, **more: Any) -> RoutedSize
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,
         dense_layers=tuple(index for index in layers if index in alone or (index + 1) % step),
-        balanced_by=asked_balance(hf),
+        balanced_by=requested_balance(hf),
         **more,
     )
 
@@ -203,7 +203,7 @@ def mixtral(hf: dict[str, Any]) -> DecoderConfig:
         intermediate=int(hf.get("intermediate_size") or 1),
         renormalises=True,
         rounds=False,
-        balanced_by=asked_balance(hf),
+        balanced_by=requested_balance(hf),
     )
     return decoder_config(
         hf, "mixtral", qkv_bias=False, out_bias=False, layer_kinds=_every_window(hf), variants=(sizes,)
@@ -255,7 +255,7 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
         intermediate=int(hf.get("intermediate_size") or 1),
         renormalises=bool(hf.get("norm_topk_prob", False)),
         rounds=True,
-        balanced_by=asked_balance(hf),
+        balanced_by=requested_balance(hf),
     )
     return decoder_config(hf, "olmoe", qk_norm=True, qk_norm_over="all", variants=(sizes,))
 

@@ -45,7 +45,7 @@ from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import EXPERT_GATE_UP, FUSED, GATE_UP, SHARED_EXPERT_GATE_UP
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
-from engine.ops.inputs import ClampedGLUInput, GivenInput, LinearInput, made_input
+from engine.ops.inputs import ClampedGLUInput, GivenInput, LinearInput, compute_input
 
 _ALL = slice(None)
 
@@ -509,7 +509,7 @@ class RoutedMLP(Branch):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         layout = self._layout
-        x = made_input(u, source, layout.kernels)
+        x = compute_input(u, source, layout.kernels)
         if self.routes_apart:
             return self._whole(x, context)
         x = to_partial(x, layout.tp, splits_tokens=layout.splits_tokens)

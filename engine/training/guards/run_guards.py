@@ -55,7 +55,7 @@ class StepSeen:
         consumed: the data cursor after it.
         result: its figures, on the device.
         figures: the same on their way to the host.
-        teaches: whether a gradient is to be expected; False where all completions of each prompt were equally good.
+        has_signal: whether a gradient is to be expected; False where all completions of each prompt were equally good.
         loss_limit, norm_limit: above these the device left its update out.
     """
 
@@ -66,7 +66,7 @@ class StepSeen:
     consumed: int
     result: StepResult
     figures: StepFigures
-    teaches: bool = True
+    has_signal: bool = True
     loss_limit: float = NO_LIMIT
     norm_limit: float = NO_LIMIT
 
@@ -323,7 +323,7 @@ class Guards:
         guard = self._liveness
         if guard is None or guard.is_over:
             return
-        if not seen.teaches:
+        if not seen.has_signal:
             return
         if self._live_from is None:
             if seen.lr <= 0:

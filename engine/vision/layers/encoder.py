@@ -12,8 +12,8 @@ Backward brings the gradient of each feature row to the rank that made it. Ranks
 collectives, and report to the same gradient sinks.
 
 It follows the embedding and not the first layer, because token embeddings may be scaled and features are not, and it
-comes before tokens are anybody's alone: with sequence parallelism each rank places the features of its own tokens.
-"""
+comes before tokens are sharded over tensor ranks: with sequence parallelism each rank places the features of its own
+tokens."""
 
 from __future__ import annotations
 

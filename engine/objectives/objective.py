@@ -27,14 +27,18 @@ class ObjectiveSums(NamedTuple):
 
 
 class Baseline(Protocol):
-    """A number of the whole global batch, computed from the likelihoods of mismatched answers."""
+    """A number of the whole global batch, computed before its first loss from rows beside those that are trained on."""
 
-    def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
+    def batch(self, trained: Batch) -> Batch:
+        """Returns the rows that a micro-batch's part of the number is computed from."""
+        ...
+
+    def sums(self, batch: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
         """Returns a micro-batch's sums.
 
         Args:
-            mismatched: the micro-batch's `mismatched`.
-            policy: as `Objective.reference` gave it for `mismatched` and the current model.
+            batch: as `batch` gave it for the micro-batch.
+            policy: as `Objective.reference` gave it for these rows and the current model.
             reference: the same for the model without adapters; None where it is not computed with each step.
 
         Returns:

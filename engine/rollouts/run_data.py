@@ -22,7 +22,6 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
-from engine.vision.data.reader import ImageReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +65,7 @@ def read_prompt_data(
     tokenizer: Tokenizer,
     log: Log,
     *,
-    images: ImageReader | None,
+    images: object,
 ) -> PromptData:
     """Reads the prompts of a run that trains on its own completions, and checks that their answers can be sampled and
     scored. See `engine.training.run_data.DataReader`.

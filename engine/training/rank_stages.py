@@ -17,7 +17,6 @@ from engine.models.decoder import Decoder
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
-from engine.preferences.batch_parts import Mismatched
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.passes import (
@@ -196,13 +195,12 @@ class Stages:
         sums = torch.zeros(2, dtype=torch.float32, device=self.step.device)
         objective = self._last.objective
         assert objective.baseline is not None
-        mismatched = [part.batch for batch in batches if (part := batch.part(Mismatched)) is not None]
-        assert len(mismatched) == len(batches), "micro-batches without mismatched answers"
-        policies = self.references(mismatched)
-        bases = self.references(mismatched, adapters=False) if objective.compares_with_base else None
+        others = [objective.baseline.batch(batch) for batch in batches]
+        policies = self.references(others)
+        bases = self.references(others, adapters=False) if objective.compares_with_base else None
         for number, policy in enumerate(policies or ()):
             base = None if bases is None else bases[number]
-            sums += objective.baseline.sums(mismatched[number].to(self.step.device), policy, base)
+            sums += objective.baseline.sums(others[number].to(self.step.device), policy, base)
         return sums
 
     def _set_baseline(self, sums: Tensor) -> None:

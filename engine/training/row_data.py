@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.data import split_mix
@@ -34,7 +34,6 @@ from engine.training.build import Training
 from engine.training.data import data_position, loader_options
 from engine.training.node_data import NodeData
 from engine.training.step_source import RowSource
-from engine.vision.data.reader import ImageReader
 
 
 class _ReaderOptions(TypedDict):
@@ -44,7 +43,7 @@ class _ReaderOptions(TypedDict):
     seq_length: int
     overlong: str
     progress: Callable[[int, int], None]
-    images: ImageReader | None
+    images: Any
 
 
 class RecordReader(Protocol):
@@ -124,7 +123,7 @@ def read_rows(
     tokenizer: Tokenizer,
     log: Log,
     *,
-    images: ImageReader | None,
+    images: Any,
 ) -> RowData:
     """Reads records and token stores; see `engine.training.run_data.DataReader`."""
     assert config.data.train is not None
@@ -175,7 +174,7 @@ class _Source:
 
     config: RunConfig
     tokenizer: Tokenizer
-    images: ImageReader | None
+    images: Any
     decoder: DecoderConfig
     log: Log
     node: NodeData

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
@@ -17,8 +17,6 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
 from engine.training.step_source import StepSource
-from engine.vision.data.family import VisionFamily
-from engine.vision.data.reader import ImageReader
 
 
 class TrainingSamples(Protocol):
@@ -38,7 +36,7 @@ class TrainingSamples(Protocol):
         ...
 
     @property
-    def family(self) -> VisionFamily | None:
+    def family(self) -> Any:
         """The vision-language family that reads images; None where samples have none."""
         ...
 
@@ -126,7 +124,7 @@ class DataReader(Protocol):
         tokenizer: Tokenizer,
         log: Log,
         *,
-        images: ImageReader | None,
+        images: Any,
     ) -> RunData:
         """Reads the data of a run. Needs no process group.
 

@@ -28,6 +28,7 @@ from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
+from engine.preferences.batch_parts import Mismatched
 from engine.preferences.objectives.likelihood import answers_of, log_likelihoods
 
 AT_CHANCE = 0.5
@@ -59,9 +60,15 @@ class MismatchedMean:
     def __init__(self, dp: Axis) -> None:
         self._dp = dp
 
-    def sums(self, mismatched: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
+    def batch(self, trained: Batch) -> Batch:
+        """Returns the mismatched answers of a micro-batch; see engine.objectives.objective.Baseline."""
+        part = trained.part(Mismatched)
+        assert part is not None, "a micro-batch without mismatched answers"
+        return part.batch
+
+    def sums(self, batch: Batch, policy: Tensor, reference: Tensor | None) -> Tensor:
         """Returns a micro-batch's sums; see engine.objectives.objective.Baseline."""
-        reference = answers_of(mismatched).reference_logps if reference is None else reference
+        reference = answers_of(batch).reference_logps if reference is None else reference
         assert reference is not None, "an objective with a reference got none"
         return torch.stack(((policy - reference).sum(), torch.ones_like(policy).sum()))
 

@@ -373,9 +373,9 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
     hints = get_type_hints(kind)
     for item in fields(kind):
         name, plain = f"--{item.name.replace('_', '-')}", _plain_type(hints[item.name])
-        names = [name, *(f"--{former}" for former, now in FORMER_NAMES.items() if now == item.name)]
+        names = [*(f"--{former}" for former, now in FORMER_NAMES.items() if now == item.name), name]
         # only options that were typed are in the namespace, so that a preset sets the others
-        common = {"default": argparse.SUPPRESS, "help": item.metadata["help"]}
+        common = {"dest": item.name, "default": argparse.SUPPRESS, "help": item.metadata["help"]}
         if plain is bool:
             parser.add_argument(*names, action="store_true", **common)
             continue

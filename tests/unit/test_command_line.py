@@ -142,7 +142,7 @@ def _mistakes() -> Iterator[tuple[CommandLine, list[str], str]]:
                 yield parser, [f"--{flag[2:].replace('-', '_')}", "1"], f"did you mean {flag}?"
             if action.nargs == 0:
                 continue
-            yield parser, [flag], f"{flag} has no value"
+            yield parser, [flag], f"{action.option_strings[-1]} has no value"
             if action.choices is not None:
                 yield parser, [flag, "fnord"], f"{flag} is 'fnord', but it must be one of"
             elif action.type not in (None, str, Path, path_text):

@@ -142,11 +142,12 @@ def _mistakes() -> Iterator[tuple[CommandLine, list[str], str]]:
                 yield parser, [f"--{flag[2:].replace('-', '_')}", "1"], f"did you mean {flag}?"
             if action.nargs == 0:
                 continue
-            yield parser, [flag], f"{action.option_strings[-1]} has no value"
+            name = action.option_strings[-1]  # an earlier name is answered with the present one
+            yield parser, [flag], f"{name} has no value"
             if action.choices is not None:
-                yield parser, [flag, "fnord"], f"{flag} is 'fnord', but it must be one of"
+                yield parser, [flag, "fnord"], f"{name} is 'fnord', but it must be one of"
             elif action.type not in (None, str, Path, path_text):
-                yield parser, [flag, "fnord"], f"{flag} is 'fnord', but "
+                yield parser, [flag, "fnord"], f"{name} is 'fnord', but "
         required = [action for action in parser._actions if action.required]
         if required:
             yield parser, [], "not given"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,12 +75,13 @@ class Tree:
     Args:
         root: folder of the checkout.
         moves: module names of that checkout -> their names today, for one from before the wings had folders.
+        folders: that are read.
     """
 
-    def __init__(self, root: Path, moves: Mapping[str, str] | None = None) -> None:
+    def __init__(self, root: Path, moves: Mapping[str, str] | None = None, *, folders: Sequence[str] = FOLDERS) -> None:
         self.root, self._moves = root, moves or {}
         found: dict[str, tuple[str, str]] = {}
-        for folder in FOLDERS:
+        for folder in folders:
             for file in sorted((root / folder).rglob("*.py")):
                 path = file.relative_to(root).as_posix()
                 found[path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = (

@@ -40,7 +40,7 @@ def closest_value(value: str, choices: Iterable[str]) -> str | None:
     for word in (value, value.lower()):
         if word in known:
             return word
-        meant = [choice for choice in words_for_values(word) if choice in known]
+        meant: list[str] = [choice for choice in words_for_values(word) if choice in known]
         if meant:
             return meant[0]
     return closest(value, known, cutoff=0.6)

@@ -11,7 +11,8 @@ Legend: L layers with a mixture, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ from engine.distributed.mesh import Mesh
 from engine.errors import UserError
 from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.experts.ops.load_balance import LoadBalance
+from engine.layers.host_copies import HostCopy
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
+from engine.optim.loss_scale import LossScale
+from engine.telemetry.metrics import MetricsWriter, Value
+from engine.training.observer import Observer, StepReport, StepSeen
 
 _BY_LAYER = ("expert_entropy", "expert_imbalance", "idle_experts")
 """Names of the figures that each layer has: the entropy of experts' shares over that of equal ones; the rows of the
@@ -32,7 +37,7 @@ _BALANCE = "router_aux_loss"
 """Name of the auxiliary loss, before it is multiplied by its coefficient."""
 
 
-class RouterLoad:
+class RouterLoad(Observer):
     """The load of the model's experts.
 
     Args:
@@ -41,6 +46,7 @@ class RouterLoad:
         mesh: the axes.
         device: of the model.
         balance: the auxiliary loss; None without one.
+        metrics: gets the rows of each expert with each checkpoint; None writes none.
     """
 
     def __init__(
@@ -50,10 +56,13 @@ class RouterLoad:
         mesh: Mesh,
         device: torch.device,
         balance: LoadBalance | None = None,
+        metrics: MetricsWriter | None = None,
     ) -> None:
         sizes = config.variant(RoutedSizes)
         assert sizes is not None
-        self._mesh, self._balance = mesh, balance
+        self._mesh, self._balance, self._metrics = mesh, balance, metrics
+        self._copies: deque[tuple[int, HostCopy]] = deque()
+        """The figures of steps that are not reported yet, on their way to the host."""
         self._layers = [index for index in range(config.num_layers) if sizes.applies(index)]
         self._mixtures = [
             (self._layers.index(index), layer.mlp)
@@ -64,14 +73,33 @@ class RouterLoad:
         shape = len(self._layers), sizes.num_experts
         self._total_LE = torch.zeros(shape, dtype=torch.int64, device=device)
 
+    def before(self, step: int) -> None:
+        """Drops what was counted since the step before: by warm-up steps, or where a step was computed again."""
+        for _, mixture in self._mixtures:
+            mixture.rows_E.zero_()
+
+    def after(self, seen: StepSeen) -> None:
+        """Launches the figures of the step. Collective."""
+        self._copies.append((seen.step, HostCopy(self.measured())))
+
+    def figures(self, report: StepReport) -> dict[str, Value]:
+        """Returns the figures of the step by name."""
+        while self._copies[0][0] < report.step:
+            self._copies.popleft()
+        return self.named(self._copies.popleft()[1].read().tolist())
+
+    def save(self, step: int) -> None:
+        """Writes how many rows each expert had since the last checkpoint."""
+        if self._metrics is not None:
+            self._metrics.write({"step": step, "expert_rows": self.take_rows()})
+
     @torch.no_grad()
-    def figures(self) -> Tensor:
-        """Returns the figures of the steps since the last call, fp32, in the order of `named` and the same on all
+    def measured(self) -> Tensor:
+        """Returns the figures of the step that was just launched, fp32, in the order of `named` and the same on all
         ranks. Collective."""
         rows_LE = torch.zeros_like(self._total_LE)
         for place, mixture in self._mixtures:
             rows_LE[place] = mixture.rows_E
-            mixture.rows_E.zero_()
         apart = () if self._mesh.grid.cuts_experts else (self._mesh.tp,)  # tensor ranks have tokens of their own
         for axis in (self._mesh.dp_cp, *apart, self._mesh.pp):
             all_reduce(rows_LE, axis)
@@ -85,18 +113,13 @@ class RouterLoad:
             found.append(self._balance.loss)
         return torch.cat((torch.stack(found), entropy_L, imbalance_L, idle_L))
 
-    def named(self, figures: Sequence[float]) -> dict[str, float | list[float]]:
-        """Returns what `figures` returned by name; `layer_` is before the names of those of each layer."""
+    def named(self, figures: Sequence[float]) -> dict[str, Value]:
+        """Returns the numbers of `measured` by name; `layer_` is before the names of those of each layer."""
         names = _BY_LAYER if self._balance is None else (*_BY_LAYER, _BALANCE)
         by_layer, count = figures[len(names) :], len(self._layers)
-        return dict(zip(names, figures, strict=False)) | {
+        return {**dict(zip(names, figures, strict=False))} | {
             f"layer_{name}": list(by_layer[index * count : (index + 1) * count]) for index, name in enumerate(_BY_LAYER)
         }
-
-    def forget(self) -> None:
-        """Drops what was counted since the last figures: of a step that was computed again."""
-        for _, mixture in self._mixtures:
-            mixture.rows_E.zero_()
 
     def take_rows(self) -> dict[str, list[int]]:
         """Returns each layer's rows of each expert since the last call, by the layer's index; waits for the device."""
@@ -143,3 +166,28 @@ def balance_sentence(config: RunConfig, decoder: DecoderConfig, num_micro_batche
         else ("; every micro-batch goes forward twice, since routers' choices are counted over the whole batch first")
     )
     return f"routers: auxiliary loss over the global batch, times {coefficient:g}{passes}"
+
+
+def build_balance(
+    config: RunConfig,
+    decoder: DecoderConfig,
+    mesh: Mesh,
+    device: torch.device,
+    loss_scale: LossScale | None,
+    num_micro_batches: int,
+    say: Callable[[str], None],
+) -> LoadBalance | None:
+    """Returns the auxiliary loss of routers, where it is asked for; says what it costs, or that the model asks for
+    one."""
+    if (sentence := balance_sentence(config, decoder, num_micro_batches)) is not None:
+        say(sentence)
+    if not decoder.num_experts or not config.train.router_aux_loss_coef:
+        return None
+    apart = () if mesh.grid.cuts_experts else (mesh.tp,)
+    return LoadBalance(
+        config.train.router_aux_loss_coef,
+        decoder.num_experts,
+        axes=(mesh.dp_cp, *apart, mesh.pp),
+        device=device,
+        loss_scale=None if loss_scale is None else loss_scale.value,
+    )

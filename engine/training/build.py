@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,8 +13,6 @@ from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.experts.ops.load_balance import LoadBalance
-from engine.experts.router_load import RouterLoad, balance_sentence
 from engine.layers.context import TensorLayout
 from engine.layers.host_copies import HostMemory
 from engine.layers.storage import WeightPlacement
@@ -31,6 +30,7 @@ from engine.optim.reduce import GradientReducer
 from engine.optim.state_sharding import Sharding
 from engine.planning.predict import memory_plan_of
 from engine.runtime.launch import Launch
+from engine.seams import resolve
 from engine.telemetry.log import Log
 from engine.training.base_encoding import fill_base
 from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_sentence
@@ -104,8 +104,7 @@ def build_training(
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = _optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
     reducer = GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
-    load = None if not decoder.num_experts else RouterLoad(decoder, stages.models(), mesh, launch.device, balance)
-    step = TrainStep(stages, reducer, optimizer, mesh, load)
+    step = TrainStep(stages, reducer, optimizer, mesh)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(
         source=source,
@@ -147,21 +146,13 @@ def _loss_scale(config: RunConfig, device: torch.device) -> LossScale | None:
 
 def _load_balance(
     config: RunConfig, launch: Launch, decoder: DecoderConfig, mesh: Mesh, loss_scale: LossScale | None, log: Log
-) -> LoadBalance | None:
-    """Returns the auxiliary loss of routers, where it is asked for; logs its cost, or that the model asks for one."""
-    num_micro_batches = gradient_accumulation_steps(config, launch.world_size)
-    if (sentence := balance_sentence(config, decoder, num_micro_batches)) is not None:
-        log.info(sentence)
-    if not decoder.num_experts or not config.train.router_aux_loss_coef:
+) -> Any:
+    """Returns the auxiliary loss of routers, where the model has any and it is asked for."""
+    if not decoder.num_experts:
         return None
-    apart = () if mesh.grid.cuts_experts else (mesh.tp,)
-    return LoadBalance(
-        config.train.router_aux_loss_coef,
-        decoder.num_experts,
-        axes=(mesh.dp_cp, *apart, mesh.pp),
-        device=launch.device,
-        loss_scale=None if loss_scale is None else loss_scale.value,
-    )
+    num_micro_batches = gradient_accumulation_steps(config, launch.world_size)
+    build_balance = resolve("engine.experts.router_load:build_balance")
+    return build_balance(config, decoder, mesh, launch.device, loss_scale, num_micro_batches, log.info)
 
 
 def _optimizer(
@@ -256,7 +247,7 @@ def _build_stages(
     weights: WeightPlacement,
     objective: Objective,
     loss_scale: LossScale | None,
-    balance: LoadBalance | None,
+    balance: Any,
 ) -> Stages:
     """Builds this rank's parts of the model, still empty, as stages."""
     partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage

@@ -38,9 +38,7 @@ from engine.training.cuda_graph.static_batch import max_documents_per_row
 from engine.training.data import build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
-from engine.training.guards.run_guards import Guards, build_guards
-from engine.training.reports.forecast import MemoryForecast
-from engine.training.reports.observation import Observation
+from engine.training.observers import build_observers
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers, tracker_choice
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.resuming import RunComplete, StartingPoint
@@ -91,8 +89,8 @@ class PreparedRun:
         training: the model with its weights, and what trains it.
         metrics, progress: where figures and lines go.
         clock: of the run.
-        reporter: reports the steps.
-        guards, observation, forecast: what watches them.
+        reporter: reports the steps to the observers of the run too.
+        forecast: the line about the predicted memory; None on other ranks than 0.
         evaluations, samples: what is done between them.
         saver: saves checkpoints.
         supervision: notices signals and hangs; not started yet.
@@ -112,9 +110,7 @@ class PreparedRun:
     progress: TrainProgress
     clock: RunClock
     reporter: StepReporter
-    guards: Guards
-    observation: Observation
-    forecast: MemoryForecast
+    forecast: str | None
     evaluations: Evaluations
     samples: TextSamples
     saver: StateSaver
@@ -317,10 +313,17 @@ def _assemble(
     source = opened.enter_context(data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path))
     if start.resume is not None:
         source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
-    observation = Observation(config, launch, training, folder.path, steps=read.course.steps)
-    opened.callback(observation.close)
-    guards = build_guards(config, training, launch, say=say)
-    forecast = MemoryForecast(config, launch, training, data.rows)
+    observers = build_observers(
+        config,
+        launch,
+        training,
+        data.rows,
+        opened,
+        run_dir=folder.path,
+        steps=read.course.steps,
+        metrics=metrics,
+        say=say,
+    )
     opened.callback(progress.close)
     supervision = Supervision(config.train, launch, folder.path)
     opened.callback(supervision.close)  # closed first: while a last save is waited for, a signal ends the process
@@ -332,9 +335,7 @@ def _assemble(
         metrics=metrics,
         progress=progress,
         listener=listener,
-        observation=observation,
-        guards=guards,
-        forecast=forecast,
+        observers=observers.all,
     )
     return PreparedRun(
         config=config,
@@ -351,9 +352,7 @@ def _assemble(
         progress=progress,
         clock=clock,
         reporter=reporter,
-        guards=guards,
-        observation=observation,
-        forecast=forecast,
+        forecast=observers.forecast,
         evaluations=evaluations,
         samples=samples,
         saver=saver,

@@ -48,7 +48,7 @@ class Stages:
         choice: ScheduleChoice | None = None,
         balance: LoadBalance | None = None,
     ) -> None:
-        self._balance = balance
+        self.balance = balance
         self._stages = dict(sorted(stages.items()))
         self._axis, self._choice = axis or Axis("pp"), choice or ScheduleChoice()
         self._runners: dict[tuple[int, bool], Runner] = {}
@@ -61,7 +61,7 @@ class Stages:
     def rebuilt(self, make: Callable[[ModelStage], Any]) -> Stages:
         """The same schedule over what `make` makes of each stage: something that can be used like one."""
         stages = {number: make(stage) for number, stage in self._stages.items()}
-        return Stages(stages, self._axis, self._choice, self._balance)
+        return Stages(stages, self._axis, self._choice, self.balance)
 
     @property
     def step(self) -> Tensor:
@@ -96,8 +96,8 @@ class Stages:
         if self.has_baseline:
             self._set_baseline(self._baseline_sums(moved))
         self._compare_with_base(moved)
-        if self._balance is not None:
-            self._count_choices(moved, self._balance)
+        if self.balance is not None:
+            self._count_choices(moved, self.balance)
         for stage in self._stages.values():
             stage.load(moved, target_count, TRAINING)
         self._runner(len(batches), training=True).run(

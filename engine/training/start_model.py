@@ -15,7 +15,6 @@ from engine.checkpoint.untied import untied
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
-from engine.experts.router_load import check_balance
 from engine.layers.context import TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder_config import check_expert_ranks
@@ -23,6 +22,7 @@ from engine.models.describe import meta_model
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.attention.ulysses import check_context_heads
 from engine.runtime.launch import Launch, ranks_of_this_node
+from engine.seams import resolve
 from engine.telemetry.format import format_bytes
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.training.base_encoding import check_base
@@ -124,7 +124,8 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
     check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.folds_experts)
-    check_balance(config, decoder)
+    if config.train.router_aux_loss_coef:
+        resolve("engine.experts.router_load:check_balance")(config, decoder)
     model_here = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan)
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}

@@ -11,7 +11,6 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.collectives import all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
-from engine.experts.router_load import RouterLoad
 from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
@@ -26,14 +25,12 @@ class StepResult(NamedTuple):
         grad_norm: 0-dim fp32 norm before clipping.
         metrics: fp32 means of the objective's metrics, and behind them its maxima.
         loss_scale: 0-dim fp32, what the loss was multiplied by before backward; 1 where it is not scaled.
-        router: fp32 figures of `RouterLoad`; none for a model without a mixture of experts.
     """
 
     loss: Tensor
     grad_norm: Tensor
     metrics: Tensor
     loss_scale: Tensor
-    router: Tensor = torch.zeros(0)
 
 
 class TrainStep:
@@ -43,17 +40,8 @@ class TrainStep:
     depends on them: `on_device` launches the same work in each step, as a graph that replays it must.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        reducer: GradientReducer,
-        optimizer: FlatAdamW,
-        mesh: Mesh,
-        router_load: RouterLoad | None = None,
-    ) -> None:
+    def __init__(self, stages: Stages, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
         self._stages, self._reducer, self._optimizer, self._mesh = stages, reducer, optimizer, mesh
-        self.router_load = router_load
-        """The load of experts; None for a model without a mixture."""
         self._target_count = torch.ones((), dtype=torch.float32, device=stages.step.device)
         self._lr = torch.zeros_like(self._target_count)
         self.phases = PhaseClock(stages.step.device)
@@ -66,7 +54,7 @@ class TrainStep:
 
     def with_stages(self, stages: Stages) -> TrainStep:
         """The same step through other stages of the same model."""
-        return TrainStep(stages, self._reducer, self._optimizer, self._mesh, self.router_load)
+        return TrainStep(stages, self._reducer, self._optimizer, self._mesh)
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
         """Leaves the global batch's summed gradient, times the loss scale where there is one, in the flat buffer.
@@ -120,5 +108,4 @@ class TrainStep:
         norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)
         self.phases.passed("optimizer", last=True)
-        router = figures[:0] if self.router_load is None else self.router_load.figures()
-        return StepResult(figures[0], norm, figures[1:], scale, router)
+        return StepResult(figures[0], norm, figures[1:], scale)

@@ -17,7 +17,6 @@ class Figures(NamedTuple):
     grad_norm: float
     loss_scale: float
     metrics: list[float]
-    router: list[float]
 
 
 class StepFigures:
@@ -29,10 +28,9 @@ class StepFigures:
 
     def __init__(self, result: StepResult) -> None:
         numbers = torch.stack((result.loss, result.grad_norm, result.loss_scale))
-        self._num_metrics = len(result.metrics)
-        self._copy = HostCopy(torch.cat((numbers, result.metrics, result.router)))
+        self._copy = HostCopy(torch.cat((numbers, result.metrics)))
 
     def read(self) -> Figures:
         """Waits for the step, and for nothing that was launched after it."""
-        loss, grad_norm, loss_scale, *more = self._copy.read().tolist()
-        return Figures(loss, grad_norm, loss_scale, more[: self._num_metrics], more[self._num_metrics :])
+        loss, grad_norm, loss_scale, *metrics = self._copy.read().tolist()
+        return Figures(loss, grad_norm, loss_scale, metrics)

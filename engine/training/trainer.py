@@ -20,7 +20,7 @@ from engine.telemetry.format import counted, first_to_last, short_path
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
-from engine.training.guards.run_guards import StepSeen
+from engine.training.observer import StepSeen
 from engine.training.prepare import PreparedRun, prepare
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
@@ -48,13 +48,11 @@ class Trainer:
         """
         run = self._run
         self._announce()
-        run.reporter.start()
         begin, stopped = run.clock.now(), None
         run.supervision.start(self.step)
         try:
             self._take_steps()
-            run.reporter.catch_up(last=True)
-            run.guards.finish(self.step, self._consumed)
+            run.reporter.finish(self.step, self._consumed)
             if run.evaluations.ending is None and run.evaluations.is_due(self.step, ends=True):
                 self._evaluate()
             self._sample()
@@ -83,7 +81,7 @@ class Trainer:
         run.listener.block_started(self._consumed)
         if self._evaluate_in_turn():
             return
-        run.guards.begin(self.step, self._consumed)
+        run.reporter.begin(self.step, self._consumed)
         # closed here, because an error keeps this frame, and with it the threads that build batches
         with closing(run.source.stream(self.step, self._consumed, run.course.steps - self.step)) as stream:
             for rows in stream:
@@ -112,8 +110,8 @@ class Trainer:
     def _announce(self) -> None:
         run, source = self._run, self._run.source
         announce(run.config, run.launch, run.training, run.log, num_micro_batches=source.num_micro_batches)
-        if (line := run.forecast.line()) is not None:
-            run.log.info(line)
+        if run.forecast is not None:
+            run.log.info(run.forecast)
         run.log.info(f"data order: {source.sentence()}")
         run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {short_path(run.folder.path)}")
 
@@ -186,8 +184,7 @@ class Trainer:
     def _save(self, *, last: bool) -> None:
         run = self._run
         # a run that resumes from here reports the steps after this one; whatever log.every says, the last is reported
-        run.reporter.catch_up(last=self.step == run.course.steps)
-        run.reporter.write_rows_of_experts(self.step)
+        run.reporter.save(self.step, last=self.step == run.course.steps)
         run.folder.require_own()
         run.clock.leave_out(
             run.saver.save(

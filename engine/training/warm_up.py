@@ -103,8 +103,6 @@ class _State:
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)
         self._training.optimizer.flat.publish()
-        if (load := self._training.step.router_load) is not None:
-            load.take_rows()
         torch.set_rng_state(self._generator)
         if self._device_generators:
             torch.cuda.set_rng_state_all(self._device_generators)

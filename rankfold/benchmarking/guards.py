@@ -36,7 +36,8 @@ from engine.telemetry.errors import run_command
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.replicas import ReplicaGuard
-from engine.training.guards.run_guards import FROZEN_EVERY, Guards, StepSeen
+from engine.training.guards.run_guards import FROZEN_EVERY, Guards
+from engine.training.observer import StepSeen
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
@@ -132,7 +133,7 @@ class _Rank:
         (self._before or figures).read()
         if guarded:
             at = _now()
-            self._guards.read(self._count)
+            self._guards.judge(self._count)
             own += _now() - at
         self._before = figures
         return _timed(_now() - begin, own)

@@ -11,7 +11,8 @@ from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.state_sharding import ShardLevel
-from engine.training.guards.run_guards import Guards, StepSeen
+from engine.training.guards.run_guards import Guards
+from engine.training.observer import StepSeen
 from engine.training.step_figures import StepFigures
 from tests.distributed.sharded_runs import GLOBAL_ROWS, SMALL, Layout, Run
 
@@ -72,8 +73,8 @@ def _loop(run: Run, guards: Guards, steps: int, fault: Fault, lr: Rate) -> None:
         result = run.step(batches, targets, lr(step))
         guards.after(StepSeen(step, batches, targets, lr(step), step * GLOBAL_ROWS, result, StepFigures(result)))
         if step > 1:
-            guards.read(step - 1)
-    guards.read(steps)
+            guards.judge(step - 1)
+    guards.judge(steps)
     guards.finish(steps, steps * GLOBAL_ROWS)
 
 

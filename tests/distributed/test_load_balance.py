@@ -65,9 +65,10 @@ def _trained(layout: Layout, mesh: Mesh) -> Trained:
     assert run.balance is not None
     load = RouterLoad(run.case.config, run.stages.models(), mesh, torch.device("cpu"), run.balance)
     for step in range(NUM_STEPS):
+        load.before(step + 1)
         losses += run.train(step, step)[0]
         balance.append(run.balance.loss.item())
-        figures += load.figures().tolist()
+        figures += load.measured().tolist()
     return Trained(
         losses, balance, figures, load.take_rows(), [NamedShard(*shard) for shard in run.flat.master_shards()]
     )

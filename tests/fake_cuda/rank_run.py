@@ -7,7 +7,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from engine.data.collate import pin
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.distributed.transfer_meter import METER
+from engine.experts.router_load import RouterLoad
 from engine.runtime.launch import Launch
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
@@ -35,8 +35,9 @@ from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.data import data_position, loader_options
 from engine.training.evaluate import evaluate
-from engine.training.guards.run_guards import StepSeen, build_guards
-from engine.training.reports.forecast import MemoryForecast
+from engine.training.guards.run_guards import build_guards
+from engine.training.observer import StepSeen
+from engine.training.reports.notes import RoundingNote
 from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.start_model import check_model, model_source
@@ -137,8 +138,7 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
         warm_up(config, launch, training, SILENT)
         reporter, guards, loader = _reporter(config, launch, training, dataset, folder)
         opened.callback(METER.stop)
-        reporter.start()
-        guards.begin(0, 0)
+        reporter.begin(0, 0)
         device.is_running = True
         take_step = training.step if training.graphs is None else training.graphs
         consumed = 0
@@ -156,9 +156,8 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
             consumed += config.train.global_batch_size
             seen = StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
             reporter.after(seen, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
-        reporter.catch_up(last=True)
-        reporter.write_rows_of_experts(case.steps)
-        guards.finish(case.steps, consumed)
+        reporter.save(case.steps, last=True)
+        reporter.finish(case.steps, consumed)
         guards._locator.locate(batches, targets, case.steps)
         _evaluate(config, launch, training, dataset, batches)
         if tensors := state_tensors(training):
@@ -199,7 +198,15 @@ def _reporter(
         pin_memory=True,
         **loader_options(config, launch.device, **data_position(config, launch)),
     )
+    stages, decoder = training.stages, training.source.model.decoder
     guards = build_guards(config, training, launch, say=lambda line: None)
+    observers = [
+        Observation(config, launch, training, folder, steps=1, say=lambda line: None),
+        RoundingNote(training.parts, lambda line: None),
+        guards,
+    ]
+    if decoder.num_experts:
+        observers.insert(0, RouterLoad(decoder, stages.models(), training.mesh, launch.device, stages.balance))
     reporter = StepReporter(
         config.log,
         training,
@@ -208,9 +215,7 @@ def _reporter(
         metrics=MetricsWriter(None),
         progress=TrainProgress(SILENT, None),
         listener=RunListener(),
-        observation=Observation(config, launch, training, folder, steps=1),
-        guards=guards,
-        forecast=MemoryForecast(config, replace(launch, rank=1), training, dataset),  # another rank predicts
+        observers=observers,
     )
     return reporter, guards, loader
 

@@ -22,6 +22,7 @@ from engine.config.run import RunConfig
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
+from engine.experts.router_load import RouterLoad
 from engine.rollouts.data.completions import Completion
 from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
 from engine.rollouts.objective.policy import row_weight
@@ -302,6 +303,10 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
     source = model_source(config)
     plan = check_model(config, source.model, world)
     training = build_training(config, launch, source, plan, Log(rank=1))
+    stages, decoder = training.stages, training.source.model.decoder
+    load = None
+    if decoder.num_experts:
+        load = RouterLoad(decoder, stages.models(), training.mesh, launch.device, stages.balance)
     gradients: list[list[NamedShard]] = []
     update = training.optimizer.step
 
@@ -346,11 +351,11 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
                 num_workers=0,
                 **loader_options(config, launch.device, **mesh_position(training.mesh)),
             )
+            if load is not None:
+                load.before(1)
             result = training.step(loader.batches(0), loader.target_count(0), config.optim.lr)
             losses.append(result.loss.item())
-            routers = (
-                {} if training.step.router_load is None else training.step.router_load.named(result.router.tolist())
-            )
+            routers = {} if load is None else load.named(load.measured().tolist())
             figures.append({**training.objective.named(result.metrics.tolist()), **routers})
     return losses, figures, gradients, _copied(training.optimizer.flat.master_shards())
 

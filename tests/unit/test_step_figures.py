@@ -15,7 +15,7 @@ from engine.distributed.ranks import RankGrid
 from engine.layers.host_copies import HostCopy
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import ReplicaGuard
-from engine.training.guards.run_guards import StepSeen
+from engine.training.observer import StepSeen
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.step import StepResult
 from engine.training.step_figures import StepFigures
@@ -35,9 +35,6 @@ class _Told:
     def train(self, **figures: Any) -> None:
         self.steps.append(figures)
 
-    def report(self, **figures: Any) -> dict[str, float]:
-        return {}
-
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **figures: None
 
@@ -48,13 +45,11 @@ def _reporter(every: int, said: list[str]) -> tuple[StepReporter, _Told]:
     objective = SimpleNamespace(
         loss_at_chance=None, shown=("accuracy",), named=lambda values: dict(zip(("accuracy",), values, strict=True))
     )
-    step = SimpleNamespace(router_load=None)
-    training = SimpleNamespace(objective=objective, parts=[], step=step, optimizer=SimpleNamespace(loss_scale=object()))
+    training = SimpleNamespace(objective=objective, optimizer=SimpleNamespace(loss_scale=object()))
     source = SimpleNamespace(stalled=0.0, work_seconds={})
     reporter = StepReporter(
         LogOptions(every=every), cast(Any, training), cast(Any, source), RunClock(), metrics=told, progress=told,
-        listener=told, observation=told, forecast=told,
-        guards=guards_of(build_run(Layout(case="adapters", grid=RankGrid())), OPTIONS, said),
+        listener=told, observers=[guards_of(build_run(Layout(case="adapters", grid=RankGrid())), OPTIONS, said)],
     )  # fmt: skip
     return reporter, told
 

@@ -50,7 +50,7 @@ def _rows(*lengths: int, packing: bool = False) -> TokenDataset:
 def _forecast(
     run: tuple[RunConfig, Training], launch: Launch = CPU, dataset: TokenDataset | None = None
 ) -> MemoryForecast:
-    return MemoryForecast(run[0], launch, run[1], dataset or _rows(512))
+    return MemoryForecast(run[0], launch, run[1], dataset or _rows(512), say=pytest.fail)
 
 
 def test_the_line_is_for_the_longest_row_of_the_data(run: tuple[RunConfig, Training], tmp_path: Path) -> None:

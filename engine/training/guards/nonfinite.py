@@ -260,8 +260,6 @@ class Locator:
                 remove()
             stages.step.copy_(taken)
         self._flat.gradient.zero_()
-        if self._step.router_load is not None:
-            self._step.router_load.forget()
         broken = [
             (entry.name, self._world.rank)
             for entry in self._entries

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
 from engine.config.guards import GuardOptions
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh
@@ -30,8 +29,8 @@ from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.nonfinite import Locator
 from engine.training.guards.replicas import PendingComparison, ReplicaGuard
 from engine.training.guards.spikes import LEAST_LOSS, LEAST_NORM, NO_LIMIT, RunningLimit
-from engine.training.step import StepResult, TrainStep
-from engine.training.step_figures import StepFigures
+from engine.training.observer import Observer, StepReport, StepSeen
+from engine.training.step import TrainStep
 
 FROZEN_EVERY = 10
 """Comparisons of replicas from one of frozen parameters to the next."""
@@ -43,35 +42,7 @@ KEPT_BATCHES = 16
 """Unread steps whose micro-batches are kept for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepSeen:
-    """A step that was handed to the device.
-
-    Args:
-        step: its number, from 1.
-        batches: this rank's micro-batches.
-        targets: sum of the loss weights over the global batch.
-        lr: learning rate.
-        consumed: the data cursor after it.
-        result: its figures, on the device.
-        figures: the same on their way to the host.
-        has_signal: whether a gradient is to be expected; False where all completions of each prompt were equally good.
-        loss_limit, norm_limit: above these the device left its update out.
-    """
-
-    step: int
-    batches: list[Batch]
-    targets: float
-    lr: float
-    consumed: int
-    result: StepResult
-    figures: StepFigures
-    has_signal: bool = True
-    loss_limit: float = NO_LIMIT
-    norm_limit: float = NO_LIMIT
-
-
-class Guards:
+class Guards(Observer):
     """Watches one run on this rank. Every rank makes the same calls.
 
     Args:
@@ -155,12 +126,16 @@ class Guards:
         if self._compares and self._is_due(seen.step):
             self._compare(seen)
 
-    def read(self, step: int) -> None:
-        """Reads and judges the figures of all steps up to `step`, of which `after` was told.
+    def read(self, report: StepReport) -> None:
+        """Reads and judges the figures of all steps up to the reported one, of which `after` was told.
 
         Raises:
             UserError: a guard saw what its policy stops at.
         """
+        self.judge(report.step)
+
+    def judge(self, step: int) -> None:
+        """Judges the figures of all steps up to `step`; see `read`."""
         while self._unread and self._unread[0].step <= step:
             self._judge(self._unread.popleft())
         self._set_limits()

@@ -8,6 +8,7 @@ planner cannot describe has no prediction.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,12 +25,13 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.build import Training
 from engine.training.data import loader_options
+from engine.training.observer import Observer, StepReport
 
 TOLERANCE = 0.1
 """Share of the prediction by which the measured peak may differ before that is reported."""
 
 
-class MemoryForecast:
+class MemoryForecast(Observer):
     """The prediction of a run on this rank.
 
     Args:
@@ -37,9 +39,19 @@ class MemoryForecast:
         launch: rank, ranks and device.
         training: what is trained.
         dataset: whose rows are trained on; None where they are not known yet.
+        say: prints a line on rank 0.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch, training: Training, dataset: TokenDataset | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        training: Training,
+        dataset: TokenDataset | None,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say, self._memory = say, 0
         self._rank, self._device = launch.rank, launch.device.type
         self._graphs = config.memory.cuda_graph != "none"
         self._spoken = False
@@ -68,6 +80,20 @@ class MemoryForecast:
             f"memory: {format_bytes(estimate.peak)} of tensors predicted for rank 0{host}, fullest in {moment}, the "
             f"largest part {name} with {format_bytes(parts[name])}{graphs}"
         )
+
+    def read(self, report: StepReport) -> None:
+        """Compares the memory that is held with the prediction."""
+        self._memory = report.memory
+        self._warn(last=False)
+
+    def finish(self, step: int, consumed: int) -> None:
+        """Compares the peak of the whole run with the prediction."""
+        if self._memory:
+            self._warn(last=True)
+
+    def _warn(self, *, last: bool) -> None:
+        if (warning := self.seen(self._memory, last=last)) is not None:
+            self._say(warning)
 
     def seen(self, measured: int, *, last: bool = False) -> str | None:
         """Takes the peak so far.

@@ -9,10 +9,11 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,29 +25,48 @@ from engine.models.describe import num_parameters
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import step_flops, trained_work
 from engine.runtime.launch import Launch
-from engine.telemetry.output import say
+from engine.telemetry.metrics import Value
+from engine.telemetry.output import say as say_on_any_rank
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
 from engine.training.build import Training
+from engine.training.observer import Observer, StepReport, StepSeen
 from engine.training.reports.flops_ceiling import measure_products
-from engine.training.reports.profiler import StepTraces
+
+if TYPE_CHECKING:
+    from engine.training.reports.profiler import StepTraces
 
 
-class Observation:
+class Observation(Observer):
     """Records what one rank sees of itself, from before the first step.
 
     Args:
         config, launch, training: of the run.
         run_dir: its folder.
         steps: that it takes.
+        say: prints a line on rank 0.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch, training: Training, run_dir: Path, *, steps: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        training: Training,
+        run_dir: Path,
+        *,
+        steps: int,
+        say: Callable[[str], None],
+    ) -> None:
         self._config, self._launch, self._training = config, launch, training
-        self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
+        self._say = say
+        self._traces: StepTraces | None = None
+        if config.log.profile_steps:
+            from engine.training.reports.profiler import StepTraces  # imports torch's profiler
+
+            self._traces = StepTraces(config.log.profile_steps, run_dir / TRACES, launch.rank)
         self._ceiling = self._measured_ceiling()
         self._trained = trained_work(training.source.model.decoder, training.plan.trained)
         if launch.rank == 0 and config.log.metrics:
@@ -55,42 +75,39 @@ class Observation:
             text = json.dumps(_environment(launch, training, sizes, self._ceiling, steps), indent=2)
             write_durably(run_dir / ENVIRONMENT, text)
         # last, so that nothing is left open where the lines above fail
-        self._file = RankFile(run_dir / TELEMETRY, launch.rank, say) if config.log.metrics else None
+        self._file = RankFile(run_dir / TELEMETRY, launch.rank, say_on_any_rank) if config.log.metrics else None
         if config.log.communication:
             METER.start()
 
-    def step_begins(self, step: int) -> None:
-        """`step`, counted from 1, is about to be launched."""
-        self._traces.before(step)
+    def before(self, step: int) -> None:
+        """Begins a trace where one is asked for."""
+        if self._traces is not None:
+            self._traces.before(step)
 
-    def step_launched(self, step: int) -> str | None:
-        """The line that is logged where a trace has been written."""
-        path = self._traces.after(step)
-        if path is None:
-            return None
+    def after(self, seen: StepSeen) -> None:
+        """Ends the trace that ends with this step."""
+        if self._traces is None or (path := self._traces.after(seen.step)) is None:
+            return
         ranks = self._launch.world_size
         beside = "" if ranks == 1 else f", of {ranks} that lie there, one for each rank"
-        return f"step {step}: wrote the trace {path}{beside}"
+        self._say(f"step {seen.step}: wrote the trace {path}{beside}")
 
-    def report(self, *, step: int, rows: int, tokens: int, seconds: float) -> dict[str, float]:
-        """Writes this rank's record; further figures of the step for the metrics file.
-
-        Args:
-            step: the last one that is reported.
-            rows, tokens, seconds: since the report before.
-        """
+    def figures(self, report: StepReport) -> dict[str, Value]:
+        """Writes this rank's record; returns the share of the devices' arithmetic that is used."""
         if self._file is not None:
-            self._file.write(self._record(step))
+            self._file.write(self._record(report.step))
+        tokens, seconds = report.tokens, report.seconds
         if not self._ceiling or seconds <= 0 or tokens <= 0:
             return {}
         decoder = self._training.source.model.decoder
-        flops = step_flops(decoder, tokens=tokens, row_tokens=tokens / rows, trained=self._trained)
+        flops = step_flops(decoder, tokens=tokens, row_tokens=tokens / report.rows, trained=self._trained)
         return {"mfu": flops / seconds / self._launch.world_size / self._ceiling}
 
     def close(self) -> None:
         """Closes the file, and ends traces and measurements."""
         METER.stop()
-        self._traces.close()
+        if self._traces is not None:
+            self._traces.close()
         if self._file is not None:
             self._file.close()
 

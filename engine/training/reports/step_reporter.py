@@ -1,4 +1,4 @@
-"""Reports each step to the metrics file, the progress line, the listener, the telemetry and the guards.
+"""Reports each step to the metrics file, the progress line and the listener, and calls what observes the steps.
 
 The figures of a step are copied to the host behind it, and read when the next step has been handed to the device. The
 device does not wait for the host, and the host waits for no more than the step it reports: while the next one runs it
@@ -8,21 +8,18 @@ prepares the one after. A step is reported one step late, and the last one of th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.config.log import LogOptions
 from engine.objectives.objective import figures_to_show
-from engine.objectives.stuck import StuckLoss
 from engine.telemetry.listener import RunListener
 from engine.telemetry.metrics import MetricsWriter, Value
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
-from engine.training.guards.run_guards import Guards, StepSeen
-from engine.training.reports.forecast import MemoryForecast
-from engine.training.reports.observation import Observation
+from engine.training.observer import Observer, StepReport, StepSeen
 from engine.training.step_figures import StepFigures
 from engine.training.step_source import StepSource
 
@@ -82,9 +79,7 @@ class StepReporter:
         source: of the steps.
         clock: of the run.
         metrics, progress, listener: who is told.
-        observation: what this rank records of itself.
-        guards: are told of each step, and of its figures once they are read.
-        forecast: is compared with the memory that is held.
+        observers: follow the steps, in this order.
     """
 
     def __init__(
@@ -97,16 +92,11 @@ class StepReporter:
         metrics: MetricsWriter,
         progress: TrainProgress,
         listener: RunListener,
-        observation: Observation,
-        guards: Guards,
-        forecast: MemoryForecast,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._every, self._training, self._source, self._clock = options.every, training, source, clock
         self._metrics, self._progress, self._listener = metrics, progress, listener
-        self._observation, self._guards, self._forecast = observation, guards, forecast
-        self._stuck = StuckLoss(training.objective.loss_at_chance)
-        self._rounding = [part.saved for part in training.parts]
-        """Parts whose rounding is not known yet; the first step shows it."""
+        self._observers = tuple(observers)
         self._unread: _Unread | None = None
         self._since = clock.now()
         self._rows, self._step_tokens = 0, 0
@@ -118,13 +108,16 @@ class StepReporter:
         self.losses: list[tuple[int, float]] = []
         """Step and loss of those that were reported in this start."""
 
-    def start(self) -> None:
-        """Begins the time of the first report."""
+    def begin(self, step: int, consumed: int) -> None:
+        """Begins the time of the first report; see `Observer.begin`."""
         self._since = self._clock.now()
+        for observer in self._observers:
+            observer.begin(step, consumed)
 
     def before(self, step: int) -> None:
         """Is told that `step`, counted from 1, is about to be handed to the device."""
-        self._observation.step_begins(step)
+        for observer in self._observers:
+            observer.before(step)
 
     def after(self, seen: StepSeen, *, rows: int, tokens: int, figures: Mapping[str, float]) -> None:
         """Is told that a step was handed to the device, and reports the step before it.
@@ -137,12 +130,8 @@ class StepReporter:
         Raises:
             UserError: a guard saw what its policy stops at, or a file cannot be written.
         """
-        if (traced := self._observation.step_launched(seen.step)) is not None:
-            self._progress.info(traced)
-        while self._rounding:
-            if (report := self._rounding.pop(0).take_report()) is not None:
-                self._progress.info(f"step {seen.step}: {report.line()}")
-        self._guards.after(seen)
+        for observer in self._observers:
+            observer.after(seen)
         self._read(
             _Unread(seen.step, seen.figures, seen.lr, seen.consumed, rows, tokens, self._clock.now(), figures),
             last=False,
@@ -159,10 +148,21 @@ class StepReporter:
         """
         self._read(None, last=last)
 
-    def write_rows_of_experts(self, step: int) -> None:
-        """Writes how many rows each expert had since the last call; waits for the device."""
-        if (load := self._training.step.router_load) is not None:
-            self._metrics.write({"step": step, "expert_rows": load.take_rows()})
+    def save(self, step: int, *, last: bool) -> None:
+        """Reports the newest step before a checkpoint is written; see `catch_up` and `Observer.save`."""
+        self.catch_up(last=last)
+        for observer in self._observers:
+            observer.save(step)
+
+    def finish(self, step: int, consumed: int) -> None:
+        """Reports the last step; see `Observer.finish`.
+
+        Raises:
+            UserError: as `after`.
+        """
+        self.catch_up(last=True)
+        for observer in self._observers:
+            observer.finish(step, consumed)
 
     def _read(self, newest: _Unread | None, *, last: bool) -> None:
         ready, self._unread = self._unread, newest
@@ -172,20 +172,20 @@ class StepReporter:
         self._step_tokens += ready.tokens
         self._rows += ready.rows
         if ready.step % self._every == 0 or last:
-            self._report(ready, last=last)
+            self._report(ready)
 
-    def _report(self, ready: _Unread, *, last: bool) -> None:
-        loss, norm, loss_scale, metrics, router = ready.figures.read()
+    def _report(self, ready: _Unread) -> None:
+        loss, norm, loss_scale, metrics = ready.figures.read()
         self.losses.append((ready.step, loss))
         rows, tokens, seconds = self._rows, self._step_tokens, ready.finished - self._since
         self._since, self._rows, self._step_tokens = ready.finished, 0, 0
         memory = peak_memory_bytes()
         named = self._named_figures(metrics, loss_scale)
+        report = StepReport(step=ready.step, loss=loss, rows=rows, tokens=tokens, seconds=seconds, memory=memory)
         more: dict[str, Value] = {**named}
-        if (load := self._training.step.router_load) is not None:
-            more |= load.named(router)
+        for observer in self._observers:
+            more |= observer.figures(report)
         more |= dict(ready.of_rows) | self._working(seconds)
-        seen = self._observation.report(step=ready.step, rows=rows, tokens=tokens, seconds=seconds)
         stalled, self._stalled = self._source.stalled - self._stalled, self._source.stalled
         more["data_stall"] = stalled
         self._metrics.train(
@@ -197,7 +197,6 @@ class StepReporter:
             seconds=seconds,
             memory=memory,
             **more,
-            **seen,
         )
         self._progress.update(
             step=ready.step,
@@ -211,10 +210,8 @@ class StepReporter:
             | figures_to_show(self._training.objective, named),
         )
         self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)
-        for warning in (self._stuck.seen(loss), self._forecast.seen(memory, last=last)):
-            if warning is not None:
-                self._progress.info(warning)
-        self._guards.read(ready.step)
+        for observer in self._observers:
+            observer.read(report)
 
     def _working(self, seconds: float) -> dict[str, float]:
         """The seconds of work between steps since the report before, by name, and what is left of all for training."""

@@ -18,6 +18,7 @@ from typing import ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.records import Documents
 from engine.zigzag import ContextPlan
 
 IGNORE_LABEL = -100
@@ -59,6 +60,10 @@ class BatchPart:
     def without_input(self) -> Self:
         """Returns what a rank needs that does not run the model's input stage."""
         return self
+
+    def attended(self, documents: Documents) -> Documents:
+        """Returns the documents as attention takes them where the batch has the part."""
+        return documents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +132,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.tokens_BS.numel()
+
+    @property
+    def documents(self) -> Documents:
+        """The documents of the whole rows as attention takes them."""
+        # where only the device knows the lengths: no document crosses a row, and rows are whole
+        found = Documents.of_rows(self.document_lengths, self.document_offsets, row_length=self.row_length)
+        for part in self.parts:
+            found = part.attended(found)
+        return found
 
     @property
     def brings_reference(self) -> bool:

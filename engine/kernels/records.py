@@ -123,3 +123,8 @@ class Documents:
     offsets: Tensor | None
     max_length: int
     bidirectional: SeenWhole | None = None
+
+    @classmethod
+    def of_rows(cls, lengths: tuple[int, ...], offsets: Tensor | None = None, *, row_length: int) -> Documents:
+        """Returns the documents of rows, none of which crosses a row."""
+        return cls(lengths=lengths, offsets=offsets, max_length=max(lengths, default=row_length))

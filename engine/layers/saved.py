@@ -166,7 +166,7 @@ class _LayerTensors(AbstractContextManager[None]):
         storage = tensor.untyped_storage()
         if storage._cdata in self._fixed or _place(tensor) in self._fixed:
             return tensor
-        fills = tensor.numel() * tensor.element_size() == storage.nbytes()
+        fills = _fills_storage(tensor)
         shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         key = (storage._cdata, tensor._version, tensor.dtype, None if fills else (shape, stride, offset))
         if key not in self._seen:
@@ -266,11 +266,11 @@ class SavedTensors:
             return
         if self._parameters is None:
             self._parameters = frozenset(map(_identity, parameters))
-        shared = [getattr(context, field.name) for field in fields(context)]
+        shared = [context.documents.offsets, *(getattr(context, field.name) for field in fields(context))]
         fixed = self._parameters | {_identity(value) for value in shared if isinstance(value, Tensor)}
-        if context.encoded is not None:
-            # a stage may have it and its input from one message
-            fixed |= {_place(context.encoded.features_KC)}
+        for tensor in (tensor for part in context.parts for tensor in part.shared()):
+            # a stage may have one and its input from one message
+            fixed |= {_identity(tensor) if _fills_storage(tensor) else _place(tensor)}
         layer = None
         for index in range(count):
             layer = _LayerTensors(
@@ -300,6 +300,10 @@ def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
 def _identity(tensor: Tensor) -> int:
     """Returns the identity of a tensor's storage, which meta tensors have too, although they have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
-from engine.experts.ops.load_balance import LoadBalance
 from engine.kernels.reference import rope_tables
 from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
@@ -36,12 +35,13 @@ from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
 from engine.models.rotary import rotary_frequencies
-from engine.ops.attention.token_context import Encoded, Experts, PackedTokens, TokenContext
+from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
-from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
+from engine.vision.batch_parts import CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.layers.encoder import VisionEncoder
 from engine.vision.layers.plain_module import anything_trains, tile_rows
-from engine.vision.ops.cross_attention import document_spans, pair_spans
+from engine.vision.ops.cross_attention import Encoded, document_spans, pair_spans
+from engine.vision.ops.token_experts import Experts, PackedTokens
 
 _VISION_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
 """First sites of a vision model's linears, and of those of the encoder that layers attend to."""
@@ -222,13 +222,13 @@ class Decoder(nn.Module):
         training: bool,
         adapters: bool = True,
         encoded_KC: Tensor | None = None,
-        balance: LoadBalance | None = None,
+        parts: Sequence[ContextPart] = (),
     ) -> TokenContext:
         """Returns the token coordinates of a batch, shared by all layers.
 
         Args:
             encoded_KC: the encoded images of the part before; the first part encodes them here.
-            balance: the auxiliary loss of routers.
+            parts: data that layers read and that is not the batch's.
 
         Raises:
             UserError: the tokens do not divide over the ranks of sequence parallelism, or rows are longer than the
@@ -244,10 +244,14 @@ class Decoder(nn.Module):
         self._check_row_length(batch.row_length * self.layout.cp.size)
         cos, sin = self._rope_tables(batch)
         token_index, padding = batch.token_index_BS.flatten(), batch.part(Padding)
+        found = (
+            *parts,
+            None if padding is None else PaddingTokens(padding.padding_BS.flatten()),
+            _experts(batch, token_index) if self.config.token_experts else None,
+            self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
+        )
         return TokenContext(
-            num_rows=batch.num_rows,
-            row_length=batch.row_length,
-            document_lengths=batch.document_lengths,
+            documents=batch.documents,
             context_plan=batch.context_plan,
             cos=cos,
             sin=sin,
@@ -255,13 +259,8 @@ class Decoder(nn.Module):
             local_token_index=local_part(token_index, tp) if self.layout.splits_tokens else token_index,
             step=step,
             training=training,
-            document_offsets=batch.document_offsets,
             adapters=adapters,
-            experts=_experts(batch, token_index) if self.config.token_experts else None,
-            encoded=self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
-            bidirectional=batch.part(BidirectionalSpans) if self.config.bidirectional_images else None,
-            padding_T=None if padding is None or balance is None else padding.padding_BS.flatten(),
-            balance=balance,
+            parts=tuple(part for part in found if part is not None),
         )
 
     def _check_row_length(self, length: int) -> None:
@@ -347,7 +346,8 @@ class Decoder(nn.Module):
 
     def pack(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns what the next part takes, for what `run_layers` returned."""
-        return stage_message.pack(x, None if context.encoded is None else context.encoded.features_KC)
+        encoded = context.part(Encoded)
+        return stage_message.pack(x, None if encoded is None else encoded.features_KC)
 
     def unpack(self, message: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream, and `encoded_KC` of `context`, of what the part before sent."""

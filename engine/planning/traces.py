@@ -43,6 +43,7 @@ from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.traced_batch import META
 from engine.vision.batch_parts import CrossImages
+from engine.vision.ops.cross_attention import Encoded
 from engine.zigzag import rank_columns
 
 
@@ -223,7 +224,7 @@ class RankModel:
         """
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
-            found = model.context(batch, context.step, training=True).encoded
+            found = model.context(batch, context.step, training=True).part(Encoded)
             assert found is not None
             return found.features_KC
 
@@ -375,16 +376,17 @@ class _Tracer:
     def _context(self, model: Decoder, batch: Batch) -> TokenContext:
         """Makes the coordinates; pieces behind the embedding find the encoded images there."""
         step = torch.zeros((), dtype=torch.int64, device=META)
-        balance = None
+        balances: tuple[LoadBalance, ...] = ()
         if self._workload.balances and (count := self._workload.decoder.num_experts):
             balance = LoadBalance(1.0, count, device=META)
             balance.begin(rehearses=False)
+            balances = (balance,)
         if model.embedding is not None:
-            return model.context(batch.without(CrossImages), step, training=True, balance=balance)
+            return model.context(batch.without(CrossImages), step, training=True, parts=balances)
         encoded = torch.empty(traced_batch.encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
         if model.encoder_trains:
             encoded = _Start.apply(encoded.requires_grad_())
-        return model.context(batch, step, training=True, encoded_KC=encoded, balance=balance)
+        return model.context(batch, step, training=True, encoded_KC=encoded, parts=balances)
 
     def _input(self, batch: Batch, needs: bool) -> Tensor:
         """Makes the residual stream of this rank's tokens."""

@@ -128,7 +128,7 @@ class ModelStage:
                     training=kind.training,
                     adapters=kind.adapters,
                     encoded_KC=encoded_KC,
-                    balance=self._balance if kind.training else None,
+                    parts=(self._balance,) if kind.training and self._balance is not None else (),
                 )
                 out = model.run_layers(x, context)
             else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchPart
+from engine.kernels.records import Documents
 from engine.zigzag import Span
 
 
@@ -123,6 +124,10 @@ class BidirectionalSpans(BatchPart):
             earlier_N=torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in kept]),
             offsets=counts.cumsum(0, dtype=torch.int32),
         )
+
+    def attended(self, documents: Documents) -> Documents:
+        """Returns the documents with these spans."""
+        return replace(documents, bidirectional=self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from engine.distributed.sharding import split_spec
 from engine.kernels.philox import dropout_mask, dropout_scale
-from engine.kernels.records import DropoutKey
+from engine.kernels.records import Documents, DropoutKey
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.ops.attention.token_context import TokenContext
@@ -185,9 +185,7 @@ def _context(layer: Layer) -> TokenContext:
     index = torch.arange(tokens, device=layer.device)
     nothing = torch.empty(0, device=layer.device)
     return TokenContext(
-        num_rows=1,
-        row_length=tokens,
-        document_lengths=(tokens,),
+        documents=Documents.of_rows((tokens,), row_length=tokens),
         context_plan=None,
         cos=nothing,
         sin=nothing,

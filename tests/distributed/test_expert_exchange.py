@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.distributed.mesh import Axis, ExpertAxes
 from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.experts.ops.routing import RoutingRule, Slots, route
+from engine.kernels.records import Documents
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.ops.attention.token_context import TokenContext
@@ -83,7 +84,7 @@ def _computed(routing: str, first: int, last: int, total: int, ep: Axis) -> Seen
     index = torch.arange(first, last) + 100
     none = torch.zeros(0)
     context = TokenContext(
-        num_rows=1, row_length=last - first, document_lengths=(), context_plan=None, cos=none, sin=none,
+        documents=Documents.of_rows((), row_length=last - first), context_plan=None, cos=none, sin=none,
         token_index=index, local_token_index=index, step=torch.tensor(2), training=True,
     )  # fmt: skip
     y = mlp(x, GivenInput(), context)

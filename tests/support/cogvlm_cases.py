@@ -16,9 +16,8 @@ from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.families.family import Family
 from engine.models.names import NameMap
-from engine.ops.attention.token_context import Encoded
 from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
-from engine.vision.ops.cross_attention import document_spans, pair_spans
+from engine.vision.ops.cross_attention import Encoded, document_spans, pair_spans
 from tests.distributed.cases import cut
 from tests.support.vision_fixtures import VisionFixture
 

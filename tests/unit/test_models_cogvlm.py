@@ -22,10 +22,10 @@ from engine.layers.recompute import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.models.families import family_of
 from engine.models.names import FUSED
-from engine.ops.attention.token_context import Encoded, TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.vision.batch_parts import ExpertTokens
 from engine.vision.layers.token_experts import TokenExperts
-from engine.vision.ops.cross_attention import EncodedRows, cross_attention, pair_spans
+from engine.vision.ops.cross_attention import Encoded, EncodedRows, cross_attention, pair_spans
 from engine.zigzag import Span
 from tests.distributed.cases import relative_error
 from tests.support.cogvlm_cases import batch_of, encoded_of, family_of_fixture, model_of, plan_of
@@ -38,7 +38,7 @@ EVERYTHING = plan_of(".*")
 def _hidden(model: Decoder, batch: Batch, encoded: Encoded | None = None) -> tuple[Tensor, TokenContext]:
     x, context = model.embed(batch), model.context(batch, STEP, training=False)
     if encoded is not None:
-        context = replace(context, encoded=encoded)
+        context = replace(context, parts=(*(one for one in context.parts if type(one) is not Encoded), encoded))
     return model.run_layers(x, context), context
 
 

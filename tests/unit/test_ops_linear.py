@@ -15,7 +15,7 @@ from engine.distributed.mesh import Axis
 from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
 from engine.kernels.philox import dropout_mask
-from engine.kernels.records import AdapterSection, DropoutKey
+from engine.kernels.records import AdapterSection, Documents, DropoutKey
 from engine.ops.adapters import Adapter, LowRank
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.cross_entropy import cross_entropy
@@ -45,7 +45,7 @@ def _context(step: int = 4, *, training: bool = True) -> TokenContext:
     index = torch.arange(TOKENS) + 2**32 - 2
     empty = torch.zeros(0)
     return TokenContext(
-        num_rows=1, row_length=TOKENS, document_lengths=(TOKENS,), context_plan=None, cos=empty, sin=empty,
+        documents=Documents.of_rows((TOKENS,), row_length=TOKENS), context_plan=None, cos=empty, sin=empty,
         token_index=index, local_token_index=index, step=torch.tensor(step), training=training,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from engine.choices import ExpertFactors
 from engine.experts.layers.routed_experts import RoutedMLP, RoutedSizes
 from engine.experts.ops.load_balance import LoadBalance
 from engine.experts.ops.routing import RoutingRule, route
+from engine.kernels.records import Documents
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.ops.attention.token_context import TokenContext
@@ -26,7 +27,7 @@ def _context(tokens: int = TOKENS) -> TokenContext:
     index = torch.arange(tokens) + 2**33
     empty = torch.empty(0)
     return TokenContext(
-        num_rows=1, row_length=tokens, document_lengths=(tokens,), context_plan=None, cos=empty, sin=empty,
+        documents=Documents.of_rows((tokens,), row_length=tokens), context_plan=None, cos=empty, sin=empty,
         token_index=index, local_token_index=index, step=torch.tensor(3), training=True,
     )  # fmt: skip
 

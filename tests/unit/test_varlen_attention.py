@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.attention.flash import FLASH2, FLASH3, FLASH4, choose_flash
-from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.varlen import AttentionChoice, VarlenAttention, choose_attention, why_not_varlen
 from engine.ops.kernels import REFERENCE
 from engine.ops.native_backend import NATIVE
@@ -89,20 +88,7 @@ def test_the_bound_of_the_lengths_is_whole_blocks(longest: int, given: int):
 @pytest.mark.parametrize(("lengths", "longest"), [((3, 9, 4, 16), 16), ((3, 5, 4, 4), 5), ((), 16)])
 def test_the_longest_document_is_known_where_the_host_knows_the_lengths(lengths: tuple[int, ...], longest: int):
     """Two rows of 16 tokens; in a graph only the device knows what they hold."""
-    nothing = torch.empty(0)
-    context = TokenContext(
-        num_rows=2,
-        row_length=16,
-        document_lengths=lengths,
-        context_plan=None,
-        cos=nothing,
-        sin=nothing,
-        token_index=nothing,
-        local_token_index=nothing,
-        step=nothing,
-        training=True,
-    )
-    assert context.documents.max_length == longest
+    assert Documents.of_rows(lengths, row_length=16).max_length == longest
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])

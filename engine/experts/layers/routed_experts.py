@@ -33,6 +33,7 @@ from engine.experts.layers.router import Router
 from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import plan_exchange
 from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
+from engine.experts.ops.load_balance import LoadBalance
 from engine.experts.ops.routed_experts import SWIGLU, Blocks, GroupedLowRank, GroupedOperands, RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
 from engine.kernels.records import AdapterPlace
@@ -544,7 +545,9 @@ class RoutedMLP(Branch):
         """Chooses experts for these tokens, and starts their rows on the way."""
         travels = self._ep.size > 1
         weights, slots = self.router(x, context, loops=self._loops and not travels)
-        if context.trains:
+        balance = context.part(LoadBalance)
+        # of a step's own pass: not one for counting before it, nor a part that backward runs again
+        if context.training and not context.repeats and (balance is None or not balance.rehearses):
             ends = slots.groups.ends
             self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
         exchange = plan_exchange(slots, self._ep, loops=self._loops)

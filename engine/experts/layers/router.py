@@ -12,12 +12,13 @@ from torch import Tensor
 from engine.distributed.collectives import local_part
 from engine.distributed.sharding import replicated_spec
 from engine.errors import UserError
+from engine.experts.ops.load_balance import LoadBalance
 from engine.experts.ops.routing import RoutingRule, Slots, route, sink_bias, sink_linear
 from engine.kernels.philox import dropout_mask
 from engine.layers.context import AdapterSettings, LayerContext
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.names import CORRECTION
-from engine.ops.attention.token_context import TokenContext
+from engine.ops.attention.token_context import PaddingTokens, TokenContext
 from engine.ops.dropout import DropoutSite
 
 
@@ -88,10 +89,11 @@ class Router(ShardedModule):
     def forward(self, x_TH: Tensor, context: TokenContext, *, loops: bool) -> tuple[Tensor, Slots]:
         """Returns weights and slots; `loops` as of `engine.experts.ops.grouped_products.row_groups`."""
         correction_E = None if self.correction is None else self.correction.parameter
-        logits_TE, balance = self._logits(x_TH, context), context.balance
+        logits_TE, balance = self._logits(x_TH, context), context.part(LoadBalance)
         if balance is None:
             return route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
-        layout, padding_T = self._build.layout, context.padding_T
+        layout, padding = self._build.layout, context.part(PaddingTokens)
+        padding_T = None if padding is None else padding.padding_T
         if padding_T is not None and layout.routes_apart:
             padding_T = local_part(padding_T, layout.tp)
         if layout.routes_apart or layout.tp.rank == 0:  # elsewhere the gradient is a partial sum, of which one has it

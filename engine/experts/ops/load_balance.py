@@ -22,9 +22,10 @@ from torch import Tensor
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.experts.ops.routing import Slots
+from engine.ops.attention.token_context import ContextPart
 
 
-class LoadBalance:
+class LoadBalance(ContextPart):
     """What a step's routers chose, and the gradient that follows from it.
 
     Args:

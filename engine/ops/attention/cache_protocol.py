@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.kernels.records import Documents
 from engine.ops.kernels import Attention
-from engine.vision.ops.cross_attention import EncodedRows
 
 
 class KeyValueCache(Protocol):
@@ -39,18 +38,5 @@ class KeyValueCache(Protocol):
 
         Returns:
             [T, H, D].
-        """
-        ...
-
-    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        """Caches keys and values of encoded images, and attends to those of each row, now or before.
-
-        Args:
-            layer: the cross attention's name, such as `layers.3.cross_attention`.
-            q_TND: [T, N, D].
-            rows: of the images of these tokens; None where they have none.
-
-        Returns:
-            [T, N, D], zeros where a row has no images.
         """
         ...

@@ -10,6 +10,7 @@ Gradients of keys and values are partial there, as all gradients are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from engine.models.names import FUSED, KEY_VALUE
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.vision.layers.encoder import VisionConfig
-from engine.vision.ops.cross_attention import EncodedRows, cross_attention
+from engine.vision.ops.cross_attention import Encoded, EncodedCache, EncodedRows, cross_attention
 
 
 class CrossAttention(JoiningBranch):
@@ -76,11 +77,13 @@ class CrossAttention(JoiningBranch):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         """Returns what is added to the residual stream; where encoded rows are in the micro-batch or the cache."""
-        encoded, cache = context.encoded, context.cache
+        encoded, cache = context.part(Encoded), cast(EncodedCache | None, context.cache)
         q = self.query(u, source, context).unflatten(1, (self.num_heads, self.head_dim))
         rows = None
         if encoded is not None:
-            key_value = self.key_value(encoded.features_KC, GivenInput(), context.of_encoded())
+            index = encoded.row_index_K
+            of_rows = context if index is None else context.of_tokens(index)  # without dropout they do not matter
+            key_value = self.key_value(encoded.features_KC, GivenInput(), of_rows)
             k, v = (x.unflatten(1, (self.num_heads, self.head_dim)) for x in key_value.chunk(2, dim=1))
             rows = EncodedRows(k, v, encoded.spans)
         if cache is not None:
@@ -91,7 +94,7 @@ class CrossAttention(JoiningBranch):
         return self.dense(attended.flatten(1), GivenInput(), context)
 
     def joined(self, x: Tensor, context: TokenContext, multiplier: float) -> Tensor:
-        if context.encoded is None and context.cache is None:
+        if context.part(Encoded) is None and context.cache is None:
             return bypassed(x, self, GivenInput())
         return torch.add(x, self(x, self.norm.as_input(), context), alpha=multiplier)
 

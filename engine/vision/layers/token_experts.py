@@ -22,9 +22,9 @@ from engine.layers.bypass import bypassed
 from engine.layers.context import LayerContext, TensorLayout, deferred_sums
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.decoder_layer import plain_attention, plain_mlp
-from engine.ops.attention.token_context import PackedTokens, TokenContext
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
-from engine.vision.ops.token_experts import join_experts, split_by_expert
+from engine.vision.ops.token_experts import Experts, PackedTokens, join_experts, split_by_expert
 
 VISION_EXPERT = "vision"
 """Last component of the prefix of the vision expert's modules: `layers.3.attention.vision.q_proj`."""
@@ -59,7 +59,7 @@ class ExpertPair(Branch):
         self._splits_tokens = layout.splits_tokens
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        experts = context.experts
+        experts = context.part(Experts)
         assert experts is not None
         packed = split_by_expert(u, experts, self._in, splits_tokens=self._splits_tokens)
         language = self._run(self.language, packed[0], source, context, experts.language)
@@ -92,7 +92,7 @@ class ExpertPair(Branch):
         self, module: nn.Module, u: Tensor, source: LinearInput, context: TokenContext, tokens: PackedTokens
     ) -> Tensor:
         if tokens.count:
-            return module(u, source, context.of_tokens(tokens))
+            return module(u, source, context.of_tokens(tokens.token_index))
         return bypassed(u.new_empty(0, self._width), module, source)
 
 

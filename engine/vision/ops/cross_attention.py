@@ -6,13 +6,15 @@ Which tokens belong to which images is known on the host. Tokens of documents wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.ops.attention.token_context import ContextPart
 from engine.zigzag import Span
 
 
@@ -23,12 +25,47 @@ class EncodedSpan(NamedTuple):
     rows: slice
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded(ContextPart):
+    """Encoded images, which the layers of a model with cross attention attend to.
+
+    Args:
+        features_KC: encoded rows of all images; on every rank all of them.
+        spans: who attends to which, in the order of the tokens.
+        row_index_K: int64, the rows' dropout coordinates; None where nothing is dropped.
+    """
+
+    features_KC: Tensor
+    spans: tuple[EncodedSpan, ...]
+    row_index_K: Tensor | None = None
+
+    def shared(self) -> tuple[Tensor, ...]:
+        return (self.features_KC,)
+
+
 class EncodedRows(NamedTuple):
     """Keys and values of encoded rows, and who attends to which, in the order of the tokens."""
 
     k_KND: Tensor
     v_KND: Tensor
     spans: tuple[EncodedSpan, ...]
+
+
+class EncodedCache(Protocol):
+    """A `KeyValueCache` that keeps keys and values of encoded images too."""
+
+    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
+        """Caches keys and values of encoded images, and attends to those of each row, now or before.
+
+        Args:
+            layer: the cross attention's name, such as `layers.3.cross_attention`.
+            q_TND: [T, N, D].
+            rows: of the images of these tokens; None where they have none.
+
+        Returns:
+            [T, N, D], zeros where a row has no images.
+        """
+        ...
 
 
 def document_spans(lengths: Sequence[int]) -> tuple[Span, ...]:

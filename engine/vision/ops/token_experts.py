@@ -21,14 +21,40 @@ Legend: T tokens, F features.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from engine.distributed.mesh import Axis
-from engine.ops.attention.token_context import Experts
+from engine.ops.attention.token_context import ContextPart
+
+
+class PackedTokens(NamedTuple):
+    """Some of the T tokens, one after the other.
+
+    Args:
+        index: int64 [N] where they are among the T.
+        token_index: int64 [N], their dropout coordinates.
+    """
+
+    index: Tensor
+    token_index: Tensor
+
+    @property
+    def count(self) -> int:
+        """N, known on the host."""
+        return self.index.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(ContextPart):
+    """The tokens of each expert: a partition of the T tokens."""
+
+    language: PackedTokens
+    vision: PackedTokens
 
 
 def _packed(x_TF: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -126,3 +126,26 @@ class Buffer:
             )
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise UserError(f"{path} is no buffer of rollouts ({error}): use another checkpoint.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBuffer:
+    """A buffer that steps are trained from.
+
+    Args:
+        buffer: of the steps.
+        begin: the data cursor before the first of them.
+        batch: samples of a step.
+    """
+
+    buffer: Buffer
+    begin: int
+    batch: int
+
+    def taken(self, consumed: int) -> int:
+        """Returns the steps that were trained from the buffer when the data cursor is at `consumed`."""
+        return (consumed - self.begin) // self.batch
+
+    def is_used_up(self, consumed: int) -> bool:
+        """Returns whether no step is left in it."""
+        return self.taken(consumed) >= self.buffer.total_steps

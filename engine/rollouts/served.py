@@ -1,4 +1,4 @@
-"""Completions that a server samples, in place of `engine.rollouts.sampler`.
+"""Completions that a server samples, in place of `engine.rollouts.trained_sampler`.
 
 Rank 0 writes the adapters, asks the server in threads, and tells all ranks, which so have the same completions in every
 layout. Before each generation batch the server loads the adapters as they are then, under a new name, and gives up
@@ -160,13 +160,15 @@ def completion_seed(seed: int, generation: int, place: int) -> int:
 
 
 class ServedSampler:
-    """Samples the completions of a run by a server. Collective: every rank has one and makes the same calls.
+    """Samples the completions of a run by a server; see `engine.rollouts.sampler.Sampler`.
 
     Args:
         config, launch, training: of the run.
         ends: tokens that end a completion.
         run_dir: the run's folder.
     """
+
+    elsewhere = True
 
     def __init__(
         self, config: RunConfig, launch: Launch, training: Training, *, ends: frozenset[int], run_dir: Path
@@ -188,22 +190,10 @@ class ServedSampler:
         self._begun: Begun | None = None
 
     @property
-    def under_way(self) -> Begun | None:
-        """What was begun and not taken."""
-        return self._begun
+    def ahead(self) -> int | None:
+        return None if self._begun is None else self._begun.step
 
     def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
-        """Returns the completions of a generation batch, and the steps that what sampled them had been trained for.
-        Collective.
-
-        Args:
-            prompts: of the batch.
-            generation: its number in the run, from 0.
-            step: steps that were taken.
-
-        Raises:
-            UserError: the server failed; on all ranks.
-        """
         if self._begun is None:
             self.begin(prompts, generation=generation, step=step)
         begun, self._begun = self._begun, None
@@ -212,7 +202,7 @@ class ServedSampler:
         return [self._sampled(one) for one in answers], begun.step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
-        """Begins to sample a generation batch by the adapters as they are. Collective; see `take`."""
+        """Begins to sample a generation batch by the adapters as they are; see `take`."""
         if self._loaded is None or self._loaded[0] != step:
             trained = gather_trained(self._training)
             self._publish(
@@ -226,12 +216,6 @@ class ServedSampler:
     def begin_again(
         self, prompts: Sequence[Prompt], files: Callable[[str], bytes], *, generation: int, step: int
     ) -> None:
-        """Begins to sample what was under way when a checkpoint was saved, by the adapter that it keeps. Collective.
-
-        Args:
-            files: reads one of the checkpoint's, of those that `files` gave it.
-        """
-
         def write(folder: Path) -> None:
             with writing(folder):
                 folder.mkdir(parents=True)
@@ -242,7 +226,6 @@ class ServedSampler:
         self._ask(prompts, generation=generation, step=step)
 
     def files(self) -> Mapping[str, bytes]:
-        """Returns what a checkpoint keeps of the adapter that samples; on other ranks than rank 0 nothing."""
         if self._server is None or self._loaded is None:
             return {}
         with reading(self._loaded[1], "start the run again, and leave the adapters of a running run where they are"):

@@ -24,7 +24,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.rollouts.buffer import FILE, Buffer
+from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
 from engine.rollouts.data.completions import Completion
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.ends import completion_ends
@@ -38,6 +38,7 @@ from engine.rollouts.scorer import Scorer
 from engine.rollouts.served import ServedSampler
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.totals import overlong_penalties, total_rewards
+from engine.rollouts.trained_sampler import TrainedSampler
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
@@ -85,16 +86,14 @@ class RolloutSource:
                 f"warning: {model.path} names token {outside[0]} as one that ends completions, but its vocabulary has "
                 f"{model.decoder.vocab_size} entries: none ends with it"
             )
-        self._sampler: Sampler | None = None
-        self._served: ServedSampler | None = None
+        self._sampler: Sampler
         if config.rollout.server is None:
-            self._sampler = Sampler(config, training, ends=ends, longest_prompt=loader.prompts.longest)
+            longest = loader.prompts.longest
+            self._sampler = TrainedSampler(config, training, ends=ends, longest_prompt=longest, say=say)
         else:
-            self._served = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
+            self._sampler = ServedSampler(config, launch, training, ends=ends, run_dir=run_dir)
         self._scorer = Scorer(config, launch, columns=loader.prompts.columns)
-        self._buffer: Buffer | None = None
-        self._first_consumed = 0
-        """The data cursor before the first step of the buffer."""
+        self._open: OpenBuffer | None = None
         self._generation, self._prompts_answered = 0, 0
         """The number of the next buffer, and the prompts that earlier ones have taken."""
         self.num_micro_batches, self.stalled = loader.num_micro_batches, 0.0
@@ -103,7 +102,7 @@ class RolloutSource:
     @property
     def buffer(self) -> Buffer | None:
         """The buffer that the steps come from; None before the first."""
-        return self._buffer
+        return None if self._open is None else self._open.buffer
 
     def sentence(self) -> str:
         return self._loader.sentence()
@@ -113,30 +112,26 @@ class RolloutSource:
 
     def __exit__(self, *error: object) -> None:
         self._scorer.close()
-        if self._served is not None:
-            self._served.close(failed=error[0] is not None)
+        self._sampler.close(failed=error[0] is not None)
 
     def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
         for number in range(step, step + num_steps):
-            if self._buffer is None or self._taken(consumed) >= self._buffer.total_steps:
-                self._fill(number, consumed, last=step + num_steps)
-            yield self._rows(self._taken(consumed))
+            if self._open is None or self._open.is_used_up(consumed):
+                buffer = self._filled(number, last=step + num_steps)
+                self._open = OpenBuffer(buffer, consumed, self._config.train.global_batch_size)
+            yield self._rows(self._open.buffer, self._open.taken(consumed))
             consumed += self._config.train.global_batch_size
 
-    def _taken(self, consumed: int) -> int:
-        """Returns the steps that were trained from the buffer."""
-        return (consumed - self._first_consumed) // self._config.train.global_batch_size
-
     def state(self, consumed: int) -> SourceState:
-        buffer = self._buffer
         values: dict[str, Any] = {"generation": self._generation, "prompts": self._prompts_answered}
         files: dict[str, bytes] = {}
-        if self._served is not None and (begun := self._served.under_way) is not None:
-            values["begun_at"] = begun.step
-            files |= self._served.files()
-        if buffer is not None and self._taken(consumed) < buffer.total_steps:
+        if (ahead := self._sampler.ahead) is not None:
+            values["begun_at"] = ahead
+            files |= self._sampler.files()
+        if self._open is not None and not self._open.is_used_up(consumed):
+            buffer = self._open.buffer
             values |= {
-                "taken": self._taken(consumed),
+                "taken": self._open.taken(consumed),
                 "num_steps": buffer.num_steps,
                 "iterations": buffer.iterations,
                 "lag": buffer.lag,
@@ -160,7 +155,7 @@ class RolloutSource:
         if "taken" not in values:
             return
         self._require_unchanged(checkpoint, values["options"])
-        self._buffer = Buffer.from_bytes(
+        buffer = Buffer.from_bytes(
             checkpoint.beside(FILE),
             checkpoint.folder / FILE,
             generation=self._generation - 1,
@@ -168,7 +163,8 @@ class RolloutSource:
             iterations=values["iterations"],
             lag=values.get("lag", 0),
         )
-        self._first_consumed = consumed - values["taken"] * self._config.train.global_batch_size
+        batch = self._config.train.global_batch_size
+        self._open = OpenBuffer(buffer, consumed - values["taken"] * batch, batch)
 
     def _begin_again(self, checkpoint: TrainingCheckpoint, step: int) -> None:
         """Begins once more to sample what was under way when a checkpoint was saved. Collective.
@@ -177,12 +173,12 @@ class RolloutSource:
             step: steps that the adapter had been trained for.
         """
         what = f"generation batch {self._generation + 1} was being sampled by the adapter of step {step} when "
-        if self._served is None or not self._config.rollout.overlap:
+        if not self._config.rollout.overlap:
             self._say(f"{what}{checkpoint.folder} was saved: it is sampled by the newest weights instead")
             return
         self._say(f"{what}{checkpoint.folder} was saved: it is sampled again, by the same adapter")
         prompts = self._next_prompts()[1]
-        self._served.begin_again(prompts, checkpoint.beside, generation=self._generation, step=step)
+        self._sampler.begin_again(prompts, checkpoint.beside, generation=self._generation, step=step)
 
     def _buffer_options(self) -> dict[str, Any]:
         """Returns the options that a buffer is read with as it was made with, as JSON values by their names."""
@@ -217,8 +213,8 @@ class RolloutSource:
 
     # filling
 
-    def _fill(self, step: int, consumed: int, *, last: int) -> None:
-        """Samples and scores the next generation batch. Collective.
+    def _filled(self, step: int, *, last: int) -> Buffer:
+        """Returns the next generation batch, sampled and scored. Collective.
 
         Args:
             step: steps that were taken.
@@ -230,8 +226,8 @@ class RolloutSource:
             torch.cuda.synchronize(device)  # the step before is not part of the rollout's time
         begin = time.monotonic()
         numbers, prompts = self._next_prompts()
-        completions, sampled_at = self._sample(prompts, step)
         generation = self._generation
+        completions, sampled_at = self._sampler.take(prompts, generation=generation, step=step)
         self._generation, self._prompts_answered = generation + 1, self._prompts_answered + len(prompts)
         self._begin_next(step, last)
         sampled = time.monotonic()
@@ -254,11 +250,12 @@ class RolloutSource:
             lag=step - sampled_at,
         )
         self.work_seconds[REWARD] += time.monotonic() - sampled
-        self._buffer, self._first_consumed = buffer, consumed
         self._show(step, samples, buffer)
-        if buffer.total_steps > 1 or self._served is not None:
-            self._buffer = replace(buffer, old_logps=self._old_logps())
-            self._compare(step)
+        if buffer.total_steps > 1 or self._sampler.elsewhere:
+            buffer = replace(buffer, old_logps=self._old_logps(buffer))
+        if self._sampler.elsewhere:
+            self._compare(buffer, step)
+        return buffer
 
     def _next_prompts(self) -> tuple[NDArray[np.int64], list[Prompt]]:
         """Returns the prompts of the next generation batch, with their numbers."""
@@ -266,34 +263,21 @@ class RolloutSource:
         numbers = loader.prompt_order.rows(self._prompts_answered)
         return numbers, [loader.prompts.prompts[number] for number in numbers.tolist()]
 
-    def _sample(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Sampled], int]:
-        """Returns the next completions, and the steps that what sampled them had been trained for. Collective."""
-        if self._served is not None:
-            return self._served.take(prompts, generation=self._generation, step=step)
-        assert self._sampler is not None
-        known = self._sampler.gathered
-        completions = self._sampler.sample(prompts, generation=self._generation)
-        if known is None and self._sampler.gathered is not None:
-            self._say(f"rollouts: {self._sampler.gathered}")
-        return completions, step
-
     def _begin_next(self, step: int, last: int) -> None:
         """Begins to sample the generation batch that follows the one at hand, where that is asked for. Collective."""
         rollout = self._config.rollout
-        if self._served is None or not rollout.overlap:
+        if not rollout.overlap:
             return
         if step + rollout.steps_per_generation * self._config.objective.num_iterations < last:
-            self._served.begin(self._next_prompts()[1], generation=self._generation, step=step)
+            self._sampler.begin(self._next_prompts()[1], generation=self._generation, step=step)
 
-    def _compare(self, step: int) -> None:
-        """Acts on how far a server's log-probabilities lie from the trainer's, of the whole buffer.
+    def _compare(self, buffer: Buffer, step: int) -> None:
+        """Acts on how far a server's log-probabilities lie from the trainer's, of a whole buffer.
 
         Raises:
             UserError: further than the run allows.
         """
-        rollout, buffer = self._config.rollout, self._buffer
-        if self._served is None or buffer is None:
-            return
+        rollout = self._config.rollout
         found = mismatch(buffer, range(len(buffer.prompts)), bound=rollout.mismatch_bound)
         if found.mean <= rollout.mismatch_bound:
             return
@@ -345,12 +329,10 @@ class RolloutSource:
         )
         return np.column_stack((rewards_NF, penalties))
 
-    def _old_logps(self) -> tuple[NDArray[np.float32], ...]:
+    def _old_logps(self, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
         """Returns what the trainer says of the completions before the first step on them. Collective."""
-        buffer = self._buffer
-        assert buffer is not None
         # of truncated completions too, which are compared with what sampled them
-        dataset = self._dataset(range(len(buffer.prompts)), masks=False)
+        dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
         logps = token_logps(self._config, self._training, dataset)
         ends = dataset.starts + dataset.lengths
         return tuple(
@@ -369,61 +351,54 @@ class RolloutSource:
 
     # emptying
 
-    def _rows(self, taken: int) -> StepRows:
-        """Returns the rows of the next step.
+    def _rows(self, buffer: Buffer, taken: int) -> StepRows:
+        """Returns the rows of the next step from a buffer.
 
         Args:
-            taken: steps that were trained from the buffer.
+            taken: steps that were trained from it.
         """
-        buffer, train = self._buffer, self._config.train
-        assert buffer is not None
         prompts = buffer.step_prompts(taken)
-        trained = self._trained(prompts)
-        dataset = self._dataset(trained)
+        trained = self._trained(buffer, prompts)
+        dataset = self._dataset(buffer, trained)
         loader = self._row_loader(dataset)
         weights = [source.weight for source in self._config.rollout.reward_sources]
         figures = step_figures(buffer, prompts, self._names(), weights, dropped=len(prompts) - len(trained))
         figures["off_policy_steps"] = float(buffer.lag + taken)
-        if self._served is not None:
+        if self._sampler.elsewhere:
             bound = self._config.rollout.mismatch_bound
             figures["sampler_outside"] = mismatch(buffer, prompts, bound=bound).outside
         return StepRows(
             batches=loader.batches(0),
             targets=max(1, loader.target_count(0)),  # where all of them are masked, the loss is 0
-            samples=train.global_batch_size,
+            samples=self._config.train.global_batch_size,
             rows=len(dataset),
             tokens=int(dataset.row_lengths.sum()),
             figures=figures,
-            has_signal=any(self._teaches(prompt) for prompt in prompts),
+            has_signal=any(self._teaches(buffer, prompt) for prompt in prompts),
             is_followed_by_work=taken + 1 == buffer.total_steps,
         )
 
-    def _trained(self, prompts: range) -> list[int]:
+    def _trained(self, buffer: Buffer, prompts: range) -> list[int]:
         """Returns the prompts of a step that are trained on; at least one, so that there are rows."""
-        buffer = self._buffer
-        assert buffer is not None
         if not self._config.rollout.drop_uniform_groups:
             return [*prompts]
         return [prompt for prompt in prompts if not buffer.uniform[prompt]] or [prompts.start]
 
-    def _teaches(self, prompt: int) -> bool:
+    def _teaches(self, buffer: Buffer, prompt: int) -> bool:
         """Returns whether any completion of a prompt of the buffer has a gradient."""
-        buffer = self._buffer
-        assert buffer is not None
         members = buffer.completions[prompt * buffer.group : (prompt + 1) * buffer.group]
         return not buffer.uniform[prompt] and any(self._is_trained(one) for one in members)
 
     def _is_trained(self, completion: Sampled) -> bool:
         return not (completion.truncated and self._config.objective.mask_truncated)
 
-    def _dataset(self, prompts: Sequence[int], *, masks: bool = True) -> TokenDataset:
-        """Returns the completions of some prompts of the buffer as rows.
+    def _dataset(self, buffer: Buffer, prompts: Sequence[int], *, masks: bool = True) -> TokenDataset:
+        """Returns the completions of some prompts of a buffer as rows.
 
         Args:
             masks: whether what is not trained on has no targets.
         """
-        buffer, config = self._buffer, self._config
-        assert buffer is not None
+        config = self._config
         documents, old = [], []
         for prompt in prompts:
             for place in range(prompt * buffer.group, (prompt + 1) * buffer.group):

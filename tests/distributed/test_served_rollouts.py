@@ -121,7 +121,7 @@ def _restored(settings: dict[str, object]) -> tuple[list[Any], list[Any], int]:
             tuple[dict[str, Any], Mapping[str, bytes]], broadcast_object((dict(state.values), dict(state.files)))
         )
         kept = {**values, "data": run.data.train.fingerprint()}
-        source._buffer = None
+        source._open = None
         source.restore(_Kept(kept, files), rows.samples)  # type: ignore[arg-type]
         with closing(source.stream(1, rows.samples, 1)) as steps:
             next(steps)

@@ -16,8 +16,9 @@ import torch
 from engine.data.dataset import TokenDataset
 from engine.rollouts.data.completions import Completion
 from engine.rollouts.data.prompts import Prompt, PromptLoader
-from engine.rollouts.sampler import Sampled, Sampler
+from engine.rollouts.sampler import Sampled
 from engine.rollouts.token_logps import token_logps
+from engine.rollouts.trained_sampler import TrainedSampler
 from engine.training.prepare import PreparedRun
 from tests.support.rollout_runs import prepared, rollout_settings
 
@@ -29,7 +30,8 @@ last place at the size of logits. Products of one row are summed in yet another 
 
 def sampled(run: PreparedRun, prompts: Sequence[Prompt], generation: int = 0, **rollout: Any) -> list[Sampled]:
     config = replace(run.config, rollout=replace(run.config.rollout, **rollout))
-    return Sampler(config, run.training, ends=END, longest_prompt=8).sample(prompts, generation=generation)
+    sampler = TrainedSampler(config, run.training, ends=END, longest_prompt=8, say=print)
+    return sampler.sample(prompts, generation=generation)
 
 
 def of_trainer(run: PreparedRun, prompts: Sequence[Prompt], found: Sequence[Sampled], *, packing: bool) -> list[float]:
@@ -119,15 +121,15 @@ def test_reading_tokens_late_changes_no_token(run: PreparedRun, slots: int, monk
     prompts, made = prompts_of(run, 5), list[Any]()
     at_once = sampled(run, prompts, slots=slots)
     assert {one.truncated for one in at_once} == {True, False}
-    make = Sampler._generator
+    make = TrainedSampler._generator
 
-    def late(sampler: Sampler, ahead: int) -> Any:
+    def late(sampler: TrainedSampler, ahead: int) -> Any:
         made.append(make(sampler))
         made[-1]._ahead = ahead
         return made[-1]
 
     for ahead in (1, 3):
-        monkeypatch.setattr(Sampler, "_generator", partialmethod(late, ahead))
+        monkeypatch.setattr(TrainedSampler, "_generator", partialmethod(late, ahead))
         found = sampled(run, prompts, slots=slots)
         for one, other in zip(found, at_once, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
@@ -161,7 +163,7 @@ def test_endings(run: PreparedRun) -> None:
 def test_a_prompt_is_run_once_for_its_group(run: PreparedRun, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its four members start together or not; and no page stays taken."""
     config = replace(run.config, rollout=replace(run.config.rollout, slots=slots))
-    sampler, made = Sampler(config, run.training, ends=END, longest_prompt=8), list[Any]()
+    sampler, made = TrainedSampler(config, run.training, ends=END, longest_prompt=8, say=print), list[Any]()
     make = sampler._generator
     monkeypatch.setattr(sampler, "_generator", lambda: made.append(make()) or made[0])
     prompts = prompts_of(run, 5)

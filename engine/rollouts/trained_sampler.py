@@ -1,0 +1,143 @@
+"""Samples completions with the model that is trained, where it is: in its layout, from its weights as they are.
+
+Copies of the model that hold the same weights answer different prompts. All ranks then know all completions. What is
+sampled is a function of (seed, generation batch, prompt, member of its group, position, token), and so the same in
+every layout, but for the rounding of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from engine.config.run import RunConfig
+from engine.distributed.collectives import all_reduce
+from engine.inference.generate import Generator, Request
+from engine.inference.model_part import InferenceStage, Parts
+from engine.inference.options import Limits, Sampling
+from engine.rollouts.data.prompts import Prompt
+from engine.rollouts.sampler import Sampled
+from engine.training.build import Training
+
+_ROW_BITS = 32
+
+
+class TrainedSampler:
+    """Samples the completions of a run by the model that it trains; see `engine.rollouts.sampler.Sampler`.
+
+    Args:
+        config, training: of the run.
+        ends: tokens that end a completion.
+        longest_prompt: tokens of the longest prompt.
+        say: prints a line on rank 0.
+    """
+
+    elsewhere = False
+    ahead: int | None = None
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Training,
+        *,
+        ends: frozenset[int],
+        longest_prompt: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._training, self._rollout, self._say = training, config.rollout, say
+        rollout, mesh = config.rollout, training.mesh
+        self._length = longest_prompt + rollout.max_completion_length
+        self._limits = Limits(
+            max_new_tokens=rollout.max_completion_length, stop_ids=ends, slots=rollout.slots, prefill_tokens=4096
+        )
+        self._sampling = Sampling(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            seed=config.train.seed % 2**32,
+        )
+        # ranks that gather a layer's weights from each other, or send each other tokens for experts, do so in each pass
+        together = config.parallel.shard == "parameters" or config.parallel.expert > 1
+        self._others = mesh.dp_cp if together else None
+        self.gathered: str | None = None
+        """Why the cache is not read where it lies, as far as is known; see `engine.inference.key_value_cache`."""
+
+    def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
+        known = self.gathered
+        completions = self.sample(prompts, generation=generation)
+        if known is None and self.gathered is not None:
+            self._say(f"rollouts: {self.gathered}")
+        return completions, step
+
+    def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
+        """Does nothing: the devices are training."""
+
+    def begin_again(
+        self, prompts: Sequence[Prompt], files: Callable[[str], bytes], *, generation: int, step: int
+    ) -> None:
+        """Does nothing: nothing was begun."""
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+    def close(self, *, failed: bool) -> None:
+        """Does nothing: the cache went with the completions."""
+
+    def sample(self, prompts: Sequence[Prompt], *, generation: int) -> list[Sampled]:
+        """Samples the completions of some prompts, those of the first one first. Collective.
+
+        Args:
+            prompts: of a generation batch.
+            generation: its number in the run, from 0.
+        """
+        # a rank that has no prompts runs no forward, which would take part in gathering the weights of the last step
+        self._training.optimizer.flat.finish_publish()
+        copies, members = self._training.mesh.dp_cp, self._rollout.num_generations
+        total, width = len(prompts) * members, self._rollout.max_completion_length
+        # neighbours, as those of one prompt share its pass and what is kept of it
+        mine = range(copies.rank * total // copies.size, (copies.rank + 1) * total // copies.size)
+        requests = [Request(row=(generation << _ROW_BITS) + row, ids=prompts[row // members].ids) for row in mine]
+        answers = self._generator().run(requests)
+        tokens = torch.zeros(total, width, dtype=torch.int32)
+        logps = torch.zeros(total, width, dtype=torch.float32)
+        lengths = torch.zeros(total, dtype=torch.int32)
+        for row, answer in zip(mine, answers, strict=True):
+            lengths[row] = count = len(answer.ids)
+            tokens[row, :count] = torch.tensor(answer.ids, dtype=torch.int32)
+            logps[row, :count] = torch.tensor(answer.logps, dtype=torch.float32)
+        if copies.size > 1:  # each has its own rows, and zeros elsewhere
+            device = self._training.stages.step.device
+            tokens, logps, lengths = (all_reduce(one.to(device), copies).cpu() for one in (tokens, logps, lengths))
+        found = []
+        for row_tokens, row_logps, length in zip(tokens.numpy(), logps.numpy(), lengths.tolist(), strict=True):
+            truncated = int(row_tokens[length - 1]) not in self._limits.stop_ids
+            found.append(
+                Sampled(tokens=row_tokens[:length].copy(), logps=row_logps[:length].copy(), truncated=truncated)
+            )
+        return found
+
+    def _generator(self) -> Generator:
+        """Makes what generates; its cache takes memory as long as it lives."""
+        training, mesh = self._training, self._training.mesh
+        partition = training.plan.partition
+        numbers = partition.parts(mesh.pp.rank)
+        # passes are as large as the slots allow, however many rows are left: a product of another shape may be computed
+        # in another order, and a row's numbers would depend on the others
+        stage = InferenceStage(
+            Parts(dict(zip(numbers, training.parts, strict=True)), partition.stage_rank),
+            tp=mesh.tp,
+            pp=mesh.pp,
+            sampling=self._sampling,
+            slots=self._limits.slots,
+            length=self._length,
+            new=self._limits.max_new_tokens,
+            group=self._rollout.num_generations,
+            device=training.stages.step.device,
+            with_logps=True,
+            tokens_multiple=self._limits.slots,
+        )
+        self.gathered = stage.cache.gathered
+        return Generator(stage, self._limits, None, in_step_with=self._others)

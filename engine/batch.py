@@ -61,6 +61,15 @@ class BatchPart:
         """Returns what a rank needs that does not run the model's input stage."""
         return self
 
+    def rotary_positions(self, axes: Tensor) -> Tensor | None:
+        """Returns [T, pairs of features], the positions that rotary embeddings with axes turn by; None where the part
+        has none.
+
+        Args:
+            axes: int64, the kind of position of each pair; see engine.models.decoder_config.Rope.
+        """
+        return None
+
     def attended(self, documents: Documents) -> Documents:
         """Returns the documents as attention takes them where the batch has the part."""
         return documents
@@ -132,6 +141,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.tokens_BS.numel()
+
+    def rotary_positions(self, axes: Tensor | None) -> Tensor:
+        """Returns [T], or [T, pairs of features], the positions that a rotary embedding turns by.
+
+        Args:
+            axes: as of `BatchPart.rotary_positions`; None where positions are of one kind.
+        """
+        found = (part.rotary_positions(axes) for part in self.parts if axes is not None)
+        return next((positions for positions in found if positions is not None), self.positions_BS.flatten())
 
     @property
     def documents(self) -> Documents:

@@ -76,7 +76,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     Raises:
         UserError: tensors are missing or unexpected to transformers, or logits differ.
     """
-    if source.model.decoder.cross_attention is not None:
+    if source.model.decoder.needs_images:
         return _NEEDS_IMAGES
     live = Live(source.model.decoder, source, TrainingPlan())
     if isinstance(source, MergedSource):
@@ -112,7 +112,7 @@ def prove_adapter(
         unread: why PEFT would not compute with it as it was trained; None where it does.
     """
     model = base.model
-    if model.decoder.cross_attention is not None:
+    if model.decoder.needs_images:
         return _NEEDS_IMAGES
     if missing := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         return f"logits not compared: {missing[0]} is not installed"

@@ -140,7 +140,7 @@ def check_requests(requests: Sequence[Request], config: DecoderConfig, max_new_t
         number, length = request.row + 1, len(request.ids)
         if not length:
             raise UserError(f"prompt {number} has no tokens, and a model continues at least one: write a text.")
-        if config.cross_attention is not None and not request.images:
+        if config.needs_images and not request.images:
             raise UserError(
                 f"prompt {number} has no image, but every layer of this {config.family} model attends to one: ask "
                 "about one with rankfold generate --image."

@@ -286,12 +286,12 @@ class InferenceStage:
         message: Tensor | None = None
         for number, model in self._parts.items():
             if model.embedding is not None:
-                x, encoded_KC = model.embed(batch, adapters=self.adapters), None
+                x, carried = model.embed(batch, adapters=self.adapters), []
             else:
                 if message is None:
                     message = self._receive(model, batch, self._stage_rank[number - 1])
-                x, encoded_KC = model.unpack(message, batch)
-            context = model.context(batch, self._step, training=False, adapters=self.adapters, encoded_KC=encoded_KC)
+                x, carried = model.unpack(message, batch)
+            context = model.context(batch, self._step, training=False, adapters=self.adapters, carried=carried)
             context = replace(context, cache=cache)
             x = model.run_layers(x, context)
             if model.head is not None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch, Embeddings, Padding
-from engine.choices import VISION
 from engine.distributed.collectives import local_part
 from engine.distributed.differentiable import split_tokens
 from engine.distributed.mesh import Axis
@@ -31,20 +29,12 @@ from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
-from engine.models.decoder_config import SITES_PER_LAYER, DecoderConfig
+from engine.models.decoder_config import SITES_PER_LAYER, Carried, DecoderConfig, FrontModule
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
 from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
-from engine.vision.batch_parts import CrossImages, ExpertTokens, GridPositions, Images
-from engine.vision.layers.encoder import VisionEncoder
-from engine.vision.layers.plain_module import anything_trains, tile_rows
-from engine.vision.ops.cross_attention import Encoded, document_spans, pair_spans
-from engine.vision.ops.token_experts import Experts, PackedTokens
-
-_VISION_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
-"""First sites of a vision model's linears, and of those of the encoder that layers attend to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,19 +54,6 @@ def split_parts(layers: Sequence[int]) -> list[Part]:
         Part(first=end - count, last=end, embedding=index == 0, head=index == len(layers) - 1)
         for index, (count, end) in enumerate(zip(layers, ends, strict=True))
     ]
-
-
-def _experts(batch: Batch, token_index: Tensor) -> Experts:
-    """Packs the tokens by expert; all are the language expert's where the batch does not say."""
-    experts = batch.part(ExpertTokens)
-    if experts is None:
-        every = torch.arange(token_index.shape[0], device=token_index.device)
-        return Experts(PackedTokens(every, token_index), PackedTokens(every[:0], token_index[:0]))
-    language, vision = experts.language_L, experts.vision_V
-    return Experts(
-        PackedTokens(language, token_index.index_select(0, language)),
-        PackedTokens(vision, token_index.index_select(0, vision)),
-    )
 
 
 class Decoder(nn.Module):
@@ -118,12 +95,12 @@ class Decoder(nn.Module):
         self.part = part or Part(first=0, last=config.num_layers)
         build = LayerContext(layout=layout, plan=plan, device=device, dtype=dtype)
         self.embedding: VocabParallelEmbedding | None = None
-        self.vision: VisionEncoder | None = None
-        self.cross_vision: VisionEncoder | None = None
+        self.fronts = nn.ModuleList()
+        """One for each of the config's fronts, on the first part; else empty."""
         self.norm: RMSNorm | None = None
         self.head: ColumnParallelLinear | None = None
-        encoder = None if config.cross_attention is None else config.cross_attention.encoder
-        self.encoder_trains = encoder is not None and anything_trains(VISION, encoder.build, plan)
+        self.carried_trains = any(front.carried_width and front.trains(plan) for front in config.fronts)
+        """Whether what stands beside the stream has a gradient, which then goes back from part to part."""
         weights = weights or WeightPlacement(Axis("dp_cp"))
         self._units = weights.attach_storage(self._build(build, memory, embedding_weight))
         narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
@@ -155,22 +132,14 @@ class Decoder(nn.Module):
                 build=build,
             )
             yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
-        if self.part.embedding and config.vision is not None:
+        for front in config.fronts if self.part.embedding else ():
             recompute = memory.level(0) in ("attention", "full")
-            self.vision = VisionEncoder(
-                config.vision,
-                config.hidden,
-                first_site=_VISION_SITES,
-                build=build,
-                recompute=recompute,
-                deepstack=config.deepstack,
-            )
-            yield StorageUser(module=self.vision, needs_backward=bool(self.vision.model.trained))
-        if self.part.embedding and config.cross_attention is not None:
-            self.cross_vision = self._build_cross_vision(config.cross_attention, build, memory)
-            # it stays whole: ranks whose micro-batch has no images do not run it, and would not gather it
-            whole = tuple(shard_entries(self.cross_vision))
-            yield StorageUser(module=nn.Module(), resident=whole, needs_backward=False)
+            built = front.build(config.hidden, build, recompute=recompute)
+            self.fronts.append(built)
+            if built.stays_whole:
+                yield StorageUser(module=nn.Module(), resident=tuple(shard_entries(built)), needs_backward=False)
+            else:
+                yield StorageUser(module=built, needs_backward=bool(built.trained))
         self.layers = nn.ModuleList()
         for index in range(self.part.first, self.part.last):
             self.layers.append(DecoderLayer(index, config, memory=memory, build=build))
@@ -186,10 +155,6 @@ class Decoder(nn.Module):
                 needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
-
-    def _build_cross_vision(self, sizes: Any, build: LayerContext, memory: MemoryPlan) -> VisionEncoder:
-        recompute = memory.level(0) in ("attention", "full")
-        return VisionEncoder(sizes.encoder, sizes.encoded, first_site=_ENCODER_SITES, build=build, recompute=recompute)
 
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
@@ -221,13 +186,13 @@ class Decoder(nn.Module):
         *,
         training: bool,
         adapters: bool = True,
-        encoded_KC: Tensor | None = None,
+        carried: Sequence[Tensor | None] = (),
         parts: Sequence[ContextPart] = (),
     ) -> TokenContext:
         """Returns the token coordinates of a batch, shared by all layers.
 
         Args:
-            encoded_KC: the encoded images of the part before; the first part encodes them here.
+            carried: of the part before, what `unpack` returned; the first part computes it here.
             parts: data that layers read and that is not the batch's.
 
         Raises:
@@ -244,11 +209,18 @@ class Decoder(nn.Module):
         self._check_row_length(batch.row_length * self.layout.cp.size)
         cos, sin = self._rope_tables(batch)
         token_index, padding = batch.token_index_BS.flatten(), batch.part(Padding)
+        if self.part.embedding:
+            carried = self._carried(batch, adapters=adapters, step=step if training else None)
         found = (
             *parts,
             None if padding is None else PaddingTokens(padding.padding_BS.flatten()),
-            _experts(batch, token_index) if self.config.token_experts else None,
-            self._encoded(batch, encoded_KC, adapters=adapters, step=step if training else None),
+            *(variant.context_part(batch) for variant in self.config.variants),
+            *(
+                front.context_part(batch, rows)
+                for front, rows in zip(self.config.fronts, carried, strict=False)
+                if rows is not None
+            ),
+            Carried(tuple(carried)) if any(rows is not None for rows in carried) else None,
         )
         return TokenContext(
             documents=batch.documents,
@@ -273,13 +245,9 @@ class Decoder(nn.Module):
 
     def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
-        tables, by_grid = [], batch.part(GridPositions)
+        tables = []
         for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
-            positions = batch.positions_BS.flatten()
-            if rope.axes and by_grid is not None:
-                assert self._rope_axes is not None
-                # in this order the tables are dense, as kernels take them
-                positions = by_grid.positions_3BS.flatten(1).T.index_select(1, self._rope_axes)
+            positions = batch.rotary_positions(self._rope_axes if rope.axes else None)
             pair = rope_tables(positions, frequencies)
             if rope.scaling is not None and rope.scaling.table_scale != 1.0:
                 pair = (pair[0].mul_(rope.scaling.table_scale), pair[1].mul_(rope.scaling.table_scale))
@@ -301,76 +269,59 @@ class Decoder(nn.Module):
         if given is not None:
             x = given.embeddings_TH
             return split_tokens(x, self.layout.tp) if self.layout.splits_tokens else x
-        embedding, vision = self.embedding, self.vision
+        embedding = self.embedding
         assert embedding is not None
         x = self._units[0].run(lambda ids: embedding(ids, adapters=adapters), batch.tokens_BS.flatten())
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
-        if vision is not None:
-            images = batch.part(Images)
-            x = self._units[1].run(lambda x_TH: vision(x_TH, images, adapters=adapters, step=step), x)
-        if self.cross_vision is not None:
-            cross_images = batch.part(CrossImages)
-            if cross_images is None or not cross_images.grids:
-                x = self.cross_vision.not_run(x)
+        for front, unit in zip(self.fronts, self._units[1:], strict=False):
+            place = partial(front.placed, batch=batch, adapters=adapters, step=step)
+            x = place(x) if front.stays_whole else unit.run(place, x)
         return x
 
-    def _encoded(
-        self, batch: Batch, features_KC: Tensor | None, *, adapters: bool, step: Tensor | None
-    ) -> Encoded | None:
-        """Returns what layers attend to beside the tokens. The encoder runs after the embedding and before the first
+    def _carried(self, batch: Batch, *, adapters: bool, step: Tensor | None) -> list[Tensor | None]:
+        """Returns what stands beside the stream, of each front; computed after the embedding and before the first
         layer."""
-        sizes, images, encoder = self.config.cross_attention, batch.part(CrossImages), self.cross_vision
-        if sizes is None or images is None or not images.grids:
-            return None
-        if encoder is not None:
-            unit = self._units[self._num_units_before_layers - 1]
-            features_KC = unit.run(lambda _: encoder.encoded(images, adapters=adapters, step=step), images.patches_PF)
-        if features_KC is None:
-            return None
-        plan = batch.context_plan
-        tokens = document_spans(batch.document_lengths) if plan is None else plan.layout.document_spans(plan.rank)
-        counts = tuple(map(sizes.encoder.num_features, images.grids))
-        rows = None
-        if images.tile_index_N is not None:
-            rows = torch.cat([tile_rows(one, count) for one, count in zip(images.tile_index_N, counts, strict=True)])
-        return Encoded(features_KC, pair_spans(tokens, images.documents, counts), rows)
+
+        def compute(front: FrontModule, _: Tensor) -> Tensor:
+            return front.carried(batch, adapters=adapters, step=step)
+
+        found: list[Tensor | None] = [None] * len(self.fronts)
+        for index, (config, front) in enumerate(zip(self.config.fronts, self.fronts, strict=True)):
+            if config.num_carried(batch):
+                found[index] = self._units[1 + index].run(partial(compute, front), batch.tokens_BS)
+        return found
 
     def message_rows(self, batch: Batch, layer: int, *, of_gradient: bool = False) -> int:
         """Returns the rows of what goes to the part that begins with `layer`, or of its gradient; see
         `stage_message`."""
-        rows, sizes = self.stream_rows(batch, layer), self.config.cross_attention
-        if sizes is None or (of_gradient and not self.encoder_trains):
+        rows = self.stream_rows(batch, layer)
+        if of_gradient and not self.carried_trains:
             return rows
-        return rows + stage_message.rows_below(self._num_encoded(batch), sizes.encoded, self.config.hidden)
+        return rows + sum(stage_message.rows_below(*shape, self.config.hidden) for shape in self._carried_shapes(batch))
 
     def pack(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns what the next part takes, for what `run_layers` returned."""
-        encoded = context.part(Encoded)
-        return stage_message.pack(x, None if encoded is None else encoded.features_KC)
+        carried = context.part(Carried)
+        return x if carried is None else stage_message.pack(x, carried.rows)
 
-    def unpack(self, message: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream, and `encoded_KC` of `context`, of what the part before sent."""
-        sizes = self.config.cross_attention
-        x, encoded_KC = stage_message.unpack(message, self._num_encoded(batch), 0 if sizes is None else sizes.encoded)
-        return x, encoded_KC if encoded_KC is None or self.encoder_trains else encoded_KC.detach()
+    def unpack(self, message: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the residual stream, and `carried` of `context`, of what the part before sent."""
+        x, carried = stage_message.unpack(message, self._carried_shapes(batch))
+        return x, [one if one is None or self.carried_trains else one.detach() for one in carried]
 
-    def _num_encoded(self, batch: Batch) -> int:
-        sizes, images = self.config.cross_attention, batch.part(CrossImages)
-        return 0 if sizes is None or images is None else sum(map(sizes.encoder.num_features, images.grids))
+    def _carried_shapes(self, batch: Batch) -> list[tuple[int, int]]:
+        return [(front.num_carried(batch), front.carried_width) for front in self.config.fronts]
 
     @property
     def _num_units_before_layers(self) -> int:
-        return int(self.part.embedding) + int(self.vision is not None) + int(self.cross_vision is not None)
+        return int(self.part.embedding) + len(self.fronts)
 
     def stream_rows(self, batch: Batch, layer: int) -> int:
         """Returns the rows of what enters a layer on this rank, or leaves the one before it: the residual stream, and
         features for that layer and later ones."""
         tokens = batch.num_tokens // (self.layout.tp.size if self.layout.splits_tokens else 1)
-        images = batch.part(Images)
-        if images is None or not images.grids:
-            return tokens
-        return tokens * (1 + max(0, self.config.deepstack - layer))
+        return tokens * (1 + sum(front.num_levels(batch, layer) for front in self.config.fronts))
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         """Runs this part's layers.

@@ -6,13 +6,17 @@ Families translate a Hugging Face `config.json` into this record; the decoder is
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
+from torch import Tensor
+
+from engine.batch import Batch, BatchPart
 from engine.errors import UserError
+from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
-from engine.layers.context import LayerContext
-from engine.seams import resolve
-from engine.vision.layers.encoder import VisionConfig
+from engine.layers.context import LayerContext, TrainingPlan
+from engine.layers.module import ShardedModule, ShardEntry
+from engine.ops.attention.token_context import ContextPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +125,23 @@ class LayerPlace:
         return _INNER_SITES + 2 * self.index
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExampleRows:
+    """A micro-batch that the planner makes up, as one context-parallel rank has it.
+
+    Args:
+        shape: its rows and columns.
+        document_lengths: of the whole rows.
+        tiles: of images, in patches.
+        ranks: context-parallel ones.
+    """
+
+    shape: tuple[int, int]
+    document_lengths: tuple[int, ...]
+    tiles: tuple[tuple[int, ...], ...]
+    ranks: int
+
+
 class LayerVariant:
     """A way in which layers differ from plain ones, in what they compute with: the base of frozen records.
 
@@ -148,6 +169,10 @@ class LayerVariant:
         """Returns the build context of the norms before attention and MLP."""
         return build
 
+    def attention_kind(self, kind: AttentionKind) -> AttentionKind:
+        """Returns the switches of the layer's attention, for those of a plain one."""
+        return kind
+
     def attention(self, place: LayerPlace) -> Branch | None:
         """Builds the layer's attention."""
         return None
@@ -159,6 +184,14 @@ class LayerVariant:
     def mlp(self, place: LayerPlace) -> Branch | None:
         """Builds what the layer has in the place of an MLP."""
         return None
+
+    def context_part(self, batch: Batch) -> ContextPart | None:
+        """Returns what its branches read of a micro-batch."""
+        return None
+
+    def examples(self, config: DecoderConfig, rows: ExampleRows) -> tuple[BatchPart, ...]:
+        """Returns what its branches need beside tokens of a micro-batch for the planner, on the meta device."""
+        return ()
 
     def attention_parameters(self, config: DecoderConfig) -> int | None:
         """Returns the weights in the linears of attention."""
@@ -194,7 +227,120 @@ class LayerVariant:
         return ()
 
 
+class FrontModule(ShardedModule):
+    """What the first part of a model runs between the embedding and the first layer."""
+
+    stays_whole: ClassVar[bool] = False
+    """Whether its weights are neither sharded nor offloaded: ranks run it or not, as their micro-batches have it."""
+
+    @property
+    def trained(self) -> list[ShardEntry]:
+        """The parameters that train."""
+        raise NotImplementedError
+
+    def placed(self, x: Tensor, batch: Batch, *, adapters: bool, step: Tensor | None) -> Tensor:
+        """Returns the residual stream with features in their places, and below it features for later layers.
+
+        Args:
+            x: token embeddings, [T, hidden] (or [T / tp, hidden]).
+            adapters: False leaves adapters out.
+            step: int64 0-dim, the optimizer step, a coordinate of what adapters drop; None drops nothing.
+        """
+        raise NotImplementedError
+
+    def carried(self, batch: Batch, *, adapters: bool, step: Tensor | None) -> Tensor:
+        """Returns the features that stand beside the stream, [`Front.num_carried`, `Front.carried_width`]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Carried(ContextPart):
+    """What stands beside the stream for all layers.
+
+    Args:
+        rows: of each of the config's fronts, [`Front.num_carried`, `Front.carried_width`]; None where it has none.
+    """
+
+    rows: tuple[Tensor | None, ...]
+
+
+class Front:
+    """What is computed before the layers, beside the embedding: the base of frozen records."""
+
+    __slots__ = ()
+
+    @property
+    def usual_tile(self) -> tuple[int, ...]:
+        """The size, in patches, of a tile that most images are cut into."""
+        raise NotImplementedError
+
+    @property
+    def carried_width(self) -> int:
+        """Features of a row that stands beside the stream, for all layers; 0 where none does."""
+        return 0
+
+    @property
+    def adds_levels(self) -> bool:
+        """Whether there are features that later layers add to the stream."""
+        return False
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether the model is made for text with images alone."""
+        return False
+
+    def build(self, hidden: int, build: LayerContext, *, recompute: bool) -> FrontModule:
+        """Builds it.
+
+        Args:
+            hidden: width of the residual stream.
+            recompute: whether its blocks keep their inputs alone for backward.
+        """
+        raise NotImplementedError
+
+    def linear_names(self) -> list[str]:
+        """Returns the engine names of its linears, which may have adapters."""
+        raise NotImplementedError
+
+    def trains(self, plan: TrainingPlan) -> bool:
+        """Returns whether anything of it trains."""
+        raise NotImplementedError
+
+    def num_features(self, tile: tuple[int, ...]) -> int:
+        """Returns the feature rows of a tile."""
+        raise NotImplementedError
+
+    def num_levels(self, batch: Batch, layer: int) -> int:
+        """Returns how many features for this layer and later ones lie below each token of the stream."""
+        return 0
+
+    def num_carried(self, batch: Batch) -> int:
+        """Returns the rows that stand beside the stream."""
+        return 0
+
+    def context_part(self, batch: Batch, carried: Tensor) -> ContextPart | None:
+        """Returns what layers read of the rows beside the stream.
+
+        Args:
+            carried: those rows, [`num_carried`, `carried_width`].
+        """
+        return None
+
+    def examples(self, config: DecoderConfig, rows: ExampleRows) -> tuple[BatchPart, ...]:
+        """Returns what it needs beside tokens of a micro-batch for the planner, on the meta device."""
+        raise NotImplementedError
+
+    def input_bytes(self, rows: ExampleRows, ranks: int) -> int:
+        """Returns the bytes of its input, for the rank that has most of them.
+
+        Args:
+            ranks: over which the input is dealt out.
+        """
+        raise NotImplementedError
+
+
 _V = TypeVar("_V", bound=LayerVariant)
+_F = TypeVar("_F", bound=Front)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,12 +373,8 @@ class DecoderConfig:
         second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
-        attention_sinks: each head has a score of its own in every softmax of attention; see ops.attention.sinks.
         variants: what layers compute with in place of plain attention and MLPs.
-        vision: the model whose features stand in the places of tokens; None for a model of text alone.
-        bidirectional_images: in attention the tokens of an image see the whole image.
-        deepstack: further features of each such token, which are added to the residual stream, those of index i behind
-            layer i (DeepStack, arXiv 2406.04334).
+        fronts: models whose features stand in the places of tokens, or beside them; empty for a model of text alone.
     """
 
     family: str
@@ -268,11 +410,8 @@ class DecoderConfig:
     second_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
-    attention_sinks: bool = False
     variants: tuple[LayerVariant, ...] = ()
-    vision: VisionConfig | None = None
-    bidirectional_images: bool = False
-    deepstack: int = 0
+    fronts: tuple[Front, ...] = ()
 
     @property
     def context_length(self) -> int:
@@ -297,6 +436,32 @@ class DecoderConfig:
         """Returns the variant of this class; None where layers do not have it."""
         return next((variant for variant in self.variants if isinstance(variant, kind)), None)
 
+    def front(self, kind: type[_F]) -> _F | None:
+        """Returns the front of this class; None where the model has none."""
+        return next((front for front in self.fronts if isinstance(front, kind)), None)
+
+    def attention_kind(self, index: int) -> AttentionKind:
+        """Returns what sets a layer's attention apart, by its index in the whole model."""
+        layer = self.layer_kind(index)
+        kind = AttentionKind(
+            window=layer.window,
+            softcap=self.attention_softcap,
+            scale=self.attention_scale,
+            rotary_dim=self.rotary_dim,
+            rope=int(layer.second_rope),
+            num_ropes=len(self.ropes),
+            qk_norm_over=self.qk_norm_over,
+            norm_offset=self.norm_offset,
+        )
+        for variant in self.variants_at(index):
+            kind = variant.attention_kind(kind)
+        return kind
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether the model is made for text with images alone."""
+        return any(front.needs_images for front in self.fronts)
+
     def variants_at(self, index: int) -> tuple[LayerVariant, ...]:
         """Returns the variants of a layer, by its index in the whole model."""
         return tuple(variant for variant in self.variants if variant.applies(index))
@@ -316,16 +481,8 @@ class DecoderConfig:
         """The modules whose weights never have a gradient."""
         return tuple(name for variant in self.variants for name in variant.unread_modules(self))
 
-    @property
-    def token_experts(self) -> bool:
-        return self.variant(resolve("engine.vision.layers.token_experts:TokenExperts")) is not None
-
-    @property
-    def cross_attention(self) -> Any:
-        return self.variant(resolve("engine.vision.layers.cross_attention:CrossAttentionSizes"))
-
     def to_dict(self) -> dict[str, Any]:
-        return asdict(replace(self, vision=None))  # which config.json describes
+        return asdict(replace(self, fronts=()))  # which config.json describes
 
 
 def check_expert_ranks(config: DecoderConfig, *, expert: int, folds: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.layers.attention import Attention, AttentionKind
+from engine.layers.attention import Attention
 from engine.layers.branch import Branch
 from engine.layers.context import LayerContext
 from engine.layers.mlp import MLP
@@ -16,23 +16,6 @@ from engine.layers.recompute import SELECTIVE, MemoryPlan, apply_level, recomput
 from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
-
-
-def attention_kind(config: DecoderConfig, index: int) -> AttentionKind:
-    """Returns what sets a layer's attention apart, by its index in the whole model."""
-    layer = config.layer_kind(index)
-    return AttentionKind(
-        window=layer.window,
-        softcap=config.attention_softcap,
-        scale=config.attention_scale,
-        rotary_dim=config.rotary_dim,
-        rope=int(layer.second_rope),
-        num_ropes=len(config.ropes),
-        qk_norm_over=config.qk_norm_over,
-        norm_offset=config.norm_offset,
-        bidirectional=config.bidirectional_images,
-        sinks=config.attention_sinks,
-    )
 
 
 def plain_attention(place: LayerPlace, linears: tuple[nn.Module, nn.Module] | None = None) -> Attention:
@@ -49,7 +32,7 @@ def plain_attention(place: LayerPlace, linears: tuple[nn.Module, nn.Module] | No
         qk_norm=config.qk_norm,
         norm_eps=config.norm_eps,
         first_site=place.attention_site,
-        kind=attention_kind(config, place.index),
+        kind=config.attention_kind(place.index),
         linears=linears,
         build=place.build,
     )

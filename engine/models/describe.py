@@ -7,7 +7,6 @@ from math import prod
 
 import torch
 
-from engine.choices import VISION
 from engine.distributed.mesh import shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
@@ -18,7 +17,6 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.layer_kinds import layer_kinds
 from engine.models.names import CORRECTION
 from engine.ops.encoded_weight import BaseEncoding
-from engine.vision.layers.plain_module import build_plain, linear_names
 
 
 def meta_model(
@@ -85,11 +83,7 @@ def module_names(config: DecoderConfig) -> list[str]:
 @lru_cache(maxsize=4)
 def vision_linears(config: DecoderConfig) -> frozenset[str]:
     """Returns the engine names of a vision model's linears, which may have adapters; none without a vision model."""
-    cross = config.cross_attention
-    models = [config.vision, None if cross is None else cross.encoder]
-    return frozenset(
-        f"{VISION}{name}" for one in models if one is not None for name in linear_names(build_plain(one.build))
-    )
+    return frozenset(name for front in config.fronts for name in front.linear_names())
 
 
 @lru_cache(maxsize=4)

@@ -1,40 +1,48 @@
-"""What one part of a model sends to the next: the residual stream, and below it the encoded images that layers attend
-to, as rows of the same width, padded.
+"""What one part of a model sends to the next: the residual stream, and below it the rows that stand beside it for all
+layers, such as encoded images, as rows of the same width, padded.
 
-The images are encoded once, on the first stage. CogAgent's encoder is 7.6 TFLOP an image, and what it gives 13 MB in
+Such rows are computed once, on the first stage. CogAgent's encoder is 7.6 TFLOP an image, and what it gives 13 MB in
 16 bits: every stage that encoded by itself would compute for tens of milliseconds what arrives in one. One tensor is
-one message whatever is in it, and its gradient comes back in the same places. Where the encoder is frozen, nobody has a
-use for the gradient of the encoded images, and the stream's alone is sent back.
+one message whatever is in it, and its gradient comes back in the same places. Where the rows need no gradient, the
+stream's alone is sent back.
 
-Legend: R rows of the stream, H their width, K encoded rows, C their features.
+Legend: R rows of the stream, H their width, K rows beside it, C their features.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-def rows_below(num_encoded: int, width: int, hidden: int) -> int:
-    """Returns the rows of `hidden` numbers that hold `num_encoded` rows of `width`."""
-    return -(-num_encoded * width // hidden)
+def rows_below(num_carried: int, width: int, hidden: int) -> int:
+    """Returns the rows of `hidden` numbers that hold `num_carried` rows of `width`."""
+    return -(-num_carried * width // hidden)
 
 
-def pack(x_RH: Tensor, encoded_KC: Tensor | None) -> Tensor:
-    """Returns [R + rows_below, H]; the stream itself where there are no encoded images."""
-    if encoded_KC is None:
-        return x_RH
-    hidden = x_RH.shape[1]
-    numbers = encoded_KC.flatten()
-    missing = rows_below(*encoded_KC.shape, hidden) * hidden - numbers.numel()
-    return torch.cat([x_RH, pad(numbers, (0, missing)).view(-1, hidden)])
+def pack(x_RH: Tensor, carried: Iterable[Tensor | None]) -> Tensor:
+    """Returns [R + rows_below, H] for tensors [K, C], where they are not None."""
+    hidden, message = x_RH.shape[1], [x_RH]
+    for rows_KC in carried:
+        if rows_KC is not None:
+            numbers = rows_KC.flatten()
+            missing = rows_below(*rows_KC.shape, hidden) * hidden - numbers.numel()
+            message.append(pad(numbers, (0, missing)).view(-1, hidden))
+    return torch.cat(message)
 
 
-def unpack(message: Tensor, num_encoded: int, width: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the stream and the encoded images of a message, both as views of it."""
-    if not num_encoded:
-        return message, None
-    rows = message.shape[0] - rows_below(num_encoded, width, message.shape[1])
-    encoded = message[rows:].flatten()[: num_encoded * width]
-    return message[:rows], encoded.view(num_encoded, width)
+def unpack(message: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the stream and what stands beside it, tensors of these shapes or None, as views of a message."""
+    carried: list[Tensor | None] = [None] * len(shapes)
+    counts = [rows_below(*shape, message.shape[1]) for shape in shapes]
+    if not sum(counts):
+        return message, carried
+    end = stream = message.shape[0] - sum(counts)
+    for index, ((num_rows, width), count) in enumerate(zip(shapes, counts, strict=True)):
+        if num_rows:
+            carried[index] = message[end : end + count].flatten()[: num_rows * width].view(num_rows, width)
+        end += count
+    return message[:stream], carried

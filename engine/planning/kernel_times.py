@@ -80,8 +80,8 @@ def kernel_times(
     lowest = first_trainable if first_trainable is not None else shape.first_trainable_layer
     count("ends", model.embedding(memory.level(0), saved=shape.embedding_trains).launches, shape.embedding_trains)
     if model.encoded:
-        encoder = model.encoder(memory.level(0), saved=shape.encoder_trains)
-        count("ends", encoder.launches, shape.encoder_trains)
+        encoder = model.encoder(memory.level(0), saved=shape.carried_trains)
+        count("ends", encoder.launches, shape.carried_trains)
     for index, kind in enumerate(shape.kinds):
         plan = MemoryPlan(recompute=memory.level(index), stored_dtype=memory.stored_dtype)
         count("layers", model.layer(kind, plan, needs=True).launches, index >= lowest)

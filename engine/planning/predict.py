@@ -61,7 +61,7 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
 
 def usual_tiles(decoder: DecoderConfig, count: int) -> tuple[tuple[int, ...], ...]:
     """Returns so many tiles of the size that most images are cut into; none for a model of text alone."""
-    return () if decoder.vision is None else (decoder.vision.usual_tile,) * count
+    return (decoder.fronts[0].usual_tile,) * count if decoder.fronts else ()
 
 
 def memory_plan_of(config: RunConfig) -> MemoryPlan:

@@ -109,7 +109,7 @@ class ModelShape:
         kinds: for each layer the number of the first one that is like it.
         layer_parameters: of each layer; of one with experts that are spread over other ranks, the others and theirs.
         embedding_trains: whether the embedding's matrix, an adapter on it, or anything of a vision model does.
-        encoder_trains: whether anything of the encoder of images that layers attend to does.
+        carried_trains: whether anything of a front does whose features stand beside the stream.
         embedding_parameters: of the embedding, and of a vision model and an encoder, which are beside it on the first
             stage.
         decoded_experts: bytes in which experts that a router chooses are decoded; 0 where they are stored plainly.
@@ -120,7 +120,7 @@ class ModelShape:
     kinds: tuple[int, ...]
     layer_parameters: tuple[tuple[Parameters, ...], ...]
     embedding_trains: bool
-    encoder_trains: bool
+    carried_trains: bool
     embedding_parameters: Parameters
     head_parameters: Parameters
     tied: bool
@@ -129,13 +129,13 @@ class ModelShape:
     @property
     def first_trainable_layer(self) -> int:
         """The number of layers where only the norm or head after them trains; 0 where the embedding does."""
-        if self.embedding_trains or self.encoder_trains:
+        if self.embedding_trains or self.carried_trains:
             return 0
         return next((index for index, layer in enumerate(self.layers) if layer.trains), len(self.layers))
 
     def needs_backward(self, index: int) -> bool:
         """Returns whether a layer has a backward even if its input needs no gradient."""
-        return self.encoder_trains or self.layers[index].trains
+        return self.carried_trains or self.layers[index].trains
 
     @property
     def layers_are_frozen(self) -> bool:
@@ -175,8 +175,8 @@ def model_shape(
     parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}
     assert ends.embedding is not None and ends.head is not None and ends.norm is not None
     operands = ends.embedding.operands
-    vision = [] if ends.vision is None else list(shard_entries(ends.vision))
-    encoder = [] if ends.cross_vision is None else list(shard_entries(ends.cross_vision))
+    vision = [entry for front in ends.fronts if not front.stays_whole for entry in shard_entries(front)]
+    encoder = [entry for front in ends.fronts if front.stays_whole for entry in shard_entries(front)]
     vision_trains = any(entry.sink is not None for entry in vision)
     whole = _parameters(encoder)
     front = _parameters([*shard_entries(ends.embedding), *vision, *encoder])
@@ -186,7 +186,7 @@ def model_shape(
         kinds=kinds,
         layer_parameters=tuple(parameters[kind] for kind in kinds),
         embedding_trains=operands.sink is not None or operands.a_RV is not None or vision_trains,
-        encoder_trains=ends.encoder_trains,
+        carried_trains=ends.carried_trains,
         embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
         head_parameters=_parameters([*shard_entries(ends.norm), *shard_entries(ends.head)]),
         tied=config.tied_embeddings,

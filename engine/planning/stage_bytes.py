@@ -80,17 +80,17 @@ def stage_bytes(
     first = model.embedding(memory.level(0), saved=trains) if stage.embedding else None
     encoder = None
     if stage.embedding and model.encoded:
-        encoder = model.encoder(memory.level(0), saved=trains and shape.encoder_trains)
+        encoder = model.encoder(memory.level(0), saved=trains and shape.carried_trains)
     needs = shape.embedding_trains if stage.embedding else gives_gradient
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
     needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
     last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
-    below = _Below(*(max(0, model.deepstack - layer) * stream for layer in (stage.first, stage.last)))
+    below = _Below(*(model.levels(layer) * stream for layer in (stage.first, stage.last)))
     forward, kept = _forward([tables, encoder], images, first, runs, last, stream, below, trains)
     away = sum(run.trace.away * run.count for run in runs)
     if not trains:
         return StageBytes(forward=forward, kept={}, backward={})
-    if shape.encoder_trains:  # the gradient of the encoded images adds up while backward runs
+    if shape.carried_trains:  # the gradient of the encoded images adds up while backward runs
         kept_in_backward = added(kept, images)
     else:
         kept_in_backward = kept

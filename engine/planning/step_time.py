@@ -241,7 +241,7 @@ class _Times:
         found = self._end(self._model.embedding(level, saved=trains).launches)
         if not self._model.encoded:
             return found
-        saved = trains and self._shape.encoder_trains
+        saved = trains and self._shape.carried_trains
         return found + self._end(self._model.encoder(level, saved=saved).launches)
 
     def _end(self, launches: PieceLaunches) -> PieceTime:

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
 from engine.layers.saved import SavedTensors
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import DecoderConfig, check_expert_ranks
+from engine.models.decoder_config import Carried, DecoderConfig, check_expert_ranks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.gradients import GradientSink
 from engine.planning import traced_batch
@@ -42,8 +41,6 @@ from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.traced_batch import META
-from engine.vision.batch_parts import CrossImages
-from engine.vision.ops.cross_attention import Encoded
 from engine.zigzag import rank_columns
 
 
@@ -132,7 +129,6 @@ class RankModel:
         stream: bytes of the residual stream between two pieces.
         encoded: bytes of the encoded images of a micro-batch that all layers attend to.
         pixels: bytes of a micro-batch's patches, for all towers, on the rank that encodes most.
-        deepstack: layers for which features of the images come in with the stream, each as large as it.
 
     Raises:
         UserError: the model's sizes do not fit the ranks.
@@ -146,15 +142,19 @@ class RankModel:
         self.tokens = workload.micro_batch * columns
         local = self.tokens // parallel.tensor if parallel.sequence_parallel else self.tokens
         self.stream = local * workload.decoder.hidden * workload.dtype.itemsize
-        self.encoded = prod(traced_batch.encoded_shape(workload)) * workload.dtype.itemsize
-        images = (traced_batch.images(workload, 1), traced_batch.cross_images(workload, 1))
-        self.pixels = sum(
-            traced_batch.pixels(one, parallel.tensor * parallel.context) for one in images if one is not None
+        fronts, rows = workload.decoder.fronts, traced_batch.example_rows(workload, parallel.context)
+        self._batch = traced_batch.batch(workload, parallel.context)
+        self.encoded = workload.dtype.itemsize * sum(
+            front.num_carried(self._batch) * front.carried_width for front in fronts
         )
-        self.deepstack = workload.decoder.deepstack if workload.tiles else 0
+        self.pixels = sum(front.input_bytes(rows, parallel.tensor * parallel.context) for front in fronts)
         self._layers: dict[tuple[object, ...], Trace] = {}
         # the ends are the same however experts are divided
         self._ends = _end_traces(replace(workload, routing="balanced"), _without_experts(parallel))
+
+    def levels(self, layer: int) -> int:
+        """Returns how many features for a layer and later ones come in with the stream, each as large as it."""
+        return sum(front.num_levels(self._batch, layer) for front in self._workload.decoder.fronts)
 
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
         known = self._layers if part.last > part.first else self._ends
@@ -213,7 +213,8 @@ class RankModel:
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
             return model.embed(batch, step=context.step)
 
-        decoder = _without_cross(self._workload.decoder)
+        decoder = self._workload.decoder
+        decoder = replace(decoder, fronts=tuple(front for front in decoder.fronts if not front.carried_width))
         return self._front("the embedding", decoder, body, level, saved=saved and self.shape.embedding_trains)
 
     def encoder(self, level: Level, *, saved: bool) -> Trace:
@@ -224,12 +225,15 @@ class RankModel:
         """
 
         def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
-            found = model.context(batch, context.step, training=True).part(Encoded)
+            found = model.context(batch, context.step, training=True).part(Carried)
             assert found is not None
-            return found.features_KC
+            (rows,) = found.rows
+            assert rows is not None
+            return rows
 
-        decoder = replace(self._workload.decoder, vision=None)
-        return self._front("the encoder", decoder, body, level, saved=saved and self.shape.encoder_trains)
+        decoder = self._workload.decoder
+        decoder = replace(decoder, fronts=tuple(front for front in decoder.fronts if front.carried_width))
+        return self._front("the encoder", decoder, body, level, saved=saved and self.shape.carried_trains)
 
     def _front(self, name: str, decoder: DecoderConfig, body: _Body, level: Level, *, saved: bool) -> Trace:
         """Traces what lies before the layers; where it keeps nothing, it makes no difference what is recomputed."""
@@ -381,12 +385,16 @@ class _Tracer:
             balance = LoadBalance(1.0, count, device=META)
             balance.begin(rehearses=False)
             balances = (balance,)
-        if model.embedding is not None:
-            return model.context(batch.without(CrossImages), step, training=True, parts=balances)
-        encoded = torch.empty(traced_batch.encoded_shape(self._workload), dtype=self._workload.dtype, device=META)
-        if model.encoder_trains:
-            encoded = _Start.apply(encoded.requires_grad_())
-        return model.context(batch, step, training=True, encoded_KC=encoded, parts=balances)
+        if model.embedding is not None:  # no layer reads it
+            return model.context(replace(batch, parts=()), step, training=True, parts=balances)
+        carried: list[Tensor | None] = []
+        for front in self._workload.decoder.fronts:
+            shape = front.num_carried(batch), front.carried_width
+            rows = torch.empty(shape, dtype=self._workload.dtype, device=META) if shape[0] else None
+            if rows is not None and model.carried_trains:
+                rows = _Start.apply(rows.requires_grad_())
+            carried.append(rows)
+        return model.context(batch, step, training=True, carried=carried, parts=balances)
 
     def _input(self, batch: Batch, needs: bool) -> Tensor:
         """Makes the residual stream of this rank's tokens."""
@@ -401,10 +409,6 @@ class _Tracer:
         self._recording.name([self._recording.number(tensor)], COMMUNICATION)
         if axis == "ep":
             self._exchanged.append(tensor.nbytes)
-
-
-def _without_cross(decoder: DecoderConfig) -> DecoderConfig:
-    return replace(decoder, variants=tuple(one for one in decoder.variants if one is not decoder.cross_attention))
 
 
 def _bind_buffers(entries: Iterable[ShardEntry]) -> list[GradientSink]:

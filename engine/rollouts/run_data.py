@@ -76,7 +76,7 @@ def read_prompt_data(
     """
     data, rollout, decoder = config.data, config.rollout, model.decoder
     assert data.train is not None
-    if decoder.cross_attention is not None:
+    if decoder.needs_images:
         raise UserError(
             f"every layer of this {decoder.family} model attends to an image, and rollouts have text alone: choose "
             "another model."

@@ -59,7 +59,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
 
 def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ImageReader | None:
     """Returns what reads conversations for a model with a vision tower."""
-    if model.decoder.vision is None:
+    if not model.decoder.fronts:
         return None
     family = vision_family(model.hf_config, model.path, tokenizer)
     return None if family is None else ImageReader(family, config.data.image_folder)

@@ -50,7 +50,7 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
     # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same.
     # Images whose tokens see each other are one more document each.
-    packed = config.data.fills_rows or config.objective.kind.group > 1 or decoder.bidirectional_images
+    packed = config.data.fills_rows or config.objective.kind.group > 1 or decoder.attention_kind(0).bidirectional
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     check_graphs(config, device, attention, decoder)
     if config.memory.offload_activations:
@@ -59,9 +59,9 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     blocks = attention_blocks(config, device, decoder)
     if config.parallel.context > 1:
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
-    if decoder.bidirectional_images:
+    if decoder.attention_kind(0).bidirectional:
         sentences.append(spans_sentence(attention.kernels.attention, blocks))
-    if decoder.attention_sinks:
+    if decoder.attention_kind(0).sinks:
         sentences.append(sinks_sentence(attention.kernels.attention, blocks))
     return DeviceChoices(
         optimizer=optimizer,
@@ -96,7 +96,8 @@ def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderCo
 
     Where neither is needed, and where no other than the reference was asked for, it is the reference.
     """
-    ranks, merged = config.parallel.context > 1, decoder.bidirectional_images or decoder.attention_sinks
+    kind = decoder.attention_kind(0)
+    ranks, merged = config.parallel.context > 1, kind.bidirectional or kind.sinks
     if not ranks and (config.model.kernels == "reference" or not merged):
         return REFERENCE_BLOCKS
     dtype = TORCH_DTYPES[config.model.dtype]

@@ -204,7 +204,7 @@ class _Source:
         """Returns the rows of a file of records, or of a token store."""
         dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
         dataset.read_with(None if self.images is None else self.images.family)
-        if self.decoder.cross_attention is not None and (count := dataset.num_without_images):
+        if self.decoder.needs_images and (count := dataset.num_without_images):
             raise UserError(
                 f"{path} has {counted(count, 'document')} without an image, but every layer of this "
                 f"{self.decoder.family} model attends to one: give records with an image each (token stores and "

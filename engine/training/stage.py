@@ -115,8 +115,8 @@ class ModelStage:
         if activation is not None and keeps and self._gives_gradient:
             activation.requires_grad_()
         with nullcontext() if keeps else torch.no_grad():
-            x, encoded_KC = (
-                (model.embed(batch, adapters=kind.adapters, step=self.step if kind.training else None), None)
+            x, carried = (
+                (model.embed(batch, adapters=kind.adapters, step=self.step if kind.training else None), [])
                 if activation is None
                 else model.unpack(activation, batch)
             )
@@ -127,7 +127,7 @@ class ModelStage:
                     self.step,
                     training=kind.training,
                     adapters=kind.adapters,
-                    encoded_KC=encoded_KC,
+                    carried=carried,
                     parts=(self._balance,) if kind.training and self._balance is not None else (),
                 )
                 out = model.run_layers(x, context)
@@ -216,7 +216,7 @@ class ModelStage:
         Args:
             num_slots: micro-batches whose backward is still to come at once, at most.
         """
-        in_front = [one for one in (self.model.embedding, self.model.vision) if one is not None]
+        in_front = [one for one in (self.model.embedding, *self.model.fronts) if one is not None]
         trains_in_front = any(entry.sink is not None for one in in_front for entry in shard_entries(one))
         self._graphs = StageGraphs(
             self.model,

@@ -141,6 +141,11 @@ class GridPositions(BatchPart):
 
     positions_3BS: Tensor
 
+    def rotary_positions(self, axes: Tensor) -> Tensor:
+        """Returns the positions of each pair of features."""
+        # in this order the tables are dense, as kernels take them
+        return self.positions_3BS.flatten(1).T.index_select(1, axes)
+
 
 def _held(places: Tensor, columns: Tensor, row_length: int) -> tuple[Tensor, Tensor]:
     """Returns the places among the held columns, and which of all places these are."""

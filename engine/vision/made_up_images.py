@@ -13,6 +13,8 @@ from engine.batch import Batch
 from engine.models.decoder_config import DecoderConfig
 from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.layers.encoder import VisionConfig
+from engine.vision.layers.fronts import ImageEncoder, ImageTower
+from engine.vision.layers.token_experts import TokenExperts
 from engine.zigzag import rank_columns
 
 
@@ -26,19 +28,19 @@ def with_made_up_images(batch: Batch, decoder: DecoderConfig, *, context_size: i
         context_size, context_rank: this rank's place among those that hold parts of each row.
     """
     rows, length = batch.num_rows, batch.row_length * context_size
-    vision, cross = decoder.vision, decoder.cross_attention
+    tower, encoder = decoder.front(ImageTower), decoder.front(ImageEncoder)
     documents = tuple(range(0, len(batch.document_lengths), len(batch.document_lengths) // rows))
     places = torch.empty(0, dtype=torch.int64)
     parts: list[Images | ExpertTokens] = []
-    if vision is not None:
-        count = vision.num_features(vision.usual_tile)
+    if tower is not None:
+        count = tower.num_features(tower.usual_tile)
         fits = count < length  # the first token is in front of an image
         if fits:
             places = torch.cat([torch.arange(row * length + 1, row * length + 1 + count) for row in range(rows)])
-        parts.append(_tiles(Images, vision, documents if fits else (), places))
-    if cross is not None:
-        parts.append(_tiles(CrossImages, cross.encoder, documents, places[:0]))
-    if decoder.token_experts:
+        parts.append(_tiles(Images, tower.model, documents if fits else (), places))
+    if encoder is not None:
+        parts.append(_tiles(CrossImages, encoder.model, documents, places[:0]))
+    if decoder.variant(TokenExperts) is not None:
         parts.append(ExpertTokens.of(places, rows * length))
     if context_size > 1:
         columns = torch.cat([torch.arange(*span) for span in rank_columns(length, context_size, context_rank)])

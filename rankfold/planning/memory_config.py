@@ -68,9 +68,9 @@ def report(arguments: argparse.Namespace) -> str:
 
 def _images(workload: Workload, tiles: int) -> list[str]:
     """Returns the line that says which images are counted, for a model with a vision model."""
-    if workload.decoder.vision is None:
+    if not workload.decoder.fronts:
         return []
-    rows, columns = workload.decoder.vision.usual_tile
+    rows, columns = workload.decoder.fronts[0].usual_tile
     return [f"images: {counted(tiles, 'tile')} of {rows} x {columns} patches in a row (--tiles; no data is read)"]
 
 

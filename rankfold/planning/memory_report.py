@@ -82,8 +82,8 @@ def _beside(answer: Answer) -> str:
     count = answer.workload.beside
     if count:
         return f"; {format_parameters(count)} frozen parameters beside it, whose work is not counted"
-    if answer.decoder.vision is not None:
-        rows, columns = answer.decoder.vision.usual_tile[:2]
+    if answer.decoder.fronts:
+        rows, columns = answer.decoder.fronts[0].usual_tile[:2]
         return f"; {counted(len(answer.workload.tiles), 'tile')} of {rows} x {columns} patches a micro-batch"
     if any(key in answer.hf_config for key in ("vision_config", "vision_encoder")):
         return "; its vision tower is not counted: give its number of parameters with --beside"

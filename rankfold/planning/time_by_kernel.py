@@ -47,7 +47,7 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
     in_fp8 = any(one.launch.kind == "fp8 product" for one in rows)  # at a speed of their own
     speed = f"{machine.products:,.0f} TFLOP/s" + (f" ({machine.products_fp8:,.0f} in FP8)" if in_fp8 else "")
     of_what = "products in 16 bits" if in_fp8 else "products"
-    without = "" if decoder.vision is None else " (without that of the vision model)"
+    without = "" if not decoder.fronts else " (without that of the vision model)"
     lines = [
         f"One rank's step, kernel by kernel: {speed}, {machine.copies:,.0f} GB/s of "
         f"{machine.name}" + (" (all stages together)" if layout.parallel.pipeline > 1 else ""),

@@ -15,6 +15,7 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard, ShardSpec
+from engine.experts.layers.attention_sinks import AttentionSinks
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.experts.ops.routing import RoutingRule
 from engine.kernels.native.product import multiply
@@ -41,7 +42,9 @@ from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
 from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, Images
+from engine.vision.layers.bidirectional import BidirectionalImages
 from engine.vision.layers.cross_attention import CrossAttentionSizes
+from engine.vision.layers.fronts import ImageEncoder, ImageTower
 from engine.vision.layers.token_experts import TokenExperts
 from engine.vision.towers.clip import ClipConfig
 from engine.vision.towers.gemma3 import Gemma3VisionConfig
@@ -73,8 +76,10 @@ BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 """Two ranks cut it at multiples of 64."""
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
-IMAGES = small_config(num_layers=2, embedding_multiplier=3.0, vision=ToyVisionConfig())
-DEEPSTACK = small_config(num_layers=4, deepstack=3, rope_axes=(2, 0, 1), vision=ToyVisionConfig(hidden=4 * 32))
+IMAGES = small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=ToyVisionConfig()),))
+DEEPSTACK = small_config(
+    num_layers=4, rope_axes=(2, 0, 1), fronts=(ImageTower(model=ToyVisionConfig(hidden=4 * 32), deepstack=3),)
+)
 """Rotated by time, height and width, with images' features for three layers."""
 EXPERTS = small_config(num_layers=2, variants=(TokenExperts(qkv_bias=True),))
 ROUTED = small_config(
@@ -98,9 +103,8 @@ GROUPED = small_config(
 """As GLM-4-MoE routes."""
 BIASED = small_config(
     num_layers=2,
-    attention_sinks=True,
     layer_kinds=(LayerKind(window=5), LayerKind()),
-    variants=(RoutedSizes(
+    variants=(AttentionSinks(), RoutedSizes(
         rule=RoutingRule(
             num_experts=4, per_token=2, renormalises=False, rounds=True, scores="softmax of chosen", has_bias=True
         ),
@@ -163,19 +167,19 @@ QWEN3_VL = Qwen3VisionConfig(
 )  # fmt: skip
 _BY_GRID: dict[str, Any] = {"rope_axes": (2, 0, 1)}
 TOWERS: dict[str, DecoderConfig] = {
-    "llava": small_config(num_layers=2, embedding_multiplier=3.0, vision=LLAVA),
-    "internvl": small_config(num_layers=2, embedding_multiplier=3.0, vision=INTERNVL),
-    "llava_next": small_config(num_layers=2, embedding_multiplier=3.0, vision=NEXT),
-    "llava_onevision": small_config(num_layers=2, embedding_multiplier=3.0, vision=ONEVISION),
+    "llava": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=LLAVA),)),
+    "internvl": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=INTERNVL),)),
+    "llava_next": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=NEXT),)),
+    "llava_onevision": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=ONEVISION),)),
     "gemma3": small_config(
         num_layers=2,
         embedding_multiplier=3.0,
-        vision=GEMMA3,
-        bidirectional_images=True,
+        fronts=(ImageTower(model=GEMMA3),),
+        variants=(BidirectionalImages(),),
         layer_kinds=(LayerKind(window=3), LayerKind()),
     ),
-    "qwen2_5_vl": small_config(num_layers=2, qkv_bias=True, vision=QWEN2_5_VL, **_BY_GRID),
-    "qwen3_vl": small_config(num_layers=2, qk_norm=True, vision=QWEN3_VL, deepstack=2, **_BY_GRID),
+    "qwen2_5_vl": small_config(num_layers=2, qkv_bias=True, fronts=(ImageTower(model=QWEN2_5_VL),), **_BY_GRID),
+    "qwen3_vl": small_config(num_layers=2, qk_norm=True, fronts=(ImageTower(model=QWEN3_VL, deepstack=2),), **_BY_GRID),
 }
 """Models with towers of transformers."""
 GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -196,7 +200,10 @@ GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 """First word of a case -> patches of an image of a row."""
 TOWER_LINEARS = r"vision\.(vision_tower|visual\.blocks)\..*(q_proj|v_proj|fc2|qkv)"
 PROJECTORS = r"vision\.(multi_modal_projector|visual\.(deepstack_)?merger.*)\..*"
-ENCODED = CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig(hidden=12))
+ENCODED: dict[str, Any] = {
+    "variants": (CrossAttentionSizes(encoded=12, width=32),),
+    "fronts": (ImageEncoder(model=ToyVisionConfig(hidden=12), width=12),),
+}
 CASES = {
     "adapters": Case(config=SMALL, adapters=EVERY_LINEAR),
     "everything": Case(config=replace(SMALL, qkv_bias=True, qk_norm=True), trained=".*"),
@@ -262,14 +269,16 @@ CASES = {
         )
     },
     "llava blocks": Case(
-        config=replace(BLOCKS, vision=replace(LLAVA, projector=replace(_PROJECTOR, width=BLOCKS.hidden))),
+        config=replace(
+            BLOCKS, fronts=(ImageTower(model=replace(LLAVA, projector=replace(_PROJECTOR, width=BLOCKS.hidden))),)
+        ),
         adapters=EVERY_LINEAR,
         trained=PROJECTORS,
     ),
     "frozen vision": Case(config=IMAGES, adapters=EVERY_LINEAR),
-    "encoded images": Case(config=small_config(num_layers=2, variants=(ENCODED,)), trained=r"(vision|layers)\..*"),
+    "encoded images": Case(config=small_config(num_layers=2, **ENCODED), trained=r"(vision|layers)\..*"),
     "frozen encoder": Case(
-        config=small_config(num_layers=2, variants=(ENCODED,)),
+        config=small_config(num_layers=2, **ENCODED),
         adapters=r"layers\..*(_proj|query|dense)",
         trained=r"layers\.0\.cross_attention\.(key|value)",
     ),
@@ -362,7 +371,7 @@ class Run:
         )
         stage_rank = choice.schedule(layout.accumulation).stage_rank
         more: dict[str, Any] = {"kernels": replace(NATIVE, product=multiply)} if layout.compiled else {}
-        if case.config.bidirectional_images or case.config.attention_sinks:  # which ring attention does not have
+        if (kind := case.config.attention_kind(0)).bidirectional or kind.sinks:  # which ring attention does not have
             more |= {"context_method": "ulysses", "attention_blocks": CPU_BLOCKS}
         tensors = TensorLayout(
             tp=mesh.tp, kv_replica=mesh.kv_replica, sequence_parallel=layout.sequence, cp=mesh.cp,
@@ -442,11 +451,11 @@ class Run:
             total += float(make_batch(rows, **common).loss_weights_BS.sum())
             own = rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share]
             whole = make_batch(own, **common)
-            if self.case.config.vision is not None:
+            if (tower := self.case.config.front(ImageTower)) is not None:
                 grid_of = GRIDS.get(self.layout.case.partition(" ")[0], toy_grid)
                 slots = [slot for slot, _ in own]
-                whole = with_images(whole, slots, seed=step, vision=self.case.config.vision, grid_of=grid_of)
-                if self.case.config.bidirectional_images:
+                whole = with_images(whole, slots, seed=step, vision=tower.model, grid_of=grid_of)
+                if self.case.config.attention_kind(0).bidirectional:
                     whole = with_spans(whole)
             if self.case.config.rope_axes:
                 whole = with_grid_positions(whole)

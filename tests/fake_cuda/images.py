@@ -15,6 +15,8 @@ from engine.models.decoder_config import DecoderConfig
 from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.inference import PromptCoordinates
 from engine.vision.layers.encoder import VisionConfig
+from engine.vision.layers.fronts import ImageEncoder, ImageTower
+from engine.vision.layers.token_experts import TokenExperts
 from engine.zigzag import Span
 
 
@@ -28,11 +30,11 @@ def with_images(batch: Batch, decoder: DecoderConfig) -> Batch:
 
 def prompts_with_images(decoder: DecoderConfig) -> tuple[list[list[int]], PromptCoordinates]:
     """Returns the tokens of two prompts, the first with an image, where the model takes any."""
-    count = 0 if decoder.vision is None else decoder.vision.num_features(decoder.vision.usual_tile)
+    count = decoder.fronts[0].num_features(decoder.fronts[0].usual_tile) if decoder.fronts else 0
     # where layers attend to images, each prompt has one
-    lengths = [count + 3, count + 3 if decoder.cross_attention is not None else 2]
+    lengths = [count + 3, count + 3 if decoder.needs_images else 2]
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
-    found = [] if decoder.vision is None else _in_documents(lengths, decoder, every=1)
+    found = _in_documents(lengths, decoder, every=1) if decoder.fronts else []
     if decoder.rope_axes:
         found.append(GridPositions(positions_3BS=positions.repeat(3, 1, 1)))
     coordinates = PromptCoordinates(positions_T=positions, next_positions=tuple(lengths), parts=tuple(found))
@@ -41,9 +43,9 @@ def prompts_with_images(decoder: DecoderConfig) -> tuple[list[list[int]], Prompt
 
 def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int) -> list[BatchPart]:
     """Returns what a batch has of the images in every so many documents."""
-    vision, cross = decoder.vision, decoder.cross_attention
-    assert vision is not None
-    count, start = vision.num_features(vision.usual_tile), 0
+    tower, encoder = decoder.front(ImageTower), decoder.front(ImageEncoder)
+    assert tower is not None
+    count, start = tower.num_features(tower.usual_tile), 0
     spans, documents = list[Span](), list[int]()
     for number, length in enumerate(lengths):
         if length > count + 2 and number % every == 0:
@@ -52,13 +54,13 @@ def _in_documents(lengths: Sequence[int], decoder: DecoderConfig, *, every: int)
         start += length
     assert spans, "no document has room"
     places = np.concatenate([np.arange(*span) for span in spans])
-    found: list[BatchPart] = [_images(Images, vision, documents, places)]
-    if cross is not None:
-        found.append(_images(CrossImages, cross.encoder, documents, places[:0]))
-    if decoder.token_experts:
+    found: list[BatchPart] = [_images(Images, tower.model, documents, places)]
+    if encoder is not None:
+        found.append(_images(CrossImages, encoder.model, documents, places[:0]))
+    if decoder.variant(TokenExperts) is not None:
         language = np.setdiff1d(np.arange(start), places)
         found.append(ExpertTokens(vision_V=torch.from_numpy(places), language_L=torch.from_numpy(language)))
-    if decoder.bidirectional_images:
+    if decoder.attention_kind(0).bidirectional:
         earlier = np.concatenate([np.arange(stop - 2, first - 1, -1) for first, stop in spans])
         found.append(
             BidirectionalSpans(

@@ -224,7 +224,7 @@ def _batches(config: RunConfig, training: Training, loader: DataLoader, consumed
     """A step's micro-batches in pinned memory of the host, and the number of its targets."""
     if not config.objective.kind.answers:
         batches, decoder = loader.batches(consumed), training.source.model.decoder
-        if decoder.vision is not None:
+        if decoder.fronts:
             batches = [with_images(batch, decoder) for batch in batches]
         return batches, loader.target_count(consumed)
     host = Launch(rank=0, world_size=training.mesh.grid.world_size, device=torch.device("cpu"))

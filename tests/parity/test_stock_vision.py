@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.checkpoint.model_weights import open_source
+from engine.vision.layers.fronts import ImageTower
 from tests.distributed.cases import relative_error
 from tests.support.family_models import engine_model, losses_and_gradients
 from tests.support.stock_vision import MODELS, make_model, packed, stock_losses
@@ -17,7 +18,8 @@ from tests.support.stock_vision import MODELS, make_model, packed, stock_losses
 def test_logits_losses_and_gradients(name: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path).double()
     built = engine_model(tmp_path)
-    vision = built.model.config.vision
+    tower = built.model.config.front(ImageTower)
+    vision = None if tower is None else tower.model
     assert vision is not None
     batch, documents = packed(name, vision)
     logits, expected = stock_losses(model, batch, documents)

@@ -11,6 +11,7 @@ from torch import nn
 
 from engine.training.build import Training
 from engine.vision.layers.encoder import VisionConfig
+from engine.vision.layers.fronts import ImageTower
 from tests.support.peft_following import ALONE, LR, build, decayed_names
 from tests.support.stock_vision import MODELS, make_model, packed, stock_losses
 from tests.support.sweeps import sampled
@@ -104,7 +105,8 @@ def test_a_tied_head_beside_adapters_follows_peft(tmp_path: Path) -> None:
 def _check(
     training: Training, model: nn.Module, name: str, rate: Callable[[str], float] = lambda key: LR, least: float = 1e-2
 ) -> None:
-    vision = training.source.model.decoder.vision
+    tower = training.source.model.decoder.front(ImageTower)
+    vision = None if tower is None else tower.model
     assert vision is not None
     expected = their_losses(model, name, vision, rate)
     assert expected[-2] < expected[0] - least, "nothing is learnt, so that agreement says little"

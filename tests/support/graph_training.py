@@ -19,6 +19,7 @@ from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.cuda_graph.step_graph import StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.step import TrainStep
+from engine.vision.layers.fronts import ImageTower
 from tests.distributed.cases import Built, Case, make_batch, small_config
 from tests.support.graph_stand_in import FunctionCapture, lasting_tensors
 from tests.support.memory_models import build_with, num_targets
@@ -47,7 +48,9 @@ CASES = {
     "tied, with adapters": Case(
         config=graph_config(tied_embeddings=True), adapters=LAYERS, trained=r"embed_tokens|norm|layers\..*norm"
     ),
-    "a vision model": Case(config=graph_config(vision=ToyVisionConfig()), adapters=LAYERS, trained=r"vision\..*"),
+    "a vision model": Case(
+        config=graph_config(fronts=(ImageTower(model=ToyVisionConfig()),)), adapters=LAYERS, trained=r"vision\..*"
+    ),
 }
 
 

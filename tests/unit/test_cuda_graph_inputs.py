@@ -32,6 +32,7 @@ from engine.training.cuda_graph.capture import GraphCounts
 from engine.training.cuda_graph.static_batch import StaticBatch, document_capacity
 from engine.training.rank_stages import max_in_flight
 from engine.vision.layers.cross_attention import CrossAttentionSizes
+from engine.vision.layers.fronts import ImageTower
 from engine.vision.layers.token_experts import TokenExperts
 from tests.distributed.cases import make_batch
 from tests.support.graph_training import CASES, CPU, LENGTH, ON_DEVICE, SHAPE, graph_config
@@ -251,11 +252,11 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
 @pytest.mark.parametrize(
     ("model", "graphs"),
     [
-        ({"vision": ToyVisionConfig()}, ("layer",)),
-        ({"variants": (TokenExperts(qkv_bias=False),), "vision": ToyVisionConfig()}, ()),
-        ({"rope_axes": (0, 1, 2), "vision": ToyVisionConfig()}, ()),
-        ({"deepstack": 1, "vision": ToyVisionConfig()}, ()),
-        ({"variants": (CrossAttentionSizes(encoded=12, width=32, encoder=ToyVisionConfig()),)}, ()),
+        ({"fronts": (ImageTower(model=ToyVisionConfig()),)}, ("layer",)),
+        ({"variants": (TokenExperts(qkv_bias=False),), "fronts": (ImageTower(model=ToyVisionConfig()),)}, ()),
+        ({"rope_axes": (0, 1, 2), "fronts": (ImageTower(model=ToyVisionConfig()),)}, ()),
+        ({"fronts": (ImageTower(model=ToyVisionConfig(), deepstack=1),)}, ()),
+        ({"variants": (CrossAttentionSizes(encoded=12, width=32),)}, ()),
     ],
 )
 def test_what_changes_with_a_micro_batchs_images_is_in_no_graph(model: dict, graphs: tuple[str, ...]):

@@ -118,7 +118,7 @@ def test_real_configs_have_the_parameters_that_transformers_counts(name: str):
         known = {key: value for key, value in text.items() if key not in ("auto_map", "architectures")}
         stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
         stock.tie_weights()
-    decoder = replace(family.config_from_hf(hf), vision=None)
+    decoder = replace(family.config_from_hf(hf), fronts=())
     assert num_parameters(decoder) == sum(parameter.numel() for parameter in stock.parameters())
 
 

@@ -26,6 +26,7 @@ from engine.models.families import family_of
 from engine.planning.predict import workload_of
 from engine.planning.stage_bytes import stage_bytes
 from engine.planning.traces import rank_model
+from engine.vision.layers.fronts import ImageTower
 from engine.vision.towers.qwen import segments_of
 from engine.vision.towers.qwen2_5_vl import windows
 from tests.distributed.cases import small_config
@@ -74,12 +75,13 @@ def read(hf: dict[str, Any]) -> DecoderConfig:
 def test_configs_as_they_are_released() -> None:
     older, newer = (read(hf) for hf in RELEASED.values())
     assert Counter(older.rope_axes) == {0: 16, 1: 24, 2: 24} and list(older.rope_axes) == sorted(older.rope_axes)
-    assert (older.rope_theta, older.qkv_bias, older.tied_embeddings, older.deepstack) == (1e6, True, False, 0)
+    assert (older.rope_theta, older.qkv_bias, older.tied_embeddings) == (1e6, True, False)
     assert newer.rope_axes == (0, 1, 2) * 20 + (0,) * 4
-    assert (newer.rope_theta, newer.qk_norm, newer.tied_embeddings, newer.deepstack) == (5e6, True, True, 3)
-    assert older.vision is not None and newer.vision is not None
-    assert older.vision.num_features((72, 48)) == newer.vision.num_features((72, 48)) == 864
-    assert older.vision.usual_tile == (34, 46) and newer.vision.usual_tile == (30, 40)
+    assert (newer.rope_theta, newer.qk_norm, newer.tied_embeddings) == (5e6, True, True)
+    old, new = older.front(ImageTower), newer.front(ImageTower)
+    assert old is not None and new is not None and (old.deepstack, new.deepstack) == (0, 3)
+    assert old.num_features((72, 48)) == new.num_features((72, 48)) == 864
+    assert old.usual_tile == (34, 46) and new.usual_tile == (30, 40)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +121,7 @@ def test_the_flops_of_a_tower_are_those_that_torch_counts(config: Any) -> None:
 
 
 def test_windows_of_one_length_are_side_by_side() -> None:
-    found = windows((6, 10), read(RELEASED["Qwen2.5-VL-7B-Instruct"]).vision)  # type: ignore[arg-type]
+    found = windows((6, 10), read(RELEASED["Qwen2.5-VL-7B-Instruct"]).fronts[0].model)  # type: ignore[arg-type]
     order = found.patches_P[::4] // 4
     assert sorted(found.patches_P.tolist()) == list(range(60)) and torch.equal(order[found.back_K], torch.arange(15))
     assert found.lengths == (48, 12) and order[:4].tolist() == [0, 1, 2, 3] and order[12:].tolist() == [4, 9, 14]
@@ -163,7 +165,9 @@ def test_the_planner_counts_features_for_later_layers() -> None:
     )
     seen = {}
     for deepstack in (0, 3):
-        decoder = small_config(num_layers=4, deepstack=deepstack, vision=ToyVisionConfig(hidden=(1 + deepstack) * 32))
+        decoder = small_config(
+            num_layers=4, fronts=(ImageTower(model=ToyVisionConfig(hidden=(1 + deepstack) * 32), deepstack=deepstack),)
+        )
         model = rank_model(workload_of(config, decoder, plan, device_type="cpu"), config.parallel)
         for first, last in ((0, 4), (0, 1), (1, 4), (3, 4)):
             part = Part(first=first, last=last, embedding=first == 0, head=last == 4)

@@ -174,7 +174,7 @@ def vision_of(changes: dict[str, Any]) -> tuple[str, bool, PatchPlaces]:
     config = {**config, **changes, "vision_config": {**config["vision_config"], **changes.get("vision_config", {})}}
     family, text = family_of({key: value for key, value in config.items() if value is not None})
     decoder = family.config_from_hf(text)
-    vision: Any = decoder.vision
+    vision: Any = decoder.fronts[0].model
     return decoder.family, decoder.qkv_bias, vision.places
 
 

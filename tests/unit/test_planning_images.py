@@ -71,9 +71,9 @@ def test_made_up_images_reach_both_towers_and_the_vision_expert(folder: Path) ->
     def counted(name: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, given: rows.setdefault(name, []).append(given[0].shape[0]))
 
-    assert model.vision is not None and model.cross_vision is not None
-    counted("tower", model.vision.model.module)
-    counted("encoder", model.cross_vision.model.module)
+    tower, encoder = model.fronts
+    counted("tower", tower.model.module)
+    counted("encoder", encoder.model.module)
     pair = model.layers[0].mlp
     assert isinstance(pair, ExpertPair)
     counted("vision expert", pair.vision)

@@ -16,6 +16,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.models.families import family_of
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Conversation, Turn
+from engine.vision.layers.fronts import ImageTower
 from tests.unit.test_vision_data_processors import KINDS, NESTED, processor_of, written
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -165,7 +166,8 @@ def test_released_settings(kind: str, tuned: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     model, text = family_of(json.loads((tmp_path / "config.json").read_text()))
-    vision = model.config_from_hf(text).vision
+    tower = model.config_from_hf(text).front(ImageTower)
+    vision = None if tower is None else tower.model
     family = read_vision_family(tmp_path, load_tokenizer(tmp_path))
     assert vision is not None and family is not None
     assert family.patch_features == vision.patch_features

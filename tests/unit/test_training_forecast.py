@@ -22,6 +22,7 @@ from engine.training.data import loader_options
 from engine.training.reports import forecast
 from engine.training.reports.forecast import MemoryForecast
 from engine.vision.data.columns import Extras, PlacedImage, VisionColumns
+from engine.vision.layers.fronts import ImageTower
 from rankfold.planning import memory, memory_config
 from rankfold.planning.memory_measure import build, measure
 from tests.support.toy_vision import ToyVisionConfig
@@ -108,7 +109,7 @@ def test_what_cannot_be_predicted_runs_on(run: tuple[RunConfig, Training], monke
 def test_tiles_are_those_of_the_row_that_has_most(run: tuple[RunConfig, Training]) -> None:
     """Features take 4 tokens a tile here: 10 of them in one row are three tiles, none is no tile."""
     config, training = run
-    decoder = replace(training.source.model.decoder, vision=ToyVisionConfig())
+    decoder = replace(training.source.model.decoder, fronts=(ImageTower(model=ToyVisionConfig()),))
     workload = workload_of(config, decoder, training.plan.modules, device_type="cpu")
     spans = [[(3, 7)], [], [(2, 5), (9, 16)]]
     images = [tuple(PlacedImage("a.png", "", "", (8, 8), (span,)) for span in document) for document in spans]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.experts.families.routed import read_routed, requested_balance, routed_sizes
+from engine.experts.layers.attention_sinks import AttentionSinks
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, decoder_config, windows_from_hf
@@ -55,9 +56,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     )
     layers = range(int(hf.get("num_hidden_layers") or 0))
     types = ["full_attention" if index % 2 else "sliding_attention" for index in layers]
-    return decoder_config(
-        hf, "gpt_oss", layer_kinds=windows_from_hf(hf, types), attention_sinks=True, variants=(sizes,)
-    )
+    return decoder_config(hf, "gpt_oss", layer_kinds=windows_from_hf(hf, types), variants=(AttentionSinks(), sizes))
 
 
 FAMILY = Family(config_from_hf, NAMES)

@@ -26,7 +26,6 @@ from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.norm import RMSNorm
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
-from engine.models.decoder_layer import attention_kind
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.inputs import GivenInput, LinearInput
@@ -65,7 +64,7 @@ class LatentSizes(LayerVariant):
             bias=config.qkv_bias,
             first_site=place.attention_site,
             inner_site=place.inner_site,
-            kind=attention_kind(config, place.index),
+            kind=config.attention_kind(place.index),
             build=place.build,
         )
 

@@ -48,20 +48,15 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             "memory.cuda_graph to none, or, where there is no cap, data.seq_length to the model's window."
         )
     # a graph has places for tokens alone: not for images, nor for which tokens stand for them
-    if decoder.bidirectional_images:
-        raise UserError(
-            f"memory.cuda_graph is {graph}, but which weights a token of this {decoder.family} model meets, or what it "
-            "attends to, changes with the images of a micro-batch: set memory.cuda_graph to none."
-        )
     for variant in decoder.variants:
         if (obstacle := variant.graph_obstacle(decoder.family)) is not None:
             raise UserError(f"memory.cuda_graph is {graph}, but {obstacle}: set memory.cuda_graph to none.")
-    if decoder.rope_axes or decoder.deepstack:
+    if decoder.rope_axes or any(front.adds_levels for front in decoder.fronts):
         raise UserError(
             f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "
             "to them in its first layers, change with the images of a micro-batch: set memory.cuda_graph to none."
         )
-    if graph == "step" and decoder.vision is not None:
+    if graph == "step" and decoder.fronts:
         raise UserError(
             "memory.cuda_graph is step, but the sizes of a micro-batch's images are known on the host only: set "
             "memory.cuda_graph to layer or none."

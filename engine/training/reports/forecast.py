@@ -136,9 +136,8 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
 
 def _with_rows(workload: Workload, config: RunConfig, device: torch.device, dataset: TokenDataset) -> Workload:
     """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
-    vision = workload.decoder.vision
-    if vision is not None:
-        tiles_of_row = -(-dataset.most_features() // vision.num_features(vision.usual_tile))
+    if fronts := workload.decoder.fronts:
+        tiles_of_row = -(-dataset.most_features() // fronts[0].num_features(fronts[0].usual_tile))
         tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * tiles_of_row)
         workload = replace(workload, tiles=tiles)
     if dataset.packing or not len(dataset):

@@ -16,6 +16,7 @@ from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config
 from engine.models.names import KEY_VALUE, QKV, VISION_QKV, NameMap
 from engine.vision.layers.cross_attention import CrossAttentionSizes
+from engine.vision.layers.fronts import ImageEncoder, ImageTower
 from engine.vision.layers.token_experts import TokenExperts
 from engine.vision.towers.cogagent import CrossVisionConfig
 from engine.vision.towers.cogvlm import CogVLMVisionConfig
@@ -70,14 +71,15 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
             f"config.json has {heads} num_attention_heads and {groups} num_multi_query_heads, but each key head serves "
             "equally many heads: correct it or copy it again."
         )
+    variants, fronts = ((_cross_attention(hf),), (_encoder(hf),)) if agent else ((), ())
     return decoder_config(
         {"rms_norm_eps": 1e-5, **hf, "num_key_value_heads": groups},
         family,
         qkv_bias=False,
         out_bias=False,
         rope_theta=_ROPE_THETA[family],
-        variants=(TokenExperts(qkv_bias=family == "cogvlm2"), *((_cross_attention(hf),) if agent else ())),
-        vision=CogVLMVisionConfig.from_hf(hf),
+        variants=(TokenExperts(qkv_bias=family == "cogvlm2"), *variants),
+        fronts=(ImageTower(model=CogVLMVisionConfig.from_hf(hf)), *fronts),
     )
 
 
@@ -89,7 +91,11 @@ def _cross_attention(hf: dict[str, Any]) -> CrossAttentionSizes:
             f"config.json has cross_compute_hidden_size {hf.get('cross_compute_hidden_size')}, which does not divide "
             f"into {heads} num_attention_heads: correct it or copy it again."
         )
-    return CrossAttentionSizes(encoded=encoded, width=width, encoder=CrossVisionConfig.from_hf(hf))
+    return CrossAttentionSizes(encoded=encoded, width=width)
+
+
+def _encoder(hf: dict[str, Any]) -> ImageEncoder:
+    return ImageEncoder(model=CrossVisionConfig.from_hf(hf), width=int(hf["cross_hidden_size"]))
 
 
 def unused(hf: dict[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from typing import Any
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.vision.families.wrapping import Wrapping, spellings
+from engine.vision.layers.bidirectional import BidirectionalImages
+from engine.vision.layers.fronts import ImageTower
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
@@ -20,7 +22,7 @@ def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
             "images does not apply: set it to null."
         )
     vision = Gemma3VisionConfig.from_hf(hf, width=text.hidden)
-    return replace(text, vision=vision, bidirectional_images=True)
+    return replace(text, fronts=(ImageTower(model=vision),), variants=(BidirectionalImages(),))
 
 
 def _unused(hf: dict[str, Any]) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
 from engine.vision.families.wrapping import Wrapping, spellings
+from engine.vision.layers.fronts import ImageTower
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
     # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.internvl import InternVLVisionConfig
 
-    return replace(text, vision=InternVLVisionConfig.from_hf(hf, text.hidden))
+    return replace(text, fronts=(ImageTower(model=InternVLVisionConfig.from_hf(hf, text.hidden)),))
 
 
 def _unused(hf: dict[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.models.decoder_config import DecoderConfig
 from engine.vision.families.wrapping import Wrapping, spellings
+from engine.vision.layers.fronts import ImageTower
 
 if TYPE_CHECKING:
     from engine.vision.towers.llava import LlavaVisionConfig
@@ -24,7 +25,7 @@ def _vision(hf: dict[str, Any], width: int) -> LlavaVisionConfig | TiledLlavaCon
 
 
 def _complete(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    return replace(text, vision=_vision(hf, text.hidden))
+    return replace(text, fronts=(ImageTower(model=_vision(hf, text.hidden)),))
 
 
 def _unused(hf: dict[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES
 from engine.models.names import NameMap
 from engine.vision.layers.encoder import VisionConfig
+from engine.vision.layers.fronts import ImageTower
 from engine.vision.minicpm_versions import minicpm_v_version
 
 NAMES = NameMap(
@@ -38,7 +39,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         return minicpm.config_from_hf({"tie_word_embeddings": False, **hf})
     version = minicpm_v_version(hf)
     text = {"tie_word_embeddings": False, **hf} if version == "2.0" else hf
-    return replace(_BY_VERSION[version](text), vision=_vision(hf, version))
+    return replace(_BY_VERSION[version](text), fronts=(ImageTower(model=_vision(hf, version)),))
 
 
 def _vision(hf: dict[str, Any], version: str) -> VisionConfig:

@@ -10,6 +10,7 @@ from engine.models.families import mistral
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES
 from engine.models.names import NameMap
+from engine.vision.layers.fronts import ImageTower
 
 NAMES = NameMap(
     layer_modules=PRE_NORM_MODULES,
@@ -26,7 +27,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.omnilmm import OmniLMMVisionConfig
 
-    return replace(mistral.config_from_hf(hf), vision=OmniLMMVisionConfig.from_hf(hf))
+    return replace(mistral.config_from_hf(hf), fronts=(ImageTower(model=OmniLMMVisionConfig.from_hf(hf)),))
 
 
 FAMILY = Family(config_from_hf, NAMES)

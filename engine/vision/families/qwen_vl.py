@@ -17,6 +17,7 @@ from engine.models.families.checking import part_of
 from engine.models.families.family import Family
 from engine.models.names import Spelling
 from engine.vision.families.wrapping import Wrapping
+from engine.vision.layers.fronts import ImageTower
 
 _DEFAULTS_2_5 = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "max_position_embeddings": 32768,
@@ -91,7 +92,7 @@ def _complete_2_5(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
     # where no image is looked at, the packages that vision models need may be missing
     from engine.vision.towers.qwen2_5_vl import Qwen25VisionConfig
 
-    return replace(text, vision=Qwen25VisionConfig.from_hf(hf, text.hidden))
+    return replace(text, fronts=(ImageTower(model=Qwen25VisionConfig.from_hf(hf, text.hidden)),))
 
 
 def _complete_3(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
@@ -103,7 +104,7 @@ def _complete_3(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
             f"config.json has {len(vision.deepstack)} vision_config.deepstack_visual_indexes, whose features "
             f"{text.num_layers} layers cannot all take: correct it or copy it again."
         )
-    return replace(text, vision=vision, deepstack=len(vision.deepstack))
+    return replace(text, fronts=(ImageTower(model=vision, deepstack=len(vision.deepstack)),))
 
 
 _SPELLINGS = (

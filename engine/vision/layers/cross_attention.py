@@ -25,7 +25,7 @@ from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import FUSED, KEY_VALUE
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
-from engine.vision.layers.encoder import VisionConfig
+from engine.vision.layers.fronts import images_change
 from engine.vision.ops.cross_attention import Encoded, EncodedCache, EncodedRows, cross_attention
 
 
@@ -116,12 +116,10 @@ class CrossAttentionSizes(LayerVariant):
     Args:
         encoded: features of an encoded row.
         width: features of the queries, of all heads together.
-        encoder: makes the encoded rows.
     """
 
     encoded: int
     width: int
-    encoder: VisionConfig
 
     def between(self, place: LayerPlace) -> CrossAttention:
         config, name = place.config, f"{place.prefix}.cross_attention"
@@ -137,10 +135,7 @@ class CrossAttentionSizes(LayerVariant):
         )
 
     def graph_obstacle(self, family: str) -> str:
-        return (
-            f"which weights a token of this {family} model meets, or what it attends to, changes with the images of a "
-            "micro-batch"
-        )
+        return images_change(family)
 
     def part_rows(self, config: DecoderConfig) -> dict[str, int]:
         return dict.fromkeys(FUSED[KEY_VALUE], self.width)

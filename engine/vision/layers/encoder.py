@@ -29,7 +29,8 @@ from engine.choices import VISION
 from engine.distributed.collectives import all_gather, all_reduce, local_part
 from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
-from engine.layers.module import ShardedModule
+from engine.layers.module import ShardEntry
+from engine.models.decoder_config import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
 from engine.vision.layers.plain_module import PlainModule, TileDropout
@@ -81,7 +82,7 @@ class _How(NamedTuple):
     step: Tensor | None
 
 
-class VisionEncoder(ShardedModule):
+class VisionEncoder(FrontModule):
     """The vision model of a decoder, and the placing of its features.
 
     Args:
@@ -110,6 +111,10 @@ class VisionEncoder(ShardedModule):
         self._width = self.num_levels * width
         self.model = PlainModule(VISION, config.build, build=build, recompute=recompute, first_site=first_site)
         self._leaves = [entry.parameter for entry in self.model.trained]
+
+    @property
+    def trained(self) -> list[ShardEntry]:
+        return self.model.trained
 
     def forward(
         self, x_TH: Tensor, images: Images | None, *, adapters: bool = True, step: Tensor | None = None

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
+from engine.batch import Batch, BatchPart
 from engine.distributed.mesh import Axis
 from engine.layers.attention import Attention, Heads, attention_linears
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.bypass import bypassed
 from engine.layers.context import LayerContext, TensorLayout, deferred_sums
-from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.decoder_config import DecoderConfig, ExampleRows, LayerPlace, LayerVariant
 from engine.models.decoder_layer import plain_attention, plain_mlp
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import LinearInput
+from engine.vision.batch_parts import ExpertTokens
+from engine.vision.layers.fronts import ImageTower, images_change
 from engine.vision.ops.token_experts import Experts, PackedTokens, join_experts, split_by_expert
 
 VISION_EXPERT = "vision"
@@ -144,10 +148,28 @@ class TokenExperts(LayerVariant):
         )
 
     def graph_obstacle(self, family: str) -> str:
-        return (
-            f"which weights a token of this {family} model meets, or what it attends to, changes with the images of a "
-            "micro-batch"
+        return images_change(family)
+
+    def context_part(self, batch: Batch) -> Experts:
+        """Packs the tokens by expert; all are the language expert's where the batch does not say."""
+        experts, token_index = batch.part(ExpertTokens), batch.token_index_BS.flatten()
+        if experts is None:
+            every = torch.arange(token_index.shape[0], device=token_index.device)
+            return Experts(PackedTokens(every, token_index), PackedTokens(every[:0], token_index[:0]))
+        language, vision = experts.language_L, experts.vision_V
+        return Experts(
+            PackedTokens(language, token_index.index_select(0, language)),
+            PackedTokens(vision, token_index.index_select(0, vision)),
         )
+
+    def examples(self, config: DecoderConfig, rows: ExampleRows) -> tuple[BatchPart, ...]:
+        """Gives the vision expert as many tokens as the images have features, spread over context ranks."""
+        tower, num_tokens = config.front(ImageTower), rows.shape[0] * rows.shape[1]
+        if tower is None:
+            return ()
+        count = min(sum(map(tower.num_features, rows.tiles)) // rows.ranks, num_tokens)
+        vision, language = (torch.empty(each, dtype=torch.int64, device="meta") for each in (count, num_tokens - count))
+        return (ExpertTokens(vision_V=vision, language_L=language),)
 
     def part_rows(self, config: DecoderConfig) -> dict[str, int]:
         keys = config.num_kv_heads * config.head_dim

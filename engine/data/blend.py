@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.dataset import Stored, TokenDataset
+from engine.data.columns import Columns
+from engine.data.dataset import TokenDataset
 from engine.data.packing import Packs
 from engine.errors import UserError
 from engine.vision.data.columns import joined
@@ -60,21 +61,18 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
     digest = hashlib.blake2b(digest_size=16)
     for data, count in zip(datasets, counts, strict=True):
         digest.update(f"{data.fingerprint()}:{count};".encode())
-    blended = TokenDataset(
-        tokens,  # type: ignore[arg-type]
-        targets,  # type: ignore[arg-type]
-        np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
-        seq_length=first.seq_length,
-        packing=first.packing,
+    columns = Columns(
+        tokens=tokens,  # type: ignore[arg-type]
+        targets=targets,  # type: ignore[arg-type]
+        starts=np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
+        lengths=np.concatenate([data.lengths for data in datasets]),
+        target_counts=np.concatenate([data.document_targets for data in datasets]),
+        max_token=max(data.max_token for data in datasets),
+        identity=digest.hexdigest(),
         vision=joined([data.vision for data in datasets], [len(data.lengths) for data in datasets]),
-        stored=Stored(
-            lengths=np.concatenate([data.lengths for data in datasets]),
-            targets=np.concatenate([data.document_targets for data in datasets]),
-            max_token=max(data.max_token for data in datasets),
-            identity=digest.hexdigest(),
-            rows=Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64)),
-        ),
     )
+    rows = Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64))
+    blended = TokenDataset(columns, rows, seq_length=first.seq_length, packing=first.packing)
     blended.read_with(first.family)
     return blended
 

@@ -7,57 +7,40 @@ keeps documents whole and separate.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.data.columns import Columns, contiguous
 from engine.errors import UserError
 
 
-class Concatenated(NamedTuple):
-    """Rows, as documents of one length.
-
-    Args:
-        tokens: integer [R * S], the rows end to end.
-        targets: bool [R * S], whether a token is a target; false on the first of each row.
-        offsets: int64 [R + 1], where rows begin.
-        left_over: tokens at the end that fill no row, and of rows without a target.
-    """
-
-    tokens: NDArray[np.integer]
-    targets: NDArray[np.bool_]
-    offsets: NDArray[np.int64]
-    left_over: int
-
-
-def concatenate(
-    tokens: NDArray[np.integer], targets: NDArray[np.bool_], offsets: NDArray[np.int64], seq_length: int
-) -> Concatenated:
+def concatenate(columns: Columns, seq_length: int) -> tuple[Columns, int]:
     """Cuts concatenated documents into rows, in their order.
 
     A document's first token follows another document here, so it is a target where all others of its document are;
     where some are masked, it is masked too.
 
     Args:
-        tokens: integer [T].
-        targets: bool [T], false on the first token of each document.
-        offsets: int64 [D + 1], where documents begin; of any length above 0.
+        columns: documents that lie end to end in memory.
         seq_length: S, tokens of a row.
+
+    Returns:
+        The rows, as documents of one length, and the number of tokens that are left over: at the end, where they fill
+        no row, and in rows without a target.
 
     Raises:
         UserError: there are fewer tokens than a row has.
     """
+    tokens, targets, starts = columns.tokens, columns.targets, columns.starts
+    assert targets is not None and columns.identity is None, "documents in memory have targets"
     rows = len(tokens) // seq_length
     if not rows:
         raise UserError(
             f"data.packing is concatenate and the data has {len(tokens)} tokens in all, which do not fill one row of "
             f"data.seq_length {seq_length}: lower data.seq_length, or set data.packing to true."
         )
-    lengths = np.diff(offsets)
-    whole = np.add.reduceat(targets, offsets[:-1], dtype=np.int64) == lengths - 1
+    whole = columns.target_counts == columns.lengths - 1
     is_target = targets.copy()
-    is_target[offsets[:-1][whole]] = True
+    is_target[starts[whole]] = True
     kept_RS = is_target[: rows * seq_length].reshape(rows, seq_length)
     kept_RS[:, 0] = False
     useful = kept_RS.any(axis=1)
@@ -68,9 +51,9 @@ def concatenate(
         )
     tokens_RS = tokens[: rows * seq_length].reshape(rows, seq_length)
     count = int(useful.sum())
-    return Concatenated(
-        tokens=tokens_RS[useful].reshape(-1),
-        targets=kept_RS[useful].reshape(-1),
-        offsets=np.arange(count + 1, dtype=np.int64) * seq_length,
-        left_over=len(tokens) - count * seq_length,
+    rows_of_targets = contiguous(
+        tokens_RS[useful].reshape(-1),
+        kept_RS[useful].reshape(-1),
+        np.arange(count + 1, dtype=np.int64) * seq_length,
     )
+    return rows_of_targets, len(tokens) - count * seq_length

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.record_files import Place
 from engine.telemetry.format import counted
 
-Unit = Literal["document", "pair", "answer"]
+Unit = Literal["document", "pair", "answer", "prompt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,21 +138,6 @@ class DatasetReport:
         if not (self.dropped_overlong or self.dropped_prompt_only or self.dropped_in_image):
             advice = "give records with tokens to train on"
         return f"{names} leaves {expected}: {whole}{' and '.join(reasons)}{'; ' if reasons else ''}{advice}."
-
-
-class DroppedPlaces:
-    """Counts records that are dropped because truncation would cut through an image, and keeps the first."""
-
-    def __init__(self) -> None:
-        self._count, self._first = 0, ""
-
-    def add(self, place: Place) -> None:
-        self._first = self._first or str(place)
-        self._count += 1
-
-    def told(self, report: DatasetReport) -> DatasetReport:
-        """Returns a report with these counts."""
-        return replace(report, dropped_in_image=self._count, first_in_image=self._first)
 
 
 def context_warning(seq_length: int, lengths: NDArray[np.int64], context: int) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.data_report import DatasetReport
-from engine.data.dataset import Stored, TokenDataset
+from engine.data.dataset import TokenDataset
 from engine.data.order import permutation
 from engine.data.packing import Packs
 from engine.errors import UserError
@@ -43,24 +45,14 @@ def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
     group = dataset.group
     documents = [dataset.rows.row(row)[::group] // group for row in rows.tolist()]
     offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    packs = Packs(offsets=offsets, documents=np.concatenate(documents))
     part = TokenDataset(
-        dataset.tokens,
-        dataset.targets,
-        dataset.starts,
+        replace(dataset.columns, identity=dataset.fingerprint()),
+        packs.of_groups(group),
         seq_length=dataset.seq_length,
         packing=dataset.packing,
-        group=group,
-        signs=dataset.signs if dataset.compares else None,
-        vision=dataset.vision,
         mismatched=None if dataset.mismatched is None else _rows(dataset.mismatched, rows),
         report=DatasetReport(unit=dataset.report.unit, documents=int(offsets[-1])),
-        stored=Stored(
-            lengths=dataset.lengths,
-            targets=dataset.document_targets,
-            max_token=dataset.max_token,
-            identity=dataset.fingerprint(),
-            rows=Packs(offsets=offsets, documents=np.concatenate(documents)),
-        ),
     )
     part.read_with(dataset.family)
     return part

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.columns import Columns
 from engine.data.data_report import DatasetReport
-from engine.data.dataset import Stored, TokenDataset
+from engine.data.dataset import TokenDataset
 from engine.data.packing import Packs
 from engine.vision.data.columns import VisionColumns
 
@@ -38,8 +39,8 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
         "starts": dataset.starts,
         "lengths": dataset.lengths,
         "document_targets": dataset.document_targets,
-        "row_offsets": dataset.rows.offsets // dataset.group,
-        "row_documents": dataset.rows.documents[:: dataset.group] // dataset.group,
+        "row_offsets": dataset.rows.offsets,
+        "row_documents": dataset.rows.documents,
     }
     if dataset.compares:
         arrays["signs"] = dataset.signs
@@ -70,21 +71,22 @@ def map_dataset(folder: Path) -> TokenDataset:
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     mismatched = folder / _MISMATCHED
     vision = {name.removeprefix(_VISION): array for name, array in arrays.items() if name.startswith(_VISION)}
-    return TokenDataset(
-        arrays["tokens"],
-        arrays["targets"],
-        arrays["starts"],
-        seq_length=facts["seq_length"],
-        packing=facts["packing"],
+    columns = Columns(
+        tokens=arrays["tokens"],
+        targets=arrays["targets"],
+        starts=arrays["starts"],
+        lengths=arrays["lengths"],
+        target_counts=arrays["document_targets"],
+        max_token=facts["max_token"],
         group=facts["group"],
         signs=arrays.get("signs"),
-        mismatched=map_dataset(mismatched) if mismatched.is_dir() else None,
         vision=VisionColumns(**vision) if vision else None,
+    )
+    return TokenDataset(
+        columns,
+        Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"]),
+        seq_length=facts["seq_length"],
+        packing=facts["packing"],
+        mismatched=map_dataset(mismatched) if mismatched.is_dir() else None,
         report=DatasetReport(**facts["report"]),
-        stored=Stored(
-            lengths=arrays["lengths"],
-            targets=arrays["document_targets"],
-            max_token=facts["max_token"],
-            rows=Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"]),
-        ),
     )

@@ -10,13 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.data import Packing
+from engine.data.columns import Columns, contiguous, sum_rows
 from engine.data.concatenate import concatenate
 from engine.data.data_report import DatasetReport
-from engine.data.dataset import Stored, TokenDataset
+from engine.data.dataset import TokenDataset
+from engine.data.overlong import Fate, LongRecords, Measures, RecordKind
 from engine.data.store import TokenStore, open_store
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
+STORED = RecordKind(
+    unit="document",
+    subject="has a document of",
+    ways=("truncate", "cut", "drop"),
+    fates=(Fate.OVERLONG, Fate.PROMPT_ONLY, Fate.WITHOUT_TARGET),
+)
 _CHUNK = 1 << 24
 """Tokens whose targets are counted at a time, so that a large store is never in memory as a whole."""
 
@@ -49,46 +57,30 @@ def stored_dataset(
         store.require_tokenizer(tokenizer)
     if packing == "concatenate":
         return _concatenated(store, seq_length)
+    long = LongRecords(STORED, limit=seq_length, overlong=overlong)
     starts, lengths = store.offsets[:-1], np.diff(store.offsets)
-    report = DatasetReport(limit=seq_length, longest=int(lengths.max(initial=0)))
-    longer = lengths > seq_length
-    if overlong == "error" and longer.any():
-        raise UserError(
-            f"{path} has a document of {int(lengths.max())} tokens, more than data.seq_length {seq_length}: raise it, "
-            "or set data.overlong to truncate, cut or drop."
-        )
-    if overlong == "drop":
-        report = replace(report, dropped_overlong=int(longer.sum()))
-        starts, lengths, longer = starts[~longer], lengths[~longer], longer[~longer]
-    documents = len(starts)
-    lost = np.maximum(lengths - seq_length, 0)
-    if overlong == "cut" and longer.any():
-        starts, lengths = cut_spans(starts, lengths, seq_length)
-        report = replace(report, documents=documents)
-    lengths = np.minimum(lengths, seq_length)
-    counts = _target_counts(store, starts, lengths)
-    kept = counts > 0
-    if report.documents:
-        report = replace(report, pieces=int(kept.sum()))
-    else:
-        report = replace(
-            report,
-            truncated=int((kept & longer).sum()),
-            lost_tokens=int(lost[kept].sum()),
-            dropped_prompt_only=int((~kept & longer).sum()),
-            dropped_without_target=int((~kept & ~longer).sum()),
-        )
+    first, spans = np.arange(len(lengths) + 1), np.minimum(lengths, seq_length)
+    if overlong == "cut":
+        starts, spans, first = cut_spans(starts, lengths, seq_length)
+    counts = _target_counts(store, starts, spans)
+    fates = long.decide(Measures.of_lengths(lengths, sum_rows(counts, first) > 0))
+    if overlong == "error" and (fates == Fate.OVERLONG).any():
+        raise UserError(f"{path} {STORED.refuse(int(lengths.max()), seq_length)}")
+    kept = np.repeat(fates == Fate.KEPT, np.diff(first)) & (counts > 0)
+    long.count_pieces(int(kept.sum()))
+    report = long.report(records=0)
     if not kept.any():
         raise UserError(report.nothing_left(str(path), "nothing to train on"))
-    dataset = TokenDataset(
-        store.tokens,
-        store.targets,
-        starts[kept],
-        seq_length=seq_length,
-        packing=packing,
-        report=report,
-        stored=Stored(lengths=lengths[kept], targets=counts[kept], max_token=store.max_token, identity=store.identity),
+    columns = Columns(
+        tokens=store.tokens,
+        targets=store.targets,
+        starts=starts[kept],
+        lengths=spans[kept],
+        target_counts=counts[kept],
+        max_token=store.max_token,
+        identity=store.identity,
     )
+    dataset = TokenDataset(columns, seq_length=seq_length, packing=bool(packing), report=report)
     dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
     return dataset
 
@@ -99,23 +91,24 @@ def _concatenated(store: TokenStore, seq_length: int) -> TokenDataset:
     if targets is None:
         targets = np.ones(len(store.tokens), dtype=bool)
         targets[store.offsets[:-1]] = False
-    tokens, targets, offsets, left_over = concatenate(store.tokens.whole(), targets, store.offsets, seq_length)
+    columns, left_over = concatenate(contiguous(store.tokens.whole(), targets, store.offsets), seq_length)
     report = DatasetReport(documents=len(store.offsets) - 1, left_over=left_over)
-    return TokenDataset(tokens, targets, offsets, seq_length=seq_length, packing=True, report=report)
+    return TokenDataset(columns, seq_length=seq_length, packing=True, report=report)
 
 
 def cut_spans(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Returns starts and lengths of the pieces of documents, each of at most `seq_length` tokens, neighbours sharing
-    one.
+    one; and the first piece of each document, int64 [D + 1].
     """
     step = seq_length - 1
     pieces = np.maximum(-(-(lengths - 1) // step), 1)
     owner = np.repeat(np.arange(len(lengths)), pieces)
     first = np.concatenate([[0], np.cumsum(pieces)[:-1]])
     skipped = (np.arange(len(owner)) - first[owner]) * step
-    return starts[owner] + skipped, np.minimum(lengths[owner] - skipped, seq_length)
+    offsets = np.concatenate([first, [len(owner)]])
+    return starts[owner] + skipped, np.minimum(lengths[owner] - skipped, seq_length), offsets
 
 
 def _target_counts(store: TokenStore, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -26,6 +26,8 @@ from engine.vision.data.families import IMAGE_MODELS
 from engine.vision.data.reader import ImageReader
 from engine.vision.data.records import ImageSample
 
+CHUNK = 1024
+"""Samples that are tokenised together."""
 SEGMENT_CHARACTERS = 1 << 22
 """A stream is encoded in pieces of about this many characters, cut after a line end, to bound the memory."""
 
@@ -86,7 +88,7 @@ def tokenize_samples(
             ids, answers = (prompt + completion, [False] * len(prompt) + [True] * len(completion))
         elif sample.is_stream:
             tokens = np.array([*begin, *_encode_stream(sample.text, tokenizer), *end], dtype=np.int32)
-            yield from cut_document(Document(sample.place, tokens, np.ones(len(tokens), dtype=bool)), stream_length)
+            yield from Document(sample.place, tokens, np.ones(len(tokens), dtype=bool)).cut(stream_length)
             continue
         else:
             ids = begin + next(encoded) + end
@@ -127,15 +129,3 @@ def _encode_stream(text: str, tokenizer: Tokenizer) -> list[int]:
         ids += tokenizer.encode(text[first:last])
         first = last
     return ids
-
-
-def cut_document(document: Document, length: int) -> Iterator[Document]:
-    """Cuts a document so that each target is a target of exactly one piece.
-
-    Neighbouring pieces share one token: the last of one, a target there, is the first of the next, where it is none.
-    """
-    for start in range(0, max(len(document.tokens) - 1, 1), length - 1):
-        part = slice(start, start + length)
-        targets = document.targets[part].copy()
-        targets[:1] = False
-        yield Document(document.place, document.tokens[part], targets)

@@ -95,9 +95,7 @@ def read_prompt_data(
             progress.advance(count - done)
             done = count
 
-        prompts = read_prompts(
-            data.train, tokenizer=tokenizer, room=room, refuses_long=data.overlong == "error", progress=advance
-        )
+        prompts = read_prompts(data.train, tokenizer=tokenizer, room=room, overlong=data.overlong, progress=advance)
     if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
         raise UserError(
             f"{data.train} has token id {largest}, but the model's vocabulary has {decoder.vocab_size} entries: set "

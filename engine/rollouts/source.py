@@ -25,7 +25,7 @@ from engine.data.loader import DataLoader
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
-from engine.rollouts.data.completions import Completion
+from engine.rollouts.data.completions import Completion, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.figures import OVERLONG, step_figures, told
@@ -415,11 +415,10 @@ class RolloutSource:
                 )
                 if buffer.old_logps is not None:
                     old += [np.zeros(len(ids), dtype=np.float32), buffer.old_logps[place]]
-        dataset = TokenDataset.from_completions(
-            documents,
+        dataset = TokenDataset(
+            completion_columns(documents, row_weight(config.objective.loss_type)),
             seq_length=config.data.seq_length,
             packing=config.data.packing is True,
-            row_weight=row_weight(config.objective.loss_type),
         )
         if old:
             assert dataset.completions is not None

@@ -21,6 +21,7 @@ from engine.data.preview import preview
 from engine.data.row_means import RowMeanLoader
 from engine.data.store import is_store
 from engine.data.stored_rows import stored_dataset
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
@@ -37,7 +38,7 @@ from engine.training.step_source import RowSource
 
 
 class _ReaderOptions(TypedDict):
-    """The options that every reader of records takes; see `engine.data.dataset.TokenDataset.build`."""
+    """The options that every reader of records takes; see `engine.data.build.build_dataset`."""
 
     tokenizer: Tokenizer
     seq_length: int
@@ -252,7 +253,7 @@ class _Source:
                 images=self.images,
             )
             if records is None:
-                return TokenDataset.build(
+                return build_texts(
                     path, data_format=data.format, mask_prompt=data.mask_prompt, packing=data.packing, **common
                 )
             assert data.packing != "concatenate", "which would tear answers apart"

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.config.run import RunConfig
 from engine.data.collate import rank_batch, round_up
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import dataset_of
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
 from engine.distributed.collectives import all_reduce
@@ -162,7 +162,7 @@ class TextSamples:
         texts = [row.prompt.ids + row.ids for row in rows]
         longest = round_up(max(map(len, texts)), self._length_multiple)
         images = [row.prompt.images for row in rows]
-        dataset = TokenDataset.from_documents(
+        dataset = dataset_of(
             [(ids, [False] * len(ids)) for ids in texts],
             seq_length=longest,
             vision=vision_columns([Extras(own) if own else None for own in images]),

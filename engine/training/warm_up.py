@@ -15,6 +15,7 @@ import torch
 
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
+from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.runtime.launch import Launch
@@ -65,7 +66,7 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
     targets[::length] = False
     offsets = np.arange(rows + 1, dtype=np.int64) * length
     filled = config.data.fills_rows
-    dataset = TokenDataset(tokens.astype(np.int32), targets, offsets, seq_length=length, packing=filled)
+    dataset = TokenDataset(contiguous(tokens.astype(np.int32), targets, offsets), seq_length=length, packing=filled)
     place = data_position(config, launch)
     return DataLoader(
         dataset,

@@ -26,6 +26,7 @@ from engine.config.load import from_yaml
 from engine.config.run import RunConfig
 from engine.data.collate import build_batch
 from engine.data.dataset import TokenDataset
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -132,7 +133,7 @@ def main() -> None:
     config = run_config(paths.run)
     tokenizer = load_tokenizer(paths.base)
     assert config.data.validation is not None
-    dataset = TokenDataset.build(
+    dataset = build_texts(
         config.data.validation,
         tokenizer=tokenizer,
         data_format=config.data.format,

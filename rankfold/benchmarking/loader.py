@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.loader import DataLoader
 from engine.data.template import Learn
 from engine.telemetry.processors import available_processors
@@ -101,7 +101,7 @@ def _dataset(files: Sequence[Path], options: LoaderOptions, family: Squares) -> 
     length, size = _FEATURES + _TEXT, (options.side, options.side)
     targets = [False] * _FEATURES + [True] * _TEXT
     images = [PlacedImage(file.name, str(file.parent), str(file), size, ((0, _FEATURES),)) for file in files]
-    dataset = TokenDataset.from_documents(
+    dataset = dataset_of(
         [([1] * length, targets)] * len(files),
         seq_length=length,
         vision=vision_columns([Extras((image,)) for image in images]),

@@ -22,6 +22,7 @@ from engine.config.load import parse_config
 from engine.config.rules import check_config, check_world
 from engine.config.run import RunConfig
 from engine.data.collate import pin
+from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.distributed.transfer_meter import METER
@@ -183,7 +184,9 @@ def _dataset(config: RunConfig) -> TokenDataset:
     targets = np.ones(offsets[-1], dtype=bool)
     targets[offsets[:-1]] = False
     tokens = generator.integers(0, LLAMA["vocab_size"], size=offsets[-1], dtype=np.int32)
-    return TokenDataset(tokens, targets, offsets, seq_length=config.row_length, packing=config.data.fills_rows)
+    return TokenDataset(
+        contiguous(tokens, targets, offsets), seq_length=config.row_length, packing=config.data.fills_rows
+    )
 
 
 def _reporter(

@@ -23,7 +23,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.experts.router_load import RouterLoad
-from engine.rollouts.data.completions import Completion
+from engine.rollouts.data.completions import Completion, completion_columns
 from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
 from engine.rollouts.objective.policy import row_weight
 from engine.rollouts.token_logps import token_logps
@@ -330,11 +330,10 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
             )
             for one, advantage in zip(drawn, _advantages(drawn, config).of_completions, strict=True)
         ]
-        dataset = TokenDataset.from_completions(
-            completions,
+        dataset = TokenDataset(
+            completion_columns(completions, row_weight(objective.loss_type)),
             seq_length=config.data.seq_length,
             packing=config.data.fills_rows,
-            row_weight=row_weight(objective.loss_type),
         )
         if objective.num_iterations > 1:
             assert dataset.completions is not None

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine.batch import Batch
-from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from tests.support.commands import losses, options, run_tool
 from tests.support.shared_data import write_plays
@@ -53,7 +53,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_
 
 def _batches(workspace: Path, stories_dir: Path) -> list[tuple[list[Batch], float]]:
     tokenizer = load_tokenizer(stories_dir)
-    dataset = TokenDataset.build(workspace / "text.txt", tokenizer=tokenizer, seq_length=LENGTH)
+    dataset = build_texts(workspace / "text.txt", tokenizer=tokenizer, seq_length=LENGTH)
     loader = DataLoader(
         dataset,
         seq_length=LENGTH,

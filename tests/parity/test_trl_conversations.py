@@ -16,6 +16,7 @@ import pytest
 
 from engine.data.dataset import TokenDataset
 from engine.data.order import permutation
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.preferences.data.judged import build_judged
 from engine.preferences.data.preference_pairs import build_pairs
@@ -127,9 +128,7 @@ def test_sft(workspace: Path) -> None:
         model=model, args=SFTConfig(**options, assistant_only_loss=True), train_dataset=_in_order(records),
         processing_class=tokenizer,
     )  # fmt: skip
-    data = TokenDataset.build(
-        workspace / "chats.jsonl", tokenizer=load_tokenizer(workspace / "model"), seq_length=LENGTH
-    )
+    data = build_texts(workspace / "chats.jsonl", tokenizer=load_tokenizer(workspace / "model"), seq_length=LENGTH)
     rows = [(row["input_ids"], [label != -100 for label in row["labels"]]) for row in trainer.train_dataset.to_list()]
     assert _learnt(data, permutation(SEED, 0, len(records)).tolist()) == rows
     _check(workspace, "chats.jsonl", "sft", _run(trainer, workspace / "trl-sft"), {})

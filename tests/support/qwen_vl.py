@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
@@ -94,7 +95,7 @@ def dataset_of(folder: Path, *, packing: bool, seq_length: int = 256) -> TokenDa
     tokenizer = load_tokenizer(folder)
     family = read_vision_family(folder, tokenizer)
     assert family is not None
-    return TokenDataset.build(
+    return build_texts(
         folder / "records.jsonl", tokenizer=tokenizer, seq_length=seq_length, packing=packing,
         images=ImageReader(family),
     )  # fmt: skip

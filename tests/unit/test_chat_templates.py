@@ -20,10 +20,10 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from engine.config.data import DataOptions
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
-from engine.data.dataset import TokenDataset
 from engine.data.named_templates import TEMPLATES
 from engine.data.opened_tokenizer import HuggingFaceTokenizer
 from engine.data.preview import first_documents, preview
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from engine.telemetry.log import Log
@@ -292,7 +292,7 @@ def test_a_run_shows_its_first_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(f"{json.dumps({'messages': CHAT})}\n" * 3, encoding="utf-8")
     tokenizer = named("chatml")
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=256)
+    dataset = build_texts(file, tokenizer=tokenizer, seq_length=256)
     config = RunConfig(data=DataOptions(show=2), model=ModelOptions(path="x"))
     said = StringIO()
     show_samples(config, dataset, tokenizer, Log(0, said))

@@ -8,14 +8,14 @@ import pytest
 from engine.config.load import parse_config
 from engine.data.blend import blend, sample_counts
 from engine.data.collate import build_batch
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.loader import DataLoader
 from engine.errors import UserError
 
 
 def _set(first: int, count: int, packing: bool = False) -> TokenDataset:
     documents = [([first, first + 1 + n], [False, True]) for n in range(count)]
-    return TokenDataset.from_documents(documents, seq_length=6, packing=packing)
+    return dataset_of(documents, seq_length=6, packing=packing)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.rollouts.batch_parts import Completions
-from engine.rollouts.data.completions import Completion
+from engine.rollouts.data.completions import Completion, completion_columns
 
 LENGTH = 16
 GIVEN = [
@@ -29,7 +29,7 @@ GIVEN = [
 
 
 def dataset(*, packing: bool, row_weight: str = "tokens") -> TokenDataset:
-    return TokenDataset.from_completions(GIVEN, seq_length=LENGTH, packing=packing, row_weight=row_weight)
+    return TokenDataset(completion_columns(GIVEN, row_weight), seq_length=LENGTH, packing=packing)
 
 
 def held(batch: Batch) -> dict[int, list[tuple[int, float, float]]]:
@@ -113,7 +113,7 @@ def test_what_was_known_at_sampling_is_part_of_the_fingerprint() -> None:
     better = [*GIVEN[:-1], replace(GIVEN[-1], advantage=0.5)]
     likelier = [*GIVEN[:-1], replace(GIVEN[-1], sampled_logps=[-0.25])]
     for changed in (better, likelier):
-        other = TokenDataset.from_completions(changed, seq_length=LENGTH, row_weight="tokens")
+        other = TokenDataset(completion_columns(changed, "tokens"), seq_length=LENGTH)
         assert other.fingerprint() != plain.fingerprint()
 
 

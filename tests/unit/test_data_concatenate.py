@@ -13,6 +13,7 @@ from engine.config.load import from_yaml, parse_config, to_yaml
 from engine.config.rules import check_objective
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
+from engine.data.text_reader import build_texts
 from engine.errors import UserError
 
 
@@ -30,7 +31,7 @@ class Letters:
 
 def _build(path: Path, records: list[dict[str, str]], seq_length: int, **more: object) -> TokenDataset:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return TokenDataset.build(path, tokenizer=Letters(), seq_length=seq_length, packing="concatenate", **more)
+    return build_texts(path, tokenizer=Letters(), seq_length=seq_length, packing="concatenate", **more)
 
 
 def _text(tokens: np.ndarray) -> str:
@@ -87,9 +88,7 @@ def test_long_documents_run_on_or_are_dropped(overlong: str, kept: str, tmp_path
 @pytest.mark.parametrize("overlong", ["truncate", "drop", "error"])
 def test_a_stream_has_each_token_once(overlong: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcdefghijklm")
-    data = TokenDataset.build(
-        tmp_path / "a.txt", tokenizer=Letters(), seq_length=4, packing="concatenate", overlong=overlong
-    )
+    data = build_texts(tmp_path / "a.txt", tokenizer=Letters(), seq_length=4, packing="concatenate", overlong=overlong)
     assert _text(data.tokens) == "<abcdefghijk"
 
 

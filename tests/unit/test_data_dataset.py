@@ -13,8 +13,9 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from engine.data import tokenize
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.formats import CompletionSample, read_samples
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
 from tests.support.shared_data import shared
@@ -49,7 +50,7 @@ def test_text_is_learnt_from_the_second_token_on(
 ) -> None:
     texts = ["Once upon a time", "two\nlines\n", ""]
     path = write(tmp_path, [{"text": text} for text in texts])
-    dataset = TokenDataset.build(path, tokenizer=llama, seq_length=LONG)
+    dataset = build_texts(path, tokenizer=llama, seq_length=LONG)
     expected = [[1, *processor.encode(text), 2] for text in texts]
     assert documents(dataset) == [(ids, [False] + [True] * (len(ids) - 1)) for ids in expected]
     assert dataset.report.records == dataset.report.documents == 3
@@ -61,7 +62,7 @@ def test_completions_are_learnt_with_their_end(
     llama: Tokenizer, processor: sentencepiece.SentencePieceProcessor, mask_prompt: bool
 ) -> None:
     path = shared("instruct/identity.json")
-    dataset = TokenDataset.build(path, tokenizer=llama, seq_length=LONG, mask_prompt=mask_prompt)
+    dataset = build_texts(path, tokenizer=llama, seq_length=LONG, mask_prompt=mask_prompt)
     samples = list(read_samples(path, "alpaca")[1])
     assert len(dataset) == len(samples)
     for sample, (ids, targets) in zip(samples, documents(dataset), strict=True):
@@ -79,7 +80,7 @@ def test_both_chat_formats_give_the_template_s_tokens(tmp_path: Path) -> None:
     other = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "Hello."}]
     path = write(tmp_path, [{"messages": turns}])
     also = write(tmp_path, [{"conversations": other}], "other.jsonl")
-    dataset = TokenDataset.build([str(path), str(also)], tokenizer=tokenizer, seq_length=LONG)
+    dataset = build_texts([str(path), str(also)], tokenizer=tokenizer, seq_length=LONG)
     first, second = documents(dataset)
     assert first == second
     ids, targets = first
@@ -90,7 +91,7 @@ def test_both_chat_formats_give_the_template_s_tokens(tmp_path: Path) -> None:
 def test_conversations_without_a_template_name_the_record(tmp_path: Path, llama: Tokenizer) -> None:
     path = write(tmp_path, [{"messages": [{"role": "assistant", "content": "x"}]}])
     with pytest.raises(UserError, match=r"data\.jsonl line 1: .*no chat template.*text, completion or alpaca"):
-        TokenDataset.build(path, tokenizer=llama, seq_length=LONG)
+        build_texts(path, tokenizer=llama, seq_length=LONG)
 
 
 @pytest.mark.parametrize("seq_length", [2, 7, 64, 100_000_000])
@@ -101,7 +102,7 @@ def test_text_stream_loses_nothing(
     path = tmp_path / "stream.txt"
     path.write_text(text, encoding="utf-8")
     stream = [1, *processor.encode(text), 2]
-    dataset = TokenDataset.build(path, tokenizer=llama, seq_length=seq_length)
+    dataset = build_texts(path, tokenizer=llama, seq_length=seq_length)
     cuts = documents(dataset)
     learnt = [token for ids, targets in cuts for token, flag in zip(ids, targets, strict=True) if flag]
     assert learnt == stream[1:]
@@ -119,7 +120,7 @@ def test_long_streams_are_encoded_in_pieces_that_join(
     text = shared("corpus/tinyshakespeare.txt").read_text(encoding="utf-8")[:3000] + "x" * 250
     path = tmp_path / "stream.txt"
     path.write_text(text, encoding="utf-8")
-    dataset = TokenDataset.build(path, tokenizer=llama, seq_length=LONG)
+    dataset = build_texts(path, tokenizer=llama, seq_length=LONG)
     # sentencepiece opens each piece with a space of its own, nothing else may differ.
     assert llama.decode(dataset.tokens[1:-1].tolist()).replace(" ", "") == text.replace(" ", "")
     assert len(dataset.tokens) < len(text) / 2
@@ -132,8 +133,8 @@ def test_overlong_records_are_truncated_dropped_or_refused(tmp_path: Path, llama
         {"prompt": "word " * 50, "completion": "x"},
     ]
     path = write(tmp_path, records)
-    whole = documents(TokenDataset.build(path, tokenizer=llama, seq_length=LONG))
-    cut = TokenDataset.build(path, tokenizer=llama, seq_length=16, overlong="truncate")
+    whole = documents(build_texts(path, tokenizer=llama, seq_length=LONG))
+    cut = build_texts(path, tokenizer=llama, seq_length=16, overlong="truncate")
     assert documents(cut) == [whole[0], (whole[1][0][:16], whole[1][1][:16])]
     report = cut.report
     longest = max(len(ids) for ids, _ in whole)
@@ -146,27 +147,27 @@ def test_overlong_records_are_truncated_dropped_or_refused(tmp_path: Path, llama
         f"data.seq_length {longest} would keep all tokens"
     )
     assert prompt.startswith("1 of 3 documents is dropped: the prompt alone fills data.seq_length 16")
-    assert not TokenDataset.build(path, tokenizer=llama, seq_length=longest).report.warnings()
-    dropped = TokenDataset.build(path, tokenizer=llama, seq_length=16, overlong="drop")
+    assert not build_texts(path, tokenizer=llama, seq_length=longest).report.warnings()
+    dropped = build_texts(path, tokenizer=llama, seq_length=16, overlong="drop")
     assert documents(dropped) == whole[:1]
     assert (dropped.report.truncated, dropped.report.dropped_overlong, dropped.report.dropped) == (0, 2, 2)
     with pytest.raises(UserError, match=r"data\.jsonl line 2: the record has \d+ tokens.*data\.seq_length 16"):
-        TokenDataset.build(path, tokenizer=llama, seq_length=16, overlong="error")
+        build_texts(path, tokenizer=llama, seq_length=16, overlong="error")
 
 
 def test_nothing_to_learn_is_an_error(tmp_path: Path, llama: Tokenizer) -> None:
     path = write(tmp_path, [{"prompt": "word " * 50, "completion": "x"}])
-    longest = len(documents(TokenDataset.build(path, tokenizer=llama, seq_length=LONG))[0][0])
+    longest = len(documents(build_texts(path, tokenizer=llama, seq_length=LONG))[0][0])
     sentence = (
         rf"leaves nothing to train on: of 1 document 1 has a prompt that alone fills data.seq_length 16; raise "
         rf"data.seq_length \(the longest document has {longest} tokens\)."
     )
     with pytest.raises(UserError, match=sentence):
-        TokenDataset.build(path, tokenizer=llama, seq_length=16)
+        build_texts(path, tokenizer=llama, seq_length=16)
     with pytest.raises(UserError, match="has no records"):
-        TokenDataset.build(write(tmp_path, []), tokenizer=llama, seq_length=16)
+        build_texts(write(tmp_path, []), tokenizer=llama, seq_length=16)
     with pytest.raises(UserError, match="expected at least 2"):
-        TokenDataset.build(path, tokenizer=llama, seq_length=1)
+        build_texts(path, tokenizer=llama, seq_length=1)
 
 
 def test_completions_need_an_end_token(tmp_path: Path) -> None:
@@ -174,13 +175,13 @@ def test_completions_need_an_end_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_id is None
     with pytest.raises(UserError, match="no end token"):
-        TokenDataset.build(shared("instruct/identity.json"), tokenizer=tokenizer, seq_length=LONG)
+        build_texts(shared("instruct/identity.json"), tokenizer=tokenizer, seq_length=LONG)
 
 
 def test_packing_keeps_every_document(llama: Tokenizer) -> None:
     path = shared("instruct/alpaca_en_demo.json")
-    plain = TokenDataset.build(path, tokenizer=llama, seq_length=1024)
-    packed = TokenDataset.build(path, tokenizer=llama, seq_length=1024, packing=True)
+    plain = build_texts(path, tokenizer=llama, seq_length=1024)
+    packed = build_texts(path, tokenizer=llama, seq_length=1024, packing=True)
     assert sorted(documents(packed)) == sorted(documents(plain))
     assert packed.row_lengths.max() <= 1024
     assert packed.target_counts.sum() == plain.target_counts.sum() == packed.report.target_tokens
@@ -196,15 +197,15 @@ def test_fingerprint_sees_tokens_targets_and_rows() -> None:
     target = [([5, 6, 7], [False, False, True]), base[1]]
     border = [([5, 6, 7, 8], [False, True, True, False]), ([9], [False])]
     variants = [base, token, target, border, base[::-1]]
-    prints = [TokenDataset.from_documents(variant, seq_length=8).fingerprint() for variant in variants]
-    prints.append(TokenDataset.from_documents(base, seq_length=8, packing=True).fingerprint())
+    prints = [dataset_of(variant, seq_length=8).fingerprint() for variant in variants]
+    prints.append(dataset_of(base, seq_length=8, packing=True).fingerprint())
     assert len(set(prints)) == len(prints)
-    assert prints[0] == TokenDataset.from_documents(base, seq_length=8).fingerprint()
+    assert prints[0] == dataset_of(base, seq_length=8).fingerprint()
 
 
 def test_ids_of_large_vocabularies_are_kept() -> None:
     for largest in (65_535, 65_536, 262_143):
-        dataset = TokenDataset.from_documents([([1, largest], [False, True])], seq_length=4)
+        dataset = dataset_of([([1, largest], [False, True])], seq_length=4)
         assert dataset.max_token == largest and dataset.tokens.tolist() == [1, largest]
     assert dataset.tokens.dtype == np.int32
 
@@ -212,7 +213,7 @@ def test_ids_of_large_vocabularies_are_kept() -> None:
 def test_progress_ends_at_the_number_of_records(tmp_path: Path, llama: Tokenizer) -> None:
     seen: list[tuple[int, int]] = []
     paths = [str(write(tmp_path, [{"text": "x"}] * 1500)), str(shared("instruct/identity.json"))]
-    dataset = TokenDataset.build(
+    dataset = build_texts(
         paths, tokenizer=llama, seq_length=LONG, progress=lambda done, total: seen.append((done, total))
     )
     total = dataset.report.records

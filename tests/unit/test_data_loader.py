@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from engine.batch import IGNORE_LABEL, Batch
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.order import DataOrder, permutation
 from engine.data.row_means import RowMeanLoader
@@ -40,7 +40,7 @@ def random_documents(count: int, longest: int = SEQ, seed: int = 0) -> list[tupl
 
 
 def random_dataset(count: int, *, packing: bool = False) -> TokenDataset:
-    return TokenDataset.from_documents(random_documents(count), seq_length=SEQ, packing=packing)
+    return dataset_of(random_documents(count), seq_length=SEQ, packing=packing)
 
 
 def make_loader(dataset: TokenDataset, *, rank: int = 0, size: int = 1, micro: int = 2, **options: int) -> DataLoader:
@@ -210,7 +210,7 @@ def test_layouts_read_the_same_targets_and_count_them(
 
 def test_rows_are_padded_to_the_longest_of_their_micro_batch() -> None:
     documents = [([5] * length, [False] + [True] * (length - 1)) for length in (3, 9, 4, 5)]
-    dataset = TokenDataset.from_documents(documents, seq_length=SEQ)
+    dataset = dataset_of(documents, seq_length=SEQ)
     loader = make_loader(dataset, global_batch_size=4, pad_multiple=4, pad_token=99, shuffle=False)
     first, second = loader.batches(0)
     assert (first.row_length, second.row_length) == (12, 8)
@@ -223,7 +223,7 @@ def test_rows_are_padded_to_the_longest_of_their_micro_batch() -> None:
 def test_row_lengths_are_rounded_up_within_the_configured_one() -> None:
     """Rows of 3 and 9 tokens, then of 4 and 15, of up to 16: multiples of 6 are 12 and 18, which is too long."""
     documents = [([5] * length, [False] + [True] * (length - 1)) for length in (3, 9, 4, 15)]
-    dataset = TokenDataset.from_documents(documents, seq_length=SEQ)
+    dataset = dataset_of(documents, seq_length=SEQ)
     loader = make_loader(dataset, global_batch_size=4, pad_multiple=2, length_multiple=6, shuffle=False)
     assert [batch.row_length for batch in loader.batches(0)] == [12, 16]
     plain = make_loader(dataset, global_batch_size=4, pad_multiple=2, shuffle=False)
@@ -235,13 +235,13 @@ def test_row_lengths_are_rounded_up_within_the_configured_one() -> None:
         assert (batch.labels_BS[:, columns:] == IGNORE_LABEL).all()
     evaluated = EvalLoader(dataset, seq_length=SEQ, micro_batch_size=2, data_rank=0, data_size=1, length_multiple=6)
     assert [batch.row_length for batch in evaluated] == [12, 16]
-    packed = TokenDataset.from_documents(documents, seq_length=SEQ, packing=True)
+    packed = dataset_of(documents, seq_length=SEQ, packing=True)
     assert make_loader(packed, micro=1, global_batch_size=1, length_multiple=6).batches(0)[0].row_length == SEQ
 
 
 def test_packed_rows_are_what_the_flattening_collator_of_transformers_makes() -> None:
     documents = random_documents(60)
-    dataset = TokenDataset.from_documents(documents, seq_length=SEQ, packing=True)
+    dataset = dataset_of(documents, seq_length=SEQ, packing=True)
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
     full = [row for row in range(len(dataset)) if dataset.row_lengths[row] == SEQ]
     assert len(full) > 10 and max(len(dataset.rows.row(row)) for row in full) > 2
@@ -311,9 +311,9 @@ def test_closing_a_stream_ends_its_threads() -> None:
 
 def test_interpreter_exits_with_an_open_stream() -> None:
     code = (
-        "from engine.data.dataset import TokenDataset\n"
+        "from engine.data.dataset import dataset_of\n"
         "from engine.data.loader import DataLoader\n"
-        "data = TokenDataset.from_documents([([1, 2], [False, True])], seq_length=4)\n"
+        "data = dataset_of([([1, 2], [False, True])], seq_length=4)\n"
         "loader = DataLoader(data, seq_length=4, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1,"
         " seed=0, num_workers=2)\n"
         "stream = loader.stream(0, 10**9)\n"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data import dataset
+from engine.data import columns
+from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset
 from engine.data.packing import one_each, pack
 from engine.kernels.native.loader import NativeStatus, native_status
@@ -98,7 +99,9 @@ def _dataset(lengths: np.ndarray, capacity: int) -> TokenDataset:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     targets = np.ones(offsets[-1], dtype=bool)
     targets[offsets[:-1]] = False
-    return TokenDataset(np.zeros(offsets[-1], dtype=np.int32), targets, offsets, seq_length=capacity, packing=True)
+    return TokenDataset(
+        contiguous(np.zeros(offsets[-1], dtype=np.int32), targets, offsets), seq_length=capacity, packing=True
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -116,11 +119,11 @@ def test_a_dataset_is_packed_by_the_compiled_code_where_it_is_built(
     if available and not native_status().available:
         pytest.skip(native_status().reason)
     calls: list[str] = []
-    compiled = dataset.native_packing.pack
+    compiled = columns.native_packing.pack
     status = NativeStatus(available=available, reason="")
-    monkeypatch.setattr(dataset, "native_status", lambda: status)
-    monkeypatch.setattr(dataset, "pack", lambda *given: (calls.append("plain"), pack(*given))[1])
-    monkeypatch.setattr(dataset.native_packing, "pack", lambda *given: (calls.append("compiled"), compiled(*given))[1])
+    monkeypatch.setattr(columns, "native_status", lambda: status)
+    monkeypatch.setattr(columns, "pack", lambda *given: (calls.append("plain"), pack(*given))[1])
+    monkeypatch.setattr(columns.native_packing, "pack", lambda *given: (calls.append("compiled"), compiled(*given))[1])
     lengths = np.random.default_rng(1).integers(1, 300, 5000)
     built = _dataset(lengths, 300)
     assert calls == ["compiled" if available else "plain"]

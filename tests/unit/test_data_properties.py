@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from engine.batch import IGNORE_LABEL
 from engine.config.data import FORMATS
 from engine.data.collate import build_batch, context_part
+from engine.data.columns import contiguous
 from engine.data.concatenate import concatenate
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import dataset_of
 from engine.data.formats import parse_record, read_samples
 from engine.data.record_files import Place
 from engine.errors import UserError
@@ -103,7 +104,7 @@ def documents(draw: st.DrawFn) -> tuple[list[tuple[list[int], list[bool]]], int]
 @settings(max_examples=200, deadline=None)
 def test_a_batch_holds_its_documents(case: tuple[list[tuple[list[int], list[bool]]], int], packing: bool, data: Any):
     given_documents, seq_length = case
-    dataset = TokenDataset.from_documents(given_documents, seq_length=seq_length, packing=packing)
+    dataset = dataset_of(given_documents, seq_length=seq_length, packing=packing)
     numbers = list(range(len(dataset)))
     rows = data.draw(st.lists(st.sampled_from([None, *numbers]), min_size=1, max_size=4))
     batch = build_batch(dataset, rows, range(5, 5 + len(rows)), length=seq_length, pad_token=0)
@@ -136,7 +137,7 @@ def test_a_batch_holds_its_documents(case: tuple[list[tuple[list[int], list[bool
 @settings(max_examples=60, deadline=None)
 def test_context_ranks_hold_every_token_once(case: tuple[list[tuple[list[int], list[bool]]], int], size: int):
     given_documents, length = case[0], max(case[1], 2 * size)
-    dataset = TokenDataset.from_documents(given_documents, seq_length=length, packing=True)
+    dataset = dataset_of(given_documents, seq_length=length, packing=True)
     batch = build_batch(dataset, list(range(len(dataset))), range(len(dataset)), length=length, pad_token=0)
     parts = [context_part(batch, size=size, rank=rank) for rank in range(size)]
     for name in ("tokens_BS", "labels_BS", "positions_BS"):
@@ -160,19 +161,21 @@ def test_concatenation_is_cutting_one_long_list(case: tuple[list[tuple[list[int]
         targets = [False, *learnt[start + 1 : start + seq_length]]
         if any(targets):
             rows.append((tokens[start : start + seq_length], targets))
-    arguments = (
+    columns = contiguous(
         np.array(tokens), np.array([flag for _, targets in given_documents for flag in targets]),
-        np.cumsum([0, *(len(ids) for ids, _ in given_documents)]), seq_length,
+        np.cumsum([0, *(len(ids) for ids, _ in given_documents)]),
     )  # fmt: skip
     if not rows:
         with pytest.raises(UserError, match="data.packing is concatenate"):
-            concatenate(*arguments)
+            concatenate(columns, seq_length)
         return
-    found = concatenate(*arguments)
+    found, left_over = concatenate(columns, seq_length)
+    assert found.targets is not None
     assert found.tokens.tolist() == [token for ids, _ in rows for token in ids]
     assert found.targets.tolist() == [flag for _, targets in rows for flag in targets]
-    assert found.left_over == len(tokens) - len(rows) * seq_length
-    assert found.offsets.tolist() == [row * seq_length for row in range(len(rows) + 1)]
+    assert left_over == len(tokens) - len(rows) * seq_length
+    assert found.starts.tolist() == [row * seq_length for row in range(len(rows))]
+    assert found.lengths.tolist() == [seq_length] * len(rows)
 
 
 ANSWER_TEXTS = st.text(alphabet="abc", max_size=5)

@@ -23,6 +23,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.store import open_store
 from engine.data.store_manifest import MANIFEST
 from engine.data.stored_rows import cut_spans, stored_dataset
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.data.work_units import plan_units
 from engine.errors import UserError
@@ -59,7 +60,7 @@ def test_store_gives_the_rows_of_the_records(
     preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
     tokenizer = load_tokenizer(tokenizer_dir)
     settings = {"tokenizer": tokenizer, "seq_length": 96, "packing": packing, "overlong": overlong}
-    stored, read = stored_dataset(tmp_path / "store", **settings), TokenDataset.build(records, **settings)
+    stored, read = stored_dataset(tmp_path / "store", **settings), build_texts(records, **settings)
     _same(stored, read)
     assert isinstance(stored.tokens, CheckedFile) and isinstance(stored.targets, CheckedFile)
     assert stored.report.target_tokens == read.report.target_tokens
@@ -71,7 +72,7 @@ def test_concatenated_rows_are_the_same(tmp_path: Path, data_dir: Path, tokenize
     records = data_dir / "instruct" / "identity.json"
     preprocess(Request(files=(records,), tokenizer=tokenizer_dir), tmp_path / "store")
     settings = {"tokenizer": load_tokenizer(tokenizer_dir), "seq_length": 64, "packing": "concatenate"}
-    _same(stored_dataset(tmp_path / "store", **settings), TokenDataset.build(records, **settings))
+    _same(stored_dataset(tmp_path / "store", **settings), build_texts(records, **settings))
 
 
 def test_store_does_not_depend_on_workers_or_units(
@@ -112,7 +113,7 @@ def test_parquet_and_arrays(tmp_path: Path, tokenizer_dir: Path) -> None:
     for name in ("a.parquet", "a.json", "a.jsonl"):
         preprocess(Request(files=(tmp_path / name,), tokenizer=tokenizer_dir), tmp_path / f"{name}-store")
     settings = {"tokenizer": None, "seq_length": 64}
-    expected = TokenDataset.build(tmp_path / "a.jsonl", tokenizer=load_tokenizer(tokenizer_dir), seq_length=64)
+    expected = build_texts(tmp_path / "a.jsonl", tokenizer=load_tokenizer(tokenizer_dir), seq_length=64)
     for name in ("a.parquet", "a.json", "a.jsonl"):
         _same(stored_dataset(tmp_path / f"{name}-store", **settings), expected)
 
@@ -252,7 +253,7 @@ def test_pieces_of_long_documents() -> None:
     lengths = rng.integers(1, 40, 50)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     for limit in (2, 3, 7, 39, 100):
-        firsts, sizes = cut_spans(starts, lengths, limit)
+        firsts, sizes, _ = cut_spans(starts, lengths, limit)
         assert sizes.max() <= limit and sizes.min() >= 1
         learnt = np.zeros(int(lengths.sum()), dtype=int)
         for first, size in zip(firsts, sizes, strict=True):

@@ -13,6 +13,7 @@ from engine.batch import IGNORE_LABEL
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.data.row_means import RowMeanLoader
+from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from tests.unit.test_data_loader import random_dataset
 
@@ -30,7 +31,7 @@ class NoTokenizer:
 def build(folder: Path, *records: dict[str, object], **options: object) -> TokenDataset:
     path = folder / "tokens.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return TokenDataset.build(path, tokenizer=NoTokenizer(), seq_length=4, **options)
+    return build_texts(path, tokenizer=NoTokenizer(), seq_length=4, **options)
 
 
 def test_labels_say_what_is_learnt(tmp_path: Path) -> None:

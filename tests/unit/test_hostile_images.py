@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from engine.data.dataset import TokenDataset
+from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from engine.vision.data.files import FORMATS, image_size, read_image
 from engine.vision.data.limited_file import MOST_BYTES
@@ -252,7 +252,7 @@ def test_errors_of_any_class_become_a_sentence(
     save(tmp_path / "x.png")
     tokenizer, images = opened("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", [{"image": "x.png", "conversations": chat()}])
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, images=images)
+    dataset = build_texts(file, tokenizer=tokenizer, seq_length=192, images=images)
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -271,4 +271,4 @@ def test_paths_may_lead_out_of_the_folder_of_images(kind: str, tmp_path: Path) -
     path = {"absolute": str(tmp_path / "x.png"), "above": "../x.png", "link": "link.png"}[kind]
     tokenizer, images = opened("minicpm-v-2", tmp_path, tmp_path / "folder")
     file = write(tmp_path / "records.jsonl", [{"image": path, "conversations": chat()}])
-    rows(TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, images=images))
+    rows(build_texts(file, tokenizer=tokenizer, seq_length=192, images=images))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.data.dataset import TokenDataset
+from engine.data.columns import contiguous
+from engine.data.dataset import TokenDataset, dataset_of
 from engine.errors import UserError
 from engine.runtime.launch import Launch
 from engine.training import node_data
@@ -30,20 +31,19 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plain() -> TokenDataset:
-    return TokenDataset.from_documents(DOCUMENTS, seq_length=8)
+    return dataset_of(DOCUMENTS, seq_length=8)
 
 
 def packed() -> TokenDataset:
-    return TokenDataset.from_documents(DOCUMENTS, seq_length=16, packing=True)
+    return dataset_of(DOCUMENTS, seq_length=16, packing=True)
 
 
 def _answers(shift: int, mismatched: TokenDataset | None = None) -> TokenDataset:
     tokens = np.arange(60, dtype=np.int32) + 70000 * shift
     targets = np.arange(60) % 3 > 0
-    return TokenDataset(
-        tokens, targets, np.arange(0, 61, 3), seq_length=16, packing=True, group=2,
-        signs=np.array([1, -1] * 10, dtype=np.float32), mismatched=mismatched,
-    )  # fmt: skip
+    signs = np.array([1, -1] * 10, dtype=np.float32)
+    columns = contiguous(tokens, targets, np.arange(0, 61, 3), group=2, signs=signs)
+    return TokenDataset(columns, seq_length=16, packing=True, mismatched=mismatched)
 
 
 def pairs() -> TokenDataset:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.data.collate import rank_batch
-from engine.data.dataset import TokenDataset
+from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.vision.batch_parts import Images
@@ -142,7 +142,7 @@ def test_rows_of_several_conversations_have_the_longest_tile_of_each(
         Image.new("RGB", size).save(tmp_path / f"{name}.png")
     records = [{"image": f"{name}.png", "conversations": chat()} for name in ("wide", "small")]
     file = write(tmp_path / "records.jsonl", records)
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, packing=True, images=images)
+    dataset = build_texts(file, tokenizer=tokenizer, seq_length=192, packing=True, images=images)
     batch = rank_batch(
         dataset, range(len(dataset)), range(len(dataset)), pad_multiple=1, pad_token=7, context_size=1, context_rank=0
     )

@@ -73,7 +73,7 @@ def test_long_prompts(tmp_path: Path, data_dir: Path) -> None:
     assert (len(found.prompts), found.num_too_long) == (1, 1)
     assert "1 prompt of more than 10 tokens left out" in found.summary(10)
     with pytest.raises(UserError, match="line 2: the prompt has .* tokens, and data.seq_length less"):
-        read(path, folder, room=10, refuses_long=True)
+        read(path, folder, room=10, overlong="error")
     with pytest.raises(UserError, match="has nothing to answer, all 2 prompts have more than 0 tokens"):
         read(path, folder, room=0)
 

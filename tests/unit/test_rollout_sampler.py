@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.data.dataset import TokenDataset
-from engine.rollouts.data.completions import Completion
+from engine.rollouts.data.completions import Completion, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.sampler import Sampled
 from engine.rollouts.token_logps import token_logps
@@ -44,7 +44,7 @@ def of_trainer(run: PreparedRun, prompts: Sequence[Prompt], found: Sequence[Samp
         )
         for place, one in enumerate(found)
     ]  # fmt: skip
-    dataset = TokenDataset.from_completions(documents, seq_length=32, packing=packing, row_weight="tokens")
+    dataset = TokenDataset(completion_columns(documents, "tokens"), seq_length=32, packing=packing)
     logps = token_logps(run.config, run.training, dataset)
     ends = (dataset.starts + dataset.lengths).tolist()
     return [float(one) for end, own in zip(ends, found, strict=True) for one in logps[end - len(own.tokens) : end]]

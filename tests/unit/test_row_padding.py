@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.data.collate import rank_batch
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import dataset_of
 from engine.kernels.native.loader import native_status
 from engine.layers.recompute import MemoryPlan
 from engine.ops.kernels import REFERENCE, Kernels
@@ -32,7 +32,7 @@ def test_padding_changes_nothing(kernels: Kernels) -> None:
     case = Case(config=small_config(head_dim=8), adapters=r"layers\..*_proj", dropout=0.25)
     tokens = np.random.default_rng(0).integers(0, case.config.vocab_size, (2, 20)).tolist()
     documents = [(ids, [False] + [True] * (len(ids) - 1)) for ids in (tokens[0], tokens[1][:17])]
-    dataset = TokenDataset.from_documents(documents, seq_length=32)
+    dataset = dataset_of(documents, seq_length=32)
     place = {"pad_multiple": 1, "pad_token": 0, "context_size": 1, "context_rank": 0}
     found, results = [], []
     for multiple, length in ((1, 20), (32, 32)):

@@ -12,6 +12,7 @@ import torch
 
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
+from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.planning.predict import workload_of
@@ -43,9 +44,8 @@ def _rows(*lengths: int, packing: bool = False) -> TokenDataset:
     targets = np.ones(sum(lengths), dtype=bool)
     offsets = np.cumsum([0, *lengths])
     targets[offsets[:-1]] = False
-    return TokenDataset(
-        np.zeros(sum(lengths), dtype=np.int32), targets, offsets.astype(np.int64), seq_length=512, packing=packing
-    )
+    columns = contiguous(np.zeros(sum(lengths), dtype=np.int32), targets, offsets.astype(np.int64))
+    return TokenDataset(columns, seq_length=512, packing=packing)
 
 
 def _forecast(

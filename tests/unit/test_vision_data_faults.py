@@ -16,6 +16,7 @@ from transformers.image_utils import load_image
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
+from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from engine.preferences.data.judged import build_judged
 from engine.vision.data.families import vision_family
@@ -30,7 +31,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def build(tmp_path: Path, record: dict[str, Any], *, reads: bool = True) -> TokenDataset:
     tokenizer, images = opened("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", [record])
-    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=192, images=images if reads else None)
+    return build_texts(file, tokenizer=tokenizer, seq_length=192, images=images if reads else None)
 
 
 def chat(question: str = "Who?", answer: str = "He.") -> list[dict[str, str]]:
@@ -257,7 +258,7 @@ def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: 
     record = {"images": ["x.png", "x.png"], "messages": chat("<image><image>")}
     file = write(tmp_path / "records.jsonl", [record])
     with pytest.raises(UserError, match=r"records\.jsonl line 1: the record has 2 images, but the model takes one"):
-        TokenDataset.build(file, tokenizer=tokenizer, seq_length=64, images=ImageReader(family))
+        build_texts(file, tokenizer=tokenizer, seq_length=64, images=ImageReader(family))
 
 
 def test_a_configuration_without_what_images_need_is_refused(tmp_path: Path) -> None:

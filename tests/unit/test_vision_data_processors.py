@@ -29,7 +29,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from engine.data.collate import rank_batch
-from engine.data.dataset import TokenDataset
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.vision.batch_parts import GridPositions, Images
@@ -293,9 +293,7 @@ def test_a_image_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) ->
     (tmp_path / "x.jsonl").write_text(json.dumps(record))
     rows, length = [], 512
     for _ in range(2):
-        dataset = TokenDataset.build(
-            tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, images=ImageReader(family)
-        )
+        dataset = build_texts(tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, images=ImageReader(family))
         rows.append(rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0))
         assert dataset.vision is not None
         length = int(dataset.vision.spans[-1, 0])  # where the second image begins
@@ -436,7 +434,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
     ]
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    dataset = TokenDataset.build(file, tokenizer=loaded, seq_length=256, packing=True, images=ImageReader(family))
+    dataset = build_texts(file, tokenizer=loaded, seq_length=256, packing=True, images=ImageReader(family))
     batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
     assert batch.part(Images) is not None and batch.part(GridPositions) is not None
     model: Any = stock.__new__(stock)

@@ -15,11 +15,12 @@ from safetensors.numpy import load_file
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.blend import blend
 from engine.data.collate import rank_batch
-from engine.data.dataset import TokenDataset
+from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.hold_out import hold_out
 from engine.data.loader import DataLoader
 from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.data.preview import first_documents, preview
+from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers
@@ -72,7 +73,7 @@ def minicpm(
     copy_images("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", minicpm_records() if records is None else records)
     settings = {"seq_length": LENGTH, **more}
-    return TokenDataset.build(file, tokenizer=tokenizer, packing=packing, images=images, **settings)
+    return build_texts(file, tokenizer=tokenizer, packing=packing, images=images, **settings)
 
 
 def batch_of(dataset: TokenDataset, rows: list[int | None], **more: Any) -> Batch:
@@ -210,7 +211,7 @@ def cogvlm(folder: str, tmp_path: Path, *, packing: bool) -> TokenDataset:
     if folder != "cogagent":
         records.append({"conversations": [{"from": "human", "value": WHO}, {"from": "gpt", "value": "We."}]})
     file = write(tmp_path / "records.jsonl", records)
-    return TokenDataset.build(file, tokenizer=tokenizer, seq_length=LENGTH, packing=packing, images=images)
+    return build_texts(file, tokenizer=tokenizer, seq_length=LENGTH, packing=packing, images=images)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -309,7 +310,7 @@ def test_rows_held_out_and_blended_keep_their_images(tmp_path: Path) -> None:
     left, held = hold_out(dataset, 0.34, seed=0)
     found = [batch_of(left, [row]) for row in range(len(left))] + [batch_of(held, [row]) for row in range(len(held))]
     assert len(found) == 6 and all(any(equal(one, other) for other in rows) for one in found)
-    text = TokenDataset.from_documents([([1, 2, 3], [False, True, True])], seq_length=LENGTH)
+    text = dataset_of([([1, 2, 3], [False, True, True])], seq_length=LENGTH)
     blended = blend([dataset, text, held], [1.0, 1.0, 1.0])
     parts = [dataset, text, held]
     text.read_with(dataset.family)
@@ -372,7 +373,7 @@ def test_judged_answers_take_their_questions_images_to_the_mismatched_ones(tmp_p
     others = [with_answer(question, answers[number - 1]) for number, question in enumerate(questions)]
     for found, expected in ((judged, records), (judged.mismatched, others)):
         assert found is not None
-        data = TokenDataset.build(
+        data = build_texts(
             write(tmp_path / "plain.jsonl", expected), tokenizer=tokenizer, seq_length=256, images=images
         )
         ours, theirs = (batch_of(one, [0, 1, 2]) for one in (found, data))
@@ -399,7 +400,7 @@ def test_images_may_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
     copy_images("minicpm-v-2", tmp_path / "images")
     file = write(tmp_path / "records" / "data.jsonl", minicpm_records())
     tokenizer, images = opened("minicpm-v-2", tmp_path, tmp_path / "images")
-    dataset = TokenDataset.build(file, tokenizer=tokenizer, seq_length=LENGTH, images=images)
+    dataset = build_texts(file, tokenizer=tokenizer, seq_length=LENGTH, images=images)
     assert equal(batch_of(dataset, [0]), batch_of(minicpm(tmp_path / "beside"), [0]))
 
 

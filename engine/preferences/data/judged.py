@@ -15,15 +15,17 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.config.data import Packing
+from engine.data.build import Paths, build_dataset
 from engine.data.chat import Message
-from engine.data.data_report import DatasetReport, DroppedPlaces
+from engine.data.columns import Columns
+from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import (
@@ -34,13 +36,12 @@ from engine.data.formats import (
     parse_record,
     refuse_unusable,
 )
+from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
 from engine.data.tokenizer import Tokenizer
-from engine.errors import UserError
-from engine.preferences.data.answers import AnswerCollector, AnswerSample, ends_with_answer
+from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
 from engine.sentences import listed
-from engine.telemetry.format import counted
-from engine.vision.data.columns import Extras, VisionColumns, vision_columns
+from engine.vision.data.columns import Extras
 from engine.vision.data.reader import ImageReader
 from engine.vision.data.records import ImageSample
 
@@ -107,93 +108,64 @@ def _roles(sample: ImageSample) -> tuple[Message, ...]:
     return tuple({"role": turn.role, "content": turn.text} for turn in sample.conversation.turns)
 
 
+class JudgedReader(AnswerReader[Judged]):
+    """Reads single answers with their labels; truncates them last, because mismatched answers are made of whole ones.
+
+    At least two must be kept: with one there is none to mismatch.
+    """
+
+    kind = RecordKind(
+        unit="answer",
+        subject="the answer with its question has",
+        fates=(Fate.OVERLONG, Fate.WITHOUT_TARGET, Fate.PROMPT_ONLY, Fate.IN_IMAGE),
+        cuts_later=True,
+    )
+    expects = "{kept} to train on, and at least 2 are expected"
+    least = 2
+
+    def parse(self, place: Place, record: Record) -> Judged:
+        return parse_judged(place, record)
+
+    def judge(self, record: Judged, documents: tuple[Document, ...]) -> Sequence[Document]:
+        (document,) = documents
+        return (replace(document, sign=1 if record.liked else -1),)
+
+    def arrange(
+        self, documents: Sequence[Document], *, seq_length: int, packing: Packing, report: DatasetReport
+    ) -> TokenDataset:
+        assert packing != "concatenate", "which would tear answers apart"
+        before = [documents[-1], *documents[:-1]]
+        others = [_mismatched(own, other) for own, other in zip(documents, before, strict=True)]
+        answers, mismatched = (Columns.of_documents(_truncated(side, seq_length)) for side in (documents, others))
+        rows = answers.rows(seq_length, packing=packing, sizes=np.maximum(answers.lengths, mismatched.lengths))
+        shape: dict[str, Any] = {"seq_length": seq_length, "packing": packing}
+        return TokenDataset(answers, rows, **shape, mismatched=TokenDataset(mismatched, rows, **shape), report=report)
+
+
 def build_judged(
-    paths: str | Path | list[str] | tuple[str, ...],
+    paths: Paths,
     *,
     tokenizer: Tokenizer,
-    seq_length: int,
-    packing: bool = False,
-    overlong: str = "truncate",
-    progress: Callable[[int, int], None] | None = None,
     images: ImageReader | None = None,
+    **options: Any,
 ) -> TokenDataset:
-    """Reads and tokenises files of judged answers; arguments as for
-    `engine.preferences.data.preference_pairs.build_pairs`, but a row has room for `seq_length` tokens.
+    """Reads and tokenises files of judged answers; a row has room for `seq_length` tokens.
+
+    Args:
+        paths: one file, several, or patterns with *; JSON or JSON lines.
+        tokenizer, images: as for `AnswerReader`.
+        options: as for `engine.data.build.build_dataset`.
 
     Raises:
-        UserError: a file or record that cannot be used, or fewer than two answers, which leaves none to mismatch.
+        UserError: a file or record that cannot be used, or fewer than two answers.
     """
-    collector = _Answers(seq_length, overlong, images)
-    return collector.collect(paths, parse_judged, tokenizer=tokenizer, packing=packing, progress=progress)
+    return build_dataset(paths, JudgedReader(tokenizer, images=images), **options)
 
 
-class _Answers(AnswerCollector[Judged]):
-    """Collects answers with their labels; truncates them last, because mismatched answers are made of whole ones."""
-
-    width = 1
-
-    def __init__(self, seq_length: int, overlong: str, images: ImageReader | None) -> None:
-        super().__init__(seq_length, overlong, images)
-        self._whole: list[Document] = []
-        self._in_image = DroppedPlaces()
-        self._liked: list[bool] = []
-        self._longest = self._truncated = self._lost = self._too_long = self._prompt_only = self._without_target = 0
-
-    def _add(self, record: Judged, documents: tuple[Document, ...]) -> None:
-        (document,) = documents
-        limit, length = self._seq_length, len(document.tokens)
-        self._longest = max(self._longest, length)
-        if length > limit and self._overlong == "error":
-            raise document.place.error(
-                f"the answer with its question has {length} tokens, more than data.seq_length {limit}; raise it, or "
-                "set data.overlong to truncate or drop."
-            )
-        if length > limit and self._overlong == "drop":
-            self._too_long += 1
-        elif not document.targets.any():
-            self._without_target += 1
-        elif not document.targets[:limit].any():
-            self._prompt_only += 1
-        elif document.beginning(limit) is None:
-            self._in_image.add(document.place)
-        else:
-            self._truncated += length > limit
-            self._lost += max(0, length - limit)
-            self._whole.append(document)
-            self._liked.append(record.liked)
-
-    def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
-        report = DatasetReport(
-            unit="answer",
-            limit=self._seq_length,
-            records=self._records,
-            documents=len(self._whole),
-            longest=self._longest,
-            truncated=self._truncated,
-            lost_tokens=self._lost,
-            dropped_overlong=self._too_long,
-            dropped_prompt_only=self._prompt_only,
-            dropped_without_target=self._without_target,
-        )
-        report = self._in_image.told(report)
-        if len(self._whole) < 2:
-            kept = counted(len(self._whole), "answer")
-            raise UserError(report.nothing_left(names, f"{kept} to train on, and at least 2 are expected"))
-        before = [self._whole[-1], *self._whole[:-1]]
-        answers = [self._cut(document) for document in self._whole]
-        mismatched = [self._cut(_mismatched(own, other)) for own, other in zip(self._whole, before, strict=True)]
-        sizes = np.array(
-            [max(len(own.tokens), len(other.tokens)) for own, other in zip(answers, mismatched, strict=True)]
-        )
-        signs = np.where(self._liked, 1.0, -1.0).astype(np.float32)
-        common = {"seq_length": self._seq_length, "packing": packing, "signs": signs, "sizes": sizes.astype(np.int64)}
-        beside = TokenDataset(*_arrays(mismatched), **common, vision=_columns(mismatched))
-        return TokenDataset(*_arrays(answers), **common, mismatched=beside, vision=_columns(answers), report=report)
-
-    def _cut(self, document: Document) -> Document:
-        kept = document.beginning(self._seq_length)
-        assert kept is not None, "images are in questions, which are never cut"
-        return kept
+def _truncated(documents: Sequence[Document], length: int) -> list[Document]:
+    kept = [document.beginning(length) for document in documents]
+    assert None not in kept, "images are in questions, which are never cut"
+    return [document for document in kept if document is not None]
 
 
 def _mismatched(own: Document, other: Document) -> Document:
@@ -208,14 +180,5 @@ def _mismatched(own: Document, other: Document) -> Document:
         np.concatenate((own.tokens[:question], other.tokens[answer:])),
         np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:])),
         Extras(mine.images, odd) if mine.images or odd else None,
+        own.sign,
     )
-
-
-def _columns(documents: Sequence[Document]) -> VisionColumns | None:
-    return vision_columns([document.extras for document in documents])
-
-
-def _arrays(documents: Sequence[Document]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-    tokens, targets = ([getattr(one, name) for one in documents] for name in ("tokens", "targets"))
-    ends = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    return np.concatenate(tokens), np.concatenate(targets), ends

@@ -16,16 +16,15 @@ pairs as they treat any other documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.data.build import Paths, build_dataset
 from engine.data.chat import Message
-from engine.data.data_report import DatasetReport, DroppedPlaces
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import (
@@ -39,12 +38,11 @@ from engine.data.formats import (
     refuse_unusable,
     string_field,
 )
+from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
 from engine.data.tokenizer import Tokenizer
-from engine.errors import UserError
-from engine.preferences.data.answers import AnswerCollector, AnswerSample, ends_with_answer
+from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
 from engine.sentences import listed
-from engine.vision.data.columns import vision_columns
 from engine.vision.data.reader import ImageReader
 
 ANSWERS = ("chosen", "rejected")
@@ -133,103 +131,43 @@ def _conversations(place: Place, record: Record) -> list[tuple[Message, ...]]:
     return sides
 
 
+class PairReader(AnswerReader[Pair]):
+    """Reads pairs: the preferred answer and then the rejected one, in one row."""
+
+    kind = RecordKind(
+        unit="pair",
+        subject="an answer with its question has",
+        width=2,
+        fates=(Fate.OVERLONG, Fate.IN_IMAGE, Fate.WITHOUT_TARGET, Fate.PROMPT_ONLY, Fate.ALIKE),
+    )
+    expects = "nothing to compare"
+
+    def parse(self, place: Place, record: Record) -> Pair:
+        return parse_pair(place, record)
+
+    def judge(self, record: Pair, documents: tuple[Document, ...]) -> Sequence[Document]:
+        chosen, rejected = _with_same_question(documents)
+        return replace(chosen, sign=1), replace(rejected, sign=-1)
+
+
 def build_pairs(
-    paths: str | Path | list[str] | tuple[str, ...],
+    paths: Paths,
     *,
     tokenizer: Tokenizer,
-    seq_length: int,
-    packing: bool = False,
-    overlong: str = "truncate",
-    progress: Callable[[int, int], None] | None = None,
     images: ImageReader | None = None,
+    **options: Any,
 ) -> TokenDataset:
-    """Reads and tokenises files of pairs.
+    """Reads and tokenises files of pairs; a row has room for twice `seq_length` tokens.
 
     Args:
         paths: one file, several, or patterns with *; JSON or JSON lines.
-        tokenizer: encodes the text.
-        seq_length: maximum tokens of one answer with its question; a row has room for twice that.
-        packing: put several pairs into a row.
-        overlong: as in `TokenDataset.build`, for each side; a pair is dropped when one of its sides is.
-        progress: called with (records done, records in all) now and then.
-        images: as for `engine.data.tokenize.tokenize_samples`.
+        tokenizer, images: as for `AnswerReader`.
+        options: as for `engine.data.build.build_dataset`.
 
     Raises:
         UserError: a file or record that cannot be used, or nothing left to compare.
     """
-    collector = _Pairs(seq_length, overlong, images)
-    return collector.collect(paths, parse_pair, tokenizer=tokenizer, packing=packing, progress=progress)
-
-
-class _Pairs(AnswerCollector[Pair]):
-    """Collects pairs: the preferred answer and then the rejected one, in one row."""
-
-    width = 2
-
-    def __init__(self, seq_length: int, overlong: str, images: ImageReader | None) -> None:
-        super().__init__(seq_length, overlong, images)
-        self._kept: list[Document] = []
-        self._longest = self._truncated = self._lost = 0
-        self._in_image = DroppedPlaces()
-        self._overlong_pairs = self._prompt_only = self._without_target = self._alike = 0
-
-    def _add(self, record: Pair, documents: tuple[Document, ...]) -> None:
-        limit = self._seq_length
-        documents = _with_same_question(documents)
-        longest = max(len(side.tokens) for side in documents)
-        self._longest = max(self._longest, longest)
-        if longest > limit and self._overlong == "error":
-            raise record.place.error(
-                f"an answer with its question has {longest} tokens, more than data.seq_length {limit}; raise it, or "
-                "set data.overlong to truncate or drop."
-            )
-        if longest > limit and self._overlong == "drop":
-            self._overlong_pairs += 1
-            return
-        sides = [side for document in documents if (side := document.beginning(limit)) is not None]
-        if len(sides) < self.width:
-            self._in_image.add(record.place)
-            return
-        if not all(side.targets.any() for side in documents):
-            self._without_target += 1
-        elif not all(side.targets.any() for side in sides):
-            self._prompt_only += 1
-        elif np.array_equal(sides[0].tokens, sides[1].tokens):
-            self._alike += 1
-        else:
-            self._truncated += longest > limit
-            self._lost += sum(max(0, len(side.tokens) - limit) for side in documents)
-            self._kept += sides
-
-    def _dataset(self, names: str, *, packing: bool) -> TokenDataset:
-        report = DatasetReport(
-            unit="pair",
-            limit=self._seq_length,
-            records=self._records,
-            documents=len(self._kept) // 2,
-            longest=self._longest,
-            truncated=self._truncated,
-            lost_tokens=self._lost,
-            dropped_overlong=self._overlong_pairs,
-            dropped_prompt_only=self._prompt_only,
-            dropped_without_target=self._without_target,
-            dropped_alike=self._alike,
-        )
-        report = self._in_image.told(report)
-        if not self._kept:
-            raise UserError(report.nothing_left(names, "nothing to compare"))
-        lengths = [len(document.tokens) for document in self._kept]
-        return TokenDataset(
-            np.concatenate([document.tokens for document in self._kept]),
-            np.concatenate([document.targets for document in self._kept]),
-            np.cumsum([0, *lengths], dtype=np.int64),
-            seq_length=2 * self._seq_length,
-            packing=packing,
-            group=2,
-            signs=np.tile(np.array([1.0, -1.0], dtype=np.float32), len(self._kept) // 2),
-            vision=vision_columns([document.extras for document in self._kept]),
-            report=report,
-        )
+    return build_dataset(paths, PairReader(tokenizer, images=images), **options)
 
 
 def _with_same_question(sides: tuple[Document, ...]) -> tuple[Document, ...]:

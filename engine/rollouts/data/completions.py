@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.columns import Columns, contiguous
+
 RowWeight = Literal["tokens", "completions"]
 """What a row weighs in the loss: its target tokens, or its completions."""
 
@@ -69,3 +71,26 @@ class CompletionColumns:
             "old_logps": self.old_logps,
             "reference_logps": self.reference_logps,
         }
+
+
+def completion_columns(completions: Sequence[Completion], row_weight: RowWeight) -> Columns:
+    """Returns completions as documents, none of which is empty.
+
+    Args:
+        completions: in the order of the documents.
+        row_weight: what a row weighs in the loss, which the objective says.
+    """
+    assert all(one.prompt and len(one.tokens) == len(one.sampled_logps) > 0 for one in completions)
+    ids = [[*one.prompt, *one.tokens] for one in completions]
+    flags = [flag for one in completions for flag in [False] * len(one.prompt) + [one.trained] * len(one.tokens)]
+    logps = [logp for one in completions for logp in (*[0.0] * len(one.prompt), *one.sampled_logps)]
+    return contiguous(
+        np.array([token for one in ids for token in one], dtype=np.int32),
+        np.array(flags, dtype=bool),
+        np.cumsum([0, *map(len, ids)], dtype=np.int64),
+        completions=CompletionColumns(
+            advantages=np.array([one.advantage for one in completions], dtype=np.float32),
+            sampled_logps=np.array(logps, dtype=np.float32),
+            row_weight=row_weight,
+        ),
+    )

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from engine.data.build import Advance, Paths, read_chunks
 from engine.data.formats import conversation_turns, refuse_images, refuse_unusable, string_field
 from engine.data.order import DataOrder
+from engine.data.overlong import Fate, LongRecords, Measures, RecordKind
 from engine.data.record_files import Place, Record, expand_paths, read_records
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -89,13 +92,23 @@ class PromptSet:
         return f"{counted(len(self.prompts), 'prompt')} of up to {self.longest} tokens{columns}{left_out}"
 
 
+PROMPT = RecordKind(
+    unit="prompt",
+    subject="the prompt has",
+    ways=("drop",),
+    fates=(Fate.OVERLONG,),
+    refusal="{subject} {length} tokens, and data.seq_length less rollout.max_completion_length leaves room for "
+    "{limit}: raise data.seq_length, or set data.overlong to {ways}.",
+)
+
+
 def read_prompts(
-    paths: str | Path | list[str] | tuple[str, ...],
+    paths: Paths,
     *,
     tokenizer: Tokenizer,
     room: int,
-    refuses_long: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    overlong: str = "drop",
+    progress: Advance | None = None,
 ) -> PromptSet:
     """Reads and tokenises files of prompts.
 
@@ -103,31 +116,25 @@ def read_prompts(
         paths: one file, several, or patterns with *; read in the order given.
         tokenizer: encodes them.
         room: tokens of a prompt at most, so that an answer has room in a row.
-        refuses_long: whether a longer one is refused, and not left out.
-        progress: called with (records done, records in all) now and then.
+        overlong: "error" refuses a longer one; anything else drops it.
+        progress: see `Advance`.
 
     Raises:
         UserError: a file or record that cannot be used, or nothing left to answer.
     """
     files = expand_paths(paths)
-    counts = [read_records(path)[0] for path in files]
+    long = LongRecords(PROMPT, limit=room, overlong=overlong)
     kept: list[Prompt] = []
-    too_long = done = 0
-    for path in files:
-        for place, record in read_records(path)[1]:
-            prompt = parse_prompt(place, record, tokenizer)
-            if len(prompt.ids) <= room:
+    for chunk in read_chunks(files, read_records, _TOLD, progress):
+        prompts = [parse_prompt(place, record, tokenizer) for place, record in chunk]
+        lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
+        fates = long.decide(Measures.of_lengths(lengths, np.ones(len(lengths), dtype=bool)))
+        for prompt, fate in zip(prompts, fates.tolist(), strict=True):
+            if fate == Fate.KEPT:
                 kept.append(prompt)
-            elif refuses_long:
-                raise place.error(
-                    f"the prompt has {len(prompt.ids)} tokens, and data.seq_length less rollout.max_completion_length "
-                    f"leaves room for {room}: raise data.seq_length, or set data.overlong to drop."
-                )
-            else:
-                too_long += 1
-            done += 1
-            if progress is not None and (done % _TOLD == 0 or done == sum(counts)):
-                progress(done, sum(counts))
+            elif overlong == "error":
+                raise prompt.place.error(PROMPT.refuse(len(prompt.ids), room))
+    too_long = long.report(records=0).dropped_overlong
     if not kept:
         names = listed(files)
         why = f"all {too_long} prompts have more than {room} tokens" if too_long else "it has no records"

@@ -1,0 +1,145 @@
+"""Reads files into data sets: records -> documents -> columns -> rows.
+
+A `RecordReader` knows one kind of records: it opens a file, tokenises records into documents, and arranges those that
+are kept. What is too long is decided in `engine.data.overlong`, for all kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from engine.config.data import OVERLONG, Packing
+from engine.data.columns import Columns
+from engine.data.concatenate import concatenate
+from engine.data.data_report import DatasetReport
+from engine.data.dataset import TokenDataset
+from engine.data.document import Document
+from engine.data.overlong import LongRecords, RecordKind
+from engine.data.record_files import expand_paths
+from engine.data.tokenize import CHUNK
+from engine.errors import UserError
+from engine.sentences import listed
+from engine.telemetry.format import counted
+
+Paths = str | Path | Sequence[str]
+Advance = Callable[[int, int], None]
+"""Is called with (records done, records in all) now and then."""
+Parsed = TypeVar("Parsed")
+
+
+class RecordReader(ABC, Generic[Parsed]):
+    """Reads one kind of records into documents."""
+
+    kind: ClassVar[RecordKind]
+    expects: ClassVar[str] = "nothing to train on"
+    """Ends the sentence that refuses files of which too little is kept; with {kept}."""
+    least: ClassVar[int] = 1
+    """Records that must be kept."""
+    family: Any = None
+    """The family of a vision-language model, which reads the images of rows; None for other models."""
+
+    @abstractmethod
+    def open(self, path: Path) -> tuple[int, Iterator[Parsed]]:
+        """Returns how many records a file has, and the records.
+
+        Raises:
+            UserError: a file that cannot be read, or (while it is read) a malformed record.
+        """
+
+    @abstractmethod
+    def documents(self, records: Sequence[Parsed]) -> list[Document]:
+        """Returns the documents of some records of one file, those of a record side by side.
+
+        Raises:
+            UserError: a record that cannot be tokenised.
+        """
+
+    def arrange(
+        self, documents: Sequence[Document], *, seq_length: int, packing: Packing, report: DatasetReport
+    ) -> TokenDataset:
+        """Returns the rows of the documents that are kept.
+
+        Args:
+            seq_length: maximum tokens of a document.
+        """
+        width = self.kind.width
+        columns = Columns.of_documents(documents, group=width)
+        if packing == "concatenate":
+            columns, left_over = concatenate(columns, seq_length)
+            report = replace(report, left_over=left_over)
+        return TokenDataset(columns, seq_length=width * seq_length, packing=bool(packing), report=report)
+
+
+def build_dataset(
+    paths: Paths,
+    reader: RecordReader[Any],
+    *,
+    seq_length: int,
+    packing: Packing = False,
+    overlong: str = "truncate",
+    progress: Advance | None = None,
+) -> TokenDataset:
+    """Reads and tokenises files.
+
+    Args:
+        paths: one file, several, or patterns with *; read in the order given.
+        reader: of their records.
+        seq_length: maximum tokens of a document; a row has room for one record of them.
+        packing: put several records into a row, or "concatenate" all and cut rows, which are documents then.
+        overlong: what to do with a longer record; see `engine.data.overlong.LongRecords`.
+        progress: see `Advance`.
+
+    Raises:
+        UserError: a file or record that cannot be used, or nothing left to train on.
+    """
+    assert overlong in OVERLONG, overlong
+    if seq_length < 2:
+        raise UserError(f"data.seq_length is {seq_length}, expected at least 2: a token and the one it predicts.")
+    started, width = time.monotonic(), reader.kind.width
+    files = expand_paths(paths)
+    names = listed(files)
+    long = LongRecords(reader.kind, limit=seq_length, overlong=overlong, concatenates=packing == "concatenate")
+    kept: list[Document] = []
+    records = 0
+    for chunk in read_chunks(files, reader.open, CHUNK // width, progress):
+        kept += long.fit(reader.documents(chunk))
+        records += len(chunk)
+    if not records:
+        raise UserError(f"{names} has no records; give a file that has some.")
+    report = long.report(records)
+    if len(kept) < reader.least * width:
+        raise UserError(
+            report.nothing_left(names, reader.expects.format(kept=counted(len(kept) // width, reader.kind.unit)))
+        )
+    dataset = reader.arrange(kept, seq_length=seq_length, packing=packing, report=report)
+    dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
+    dataset.read_with(reader.family)
+    return dataset
+
+
+def read_chunks(
+    files: Sequence[Path],
+    open_file: Callable[[Path], tuple[int, Iterator[Parsed]]],
+    size: int,
+    progress: Advance | None,
+) -> Iterator[list[Parsed]]:
+    """Yields the records of some files in their order, up to `size` of one file at a time.
+
+    Args:
+        open_file: returns how many records a file has, and the records.
+        progress: see `Advance`.
+    """
+    sources = [open_file(path) for path in files]
+    total, done = sum(count for count, _ in sources), 0
+    for _, records in sources:
+        while chunk := list(islice(records, size)):
+            yield chunk
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,6 @@ from engine.data.packing import Packs, one_each, pack
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
 from engine.vision.data.columns import VisionColumns, vision_columns
-
-if TYPE_CHECKING:
-    from engine.rollouts.data.completions import CompletionColumns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +46,7 @@ class Columns:
     identity: str | None = None
     group: int = 1
     signs: NDArray[np.float32] | None = None
-    completions: CompletionColumns | None = None
+    completions: Any = None
     vision: VisionColumns | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +91,7 @@ def contiguous(
     *,
     group: int = 1,
     signs: NDArray[np.float32] | None = None,
-    completions: CompletionColumns | None = None,
+    completions: Any = None,
     vision: VisionColumns | None = None,
 ) -> Columns:
     """Returns the columns of documents that lie end to end in memory.

@@ -176,6 +176,24 @@ class Tree:
         return None
 
     @cached_property
+    def of_text(self) -> dict[str, str]:
+        """The names to resolve that language modeling has in tables: by field, a default or given in its row."""
+        nodes = [node for source in self.sources.values() for node in ast.walk(source.tree)]
+        named = [
+            (node.target.id, node.value)
+            for node in nodes
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        ]
+        rows = (
+            pair for node in nodes if isinstance(node, ast.Dict) for pair in zip(node.keys, node.values, strict=True)
+        )
+        for key, value in rows:
+            if isinstance(key, ast.Constant) and key.value == "language_modeling" and isinstance(value, ast.Call):
+                named += [(word.arg or "", word.value) for word in value.keywords]
+        texts = ((name, value.value) for name, value in named if isinstance(value, ast.Constant))
+        return {name: text for name, text in texts if isinstance(text, str) and LATE.fullmatch(text)}
+
+    @cached_property
     def graph(self) -> dict[str, set[str]]:
         """The modules that each module imports, wherever the statement stands, itself left out."""
         return {name: {one.module for one in source.imports} - {name} for name, source in self.sources.items()}

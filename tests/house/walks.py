@@ -11,8 +11,9 @@ is static, so it takes every branch. Precisely:
   f-strings.
 - A call is followed where an argument carries the parameter, or where the object whose method it is carries it or was
   constructed with it, and the function is known: by definition or import, as a method of a class that an annotation,
-  `self`, a construction or a base class names, or by name in `resolve("module:NAME")`. Functions that are handed on
-  without a call are not entered, nor are those that only report (REPORTING).
+  `self`, a construction or a base class names, or by name in `resolve("module:NAME")`. Of `resolve(table.field)` the
+  walk takes what language modeling has there. Functions that are handed on without a call are not entered, nor are
+  those that only report (REPORTING).
 - Constructing a class enters its `__init__`, or its `__post_init__`.
 """
 
@@ -194,8 +195,11 @@ class _Body:
         match value:
             case ast.Call(func=ast.Name(id="resolve"), args=[ast.Constant(value=str(name))]):
                 found = self.tree.lookup(*name.split(":"))
-                return found if isinstance(found, tuple) else None
-        return None
+            case ast.Call(func=ast.Name(id="resolve"), args=[ast.Attribute(attr=field)]):
+                found = self.tree.lookup(*self.tree.of_text.get(field, ":").split(":"))
+            case _:
+                return None
+        return found if isinstance(found, tuple) else None
 
     def type_of(self, value: ast.AST | None) -> Found | None:
         """Returns the class of ours that a value is an object of, as far as the text says so."""

@@ -13,6 +13,13 @@ from engine.training.samples import quoted
 
 OVERLONG = "overlong/penalty"
 """Metric name of the overlong penalty; no function has it."""
+SHOWN = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "completions/min_length": "min_length",
+    "completions/max_length": "max_length",
+}
+"""The figures that a progress line shows, and their names there."""
 
 
 def step_figures(

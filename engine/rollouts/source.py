@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
 from engine.rollouts.data.completions import Completion, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.ends import completion_ends
-from engine.rollouts.figures import OVERLONG, step_figures, told
+from engine.rollouts.figures import OVERLONG, SHOWN, step_figures, told
 from engine.rollouts.mismatch import mismatch
 from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
 from engine.rollouts.objective.policy import row_weight
@@ -103,6 +103,10 @@ class RolloutSource:
     def buffer(self) -> Buffer | None:
         """The buffer that the steps come from; None before the first."""
         return None if self._open is None else self._open.buffer
+
+    @property
+    def shown(self) -> Mapping[str, str]:
+        return SHOWN
 
     def sentence(self) -> str:
         return self._loader.sentence()

@@ -79,6 +79,11 @@ class StepSource(Protocol):
         """Seconds of work between steps so far, by name."""
         ...
 
+    @property
+    def shown(self) -> Mapping[str, str]:
+        """The figures of its rows that a progress line shows, and their names there."""
+        ...
+
     def sentence(self) -> str:
         """Returns what the log says of the order of samples."""
         ...
@@ -117,6 +122,7 @@ class RowSource:
         self._loader = loader
         self.num_micro_batches = loader.num_micro_batches
         self.work_seconds: Mapping[str, float] = {}
+        self.shown: Mapping[str, str] = {}
 
     def __enter__(self) -> Self:
         return self

@@ -46,7 +46,7 @@ def _reporter(every: int, said: list[str]) -> tuple[StepReporter, _Told]:
         loss_at_chance=None, shown=("accuracy",), named=lambda values: dict(zip(("accuracy",), values, strict=True))
     )
     training = SimpleNamespace(objective=objective, optimizer=SimpleNamespace(loss_scale=object()))
-    source = SimpleNamespace(stalled=0.0, work_seconds={})
+    source = SimpleNamespace(stalled=0.0, work_seconds={}, shown={})
     reporter = StepReporter(
         LogOptions(every=every), cast(Any, training), cast(Any, source), RunClock(), metrics=told, progress=told,
         listener=told, observers=[guards_of(build_run(Layout(case="adapters", grid=RankGrid())), OPTIONS, said)],

@@ -23,14 +23,6 @@ from engine.training.observer import Observer, StepReport, StepSeen
 from engine.training.step_figures import StepFigures
 from engine.training.step_source import StepSource
 
-SHOWN_OF_ROWS = {
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "completions/min_length": "min_length",
-    "completions/max_length": "max_length",
-}
-"""The figures of a step's rows that a progress line shows, and what it calls them."""
-
 
 class RunClock:
     """The clock of a run: seconds that leave out evaluations, samples and waits for saves."""
@@ -198,6 +190,7 @@ class StepReporter:
             memory=memory,
             **more,
         )
+        shown = self._source.shown
         self._progress.update(
             step=ready.step,
             loss=loss,
@@ -206,7 +199,7 @@ class StepReporter:
             tokens=tokens,
             seconds=seconds,
             memory=memory,
-            more={SHOWN_OF_ROWS[name]: value for name, value in ready.of_rows.items() if name in SHOWN_OF_ROWS}
+            more={shown[name]: value for name, value in ready.of_rows.items() if name in shown}
             | figures_to_show(self._training.objective, named),
         )
         self._listener.reported(ready.consumed, loss=loss, lr=ready.lr)

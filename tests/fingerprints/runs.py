@@ -59,6 +59,7 @@ RUNS: dict[str, Run] = {
     "nf4": Run(data="alpaca", merge=True, options={**_LONGER, "model.base_dtype": "nf4", "lora.rslora": "true"}),
     "fp8": Run(data="alpaca", options={**_LONGER, "model.base_dtype": "fp8", "lora.bias": "true", "lora.fused": "qkv"}),
     "float16": Run(options={"model.dtype": "float16", "memory.recompute": "full"}),
+    "reference": Run(model="mixtral", options={**_EXPERTS, "model.kernels": "reference", "optim.backend": "torch"}),
     # data: overlong records, packing, mixes, stores, validation
     "packed": Run(
         data="messages",

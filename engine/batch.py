@@ -27,6 +27,29 @@ IGNORE_LABEL = -100
 Part = TypeVar("Part", bound="BatchPart")
 
 
+@dataclass(frozen=True, slots=True)
+class InputRank:
+    """A rank's place among those that share the work of a model's input stage on a micro-batch, such as the tiles of
+    its images.
+
+    Args:
+        rank: its number; None does nothing of it.
+        size: how many there are.
+    """
+
+    rank: int | None = 0
+    size: int = 1
+
+    @classmethod
+    def at(cls, *, tensor: int, tensor_size: int, context: int, context_size: int, pipeline: int = 0) -> InputRank:
+        """Returns the place of these ranks: tensor rank by tensor rank of each context rank, where the first pipeline
+        stage is, which the first pipeline rank has."""
+        return cls(None if pipeline else context * tensor_size + tensor, tensor_size * context_size)
+
+
+WHOLE_INPUT = InputRank()
+
+
 class BatchPart:
     """Data of a micro-batch beside its tokens, for runs that have such; subclasses are frozen dataclasses.
 

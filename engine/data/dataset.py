@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from engine.data.data_report import DatasetReport
 from engine.data.packing import Packs
 from engine.vision.data.columns import VisionColumns
 from engine.vision.data.family import VisionFamily
-from engine.vision.data.row_images import Decoded
 
 
 class TokenDataset:
@@ -68,7 +68,7 @@ class TokenDataset:
         """What the documents have beside their tokens."""
         self.family: VisionFamily | None = None
         """What reads the images, of a vision-language model; see `read_with`."""
-        self.decoded: Decoded | None = None
+        self.decoded: dict[Any, Any] | None = None
         """Images that are kept once they are decoded; None keeps none."""
         self.signs = np.ones(len(lengths), dtype=np.float32) if columns.signs is None else columns.signs
         self.reference_logps: NDArray[np.float32] | None = None
@@ -100,7 +100,7 @@ class TokenDataset:
             return len(self.lengths)
         return int((np.diff(self.vision.image_offsets) == 0).sum())
 
-    def read_with(self, family: VisionFamily | None, decoded: Decoded | None = None) -> None:
+    def read_with(self, family: VisionFamily | None, decoded: dict[Any, Any] | None = None) -> None:
         """Sets the family of a vision-language model, which reads images and places features; it is no data.
 
         Args:

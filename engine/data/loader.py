@@ -18,14 +18,13 @@ from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
-from engine.batch import Batch
+from engine.batch import WHOLE_INPUT, Batch, InputRank
 from engine.config.train import LastBatch
 from engine.data.collate import pin, rank_batch, round_up
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
 from engine.errors import UserError
 from engine.vision.data.family import VisionFamily
-from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 
 Built = TypeVar("Built")
 
@@ -57,7 +56,7 @@ class DataLoader:
         pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
         length_multiple: and of this, where rows are not packed and stay within `seq_length`.
         context_rank, context_size: this rank's place among those that hold parts of each row.
-        encoder: which images of a micro-batch this rank encodes, and so decodes.
+        input_rank: this rank's place among those that share the input stage's work.
         pad_token: fills the ends of rows.
         last_batch: the last batch of an epoch, see `DataOrder`.
         shuffle: False reads in the dataset's order, in every epoch.
@@ -82,7 +81,7 @@ class DataLoader:
         length_multiple: int = 1,
         context_rank: int = 0,
         context_size: int = 1,
-        encoder: EncoderRank = ENCODES_ALL,
+        input_rank: InputRank = WHOLE_INPUT,
         pad_token: int = 0,
         last_batch: LastBatch = "short",
         shuffle: bool = True,
@@ -113,7 +112,7 @@ class DataLoader:
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
-            "encoder": encoder,
+            "input_rank": input_rank,
         }
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -197,7 +196,7 @@ class EvalLoader:
     Args:
         dataset: the rows.
         seq_length, micro_batch_size, data_rank, data_size, pad_multiple, length_multiple, context_rank, context_size,
-            encoder, pad_token, num_workers, pin_memory: as in `DataLoader`.
+            input_rank, pad_token, num_workers, pin_memory: as in `DataLoader`.
         max_samples: read only this many rows, from the first.
     """
 
@@ -213,7 +212,7 @@ class EvalLoader:
         length_multiple: int = 1,
         context_rank: int = 0,
         context_size: int = 1,
-        encoder: EncoderRank = ENCODES_ALL,
+        input_rank: InputRank = WHOLE_INPUT,
         pad_token: int = 0,
         max_samples: int | None = None,
         num_workers: int = 0,
@@ -232,7 +231,7 @@ class EvalLoader:
             "pad_token": pad_token,
             "context_size": context_size,
             "context_rank": context_rank,
-            "encoder": encoder,
+            "input_rank": input_rank,
         }
         self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
         self._num_workers, self._pin_memory = num_workers, pin_memory

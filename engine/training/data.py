@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import torch
 
+from engine.batch import WHOLE_INPUT, InputRank
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
@@ -24,7 +25,6 @@ from engine.telemetry.log import Log
 from engine.training.run_data import DataReader, RunData
 from engine.vision.data.families import vision_family
 from engine.vision.data.reader import ImageReader
-from engine.vision.tile_shares import ENCODES_ALL, EncoderRank
 
 
 def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) -> RunData:
@@ -110,7 +110,7 @@ class DataPosition(TypedDict):
     data_rank: int
     data_size: int
     context_rank: int
-    encoder: EncoderRank
+    input_rank: InputRank
 
 
 def data_position(config: RunConfig, launch: Launch) -> DataPosition:
@@ -120,19 +120,24 @@ def data_position(config: RunConfig, launch: Launch) -> DataPosition:
     tensor, context = config.parallel.tensor, config.parallel.context
     data_rank = launch.rank // (tensor * context) % data_size
     context_rank = launch.rank // tensor % context
-    encoder = EncoderRank.at(
+    input_rank = InputRank.at(
         tensor=launch.rank % tensor,
         tensor_size=tensor,
         context=context_rank,
         context_size=context,
         pipeline=launch.rank // (tensor * context * data_size),
     )
-    return {"data_rank": data_rank, "data_size": data_size, "context_rank": context_rank, "encoder": encoder}
+    return {
+        "data_rank": data_rank,
+        "data_size": data_size,
+        "context_rank": context_rank,
+        "input_rank": input_rank,
+    }
 
 
 def mesh_position(mesh: Mesh) -> DataPosition:
     """Returns the same of this rank, by its place in the mesh."""
-    encoder = EncoderRank.at(
+    input_rank = InputRank.at(
         tensor=mesh.tp.rank,
         tensor_size=mesh.tp.size,
         context=mesh.cp.rank,
@@ -143,7 +148,7 @@ def mesh_position(mesh: Mesh) -> DataPosition:
         "data_rank": mesh.dp.rank,
         "data_size": mesh.dp.size,
         "context_rank": mesh.cp.rank,
-        "encoder": encoder,
+        "input_rank": input_rank,
     }
 
 
@@ -158,7 +163,7 @@ class LoaderOptions(TypedDict):
     length_multiple: int
     context_rank: int
     context_size: int
-    encoder: EncoderRank
+    input_rank: InputRank
 
 
 def loader_options(
@@ -168,7 +173,7 @@ def loader_options(
     data_rank: int,
     data_size: int,
     context_rank: int,
-    encoder: EncoderRank = ENCODES_ALL,
+    input_rank: InputRank = WHOLE_INPUT,
 ) -> LoaderOptions:
     """Returns the options that all loaders of a run on `device` share."""
     tensor, context = config.parallel.tensor, config.parallel.context
@@ -181,5 +186,5 @@ def loader_options(
         "length_multiple": GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
         "context_rank": context_rank,
         "context_size": context,
-        "encoder": encoder,
+        "input_rank": input_rank,
     }

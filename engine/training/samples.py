@@ -138,7 +138,7 @@ class TextSamples:
         # copies of the model on other data ranks continue the same prompts
         device = training.stages.step.device
         shape = loader_options(config, device, **mesh_position(mesh))
-        self._pad_multiple, self._cp, self._encoder = shape["pad_multiple"], mesh.cp, shape["encoder"]
+        self._pad_multiple, self._cp, self._input_rank = shape["pad_multiple"], mesh.cp, shape["input_rank"]
         # all lengths of a text, which grows by a token at a time
         self._length_multiple = math.lcm(2 * self._pad_multiple * mesh.cp.size, shape["length_multiple"])
 
@@ -177,7 +177,7 @@ class TextSamples:
                 pad_token=0,
                 context_size=self._cp.size,
                 context_rank=self._cp.rank,
-                encoder=self._encoder,
+                input_rank=self._input_rank,
             )
             for row in range(len(texts))
         ]

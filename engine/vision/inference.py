@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import BatchPart
-from engine.vision.batch_parts import GridPositions
+from engine.data.parts import CollatedRows, PlacedDocument
 from engine.vision.data.columns import Extras, PlacedImage, vision_columns
 from engine.vision.data.family import VisionFamily
 from engine.vision.data.row_images import RowImages
-from engine.vision.tile_shares import ENCODES_ALL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,18 +50,16 @@ def prompt_coordinates(
         positions = torch.cat([torch.arange(length) for length in lengths])
         return PromptCoordinates(positions_T=positions, next_positions=tuple(lengths))
     columns = vision_columns([Extras(tuple(own)) if own else None for own in images])
-    rows, parts, start = RowImages(family, columns), [], 0
+    collector = RowImages(family, columns)  # a session refuses an image on all ranks, or on none
+    labels_T, positions, start = np.zeros(sum(lengths), dtype=np.int64), list[NDArray[np.int64]](), 0
     for number, length in enumerate(lengths):
-        unlabelled = np.zeros(length, dtype=np.int64)
-        parts.append(rows.add(number, number=number, start=start, length=length, labels=unlabelled))
+        own = labels_T[start : start + length]
+        placed = PlacedDocument(number, number=number, row=0, start=start, first_token=start, index=0, labels=own)
+        positions.append(collector.add(placed))
         start += length
-    found = rows.collected(start, ENCODES_ALL)  # a session refuses an image on all ranks, or on none
-    positions = torch.from_numpy(np.concatenate(parts, axis=-1))
-    by_grid = family.rotates_by_grid
-    if by_grid and found[0].grids:
-        found = (*found, GridPositions(positions_3BS=positions[:, None]))
+    positions_DBS = np.concatenate(positions, axis=-1).reshape(-1, 1, start)
     return PromptCoordinates(
-        positions_T=positions[0] if by_grid else positions,
-        next_positions=tuple(int(part.max()) + 1 for part in parts),
-        parts=found,
+        positions_T=torch.from_numpy(positions_DBS[0, 0]),
+        next_positions=tuple(int(own.max()) + 1 for own in positions),
+        parts=collector.finish(CollatedRows(labels_T[None], positions_DBS)),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.batch import InputRank
+
 
 @dataclass(frozen=True, slots=True)
 class TileShare:
@@ -14,30 +16,9 @@ class TileShare:
     patches: slice
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderRank:
-    """A rank's place among those that share the tiles of a micro-batch.
-
-    Args:
-        rank: its number; None encodes nothing.
-        size: how many there are.
-    """
-
-    rank: int | None = 0
-    size: int = 1
-
-    @classmethod
-    def at(cls, *, tensor: int, tensor_size: int, context: int, context_size: int, pipeline: int = 0) -> EncoderRank:
-        """Returns the place of these ranks: tensor rank by tensor rank of each context rank, where the first pipeline
-        stage is, which the first pipeline rank has."""
-        return cls(None if pipeline else context * tensor_size + tensor, tensor_size * context_size)
-
-    def share(self, grids: Sequence[tuple[int, ...]]) -> TileShare:
-        """Returns what this rank encodes of tiles with these grids."""
-        return TileShare(slice(0, 0), slice(0, 0)) if self.rank is None else deal_out(grids, self.size)[self.rank]
-
-
-ENCODES_ALL = EncoderRank()
+def share_of(place: InputRank, grids: Sequence[tuple[int, ...]]) -> TileShare:
+    """Returns what a rank encodes of tiles with these grids."""
+    return TileShare(slice(0, 0), slice(0, 0)) if place.rank is None else deal_out(grids, place.size)[place.rank]
 
 
 def deal_out(grids: Sequence[tuple[int, ...]], ranks: int) -> list[TileShare]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.batch import Batch
+from engine.batch import Batch, InputRank
 from engine.config.model import ModelOptions
 from engine.config.parallel import ParallelOptions
 from engine.config.run import RunConfig
@@ -20,7 +20,7 @@ from engine.runtime.launch import Launch
 from engine.training.data import data_position
 from engine.vision.batch_parts import CrossImages, Images
 from engine.vision.data import row_images as row_images
-from engine.vision.tile_shares import EncoderRank, deal_out
+from engine.vision.tile_shares import deal_out
 from tests.unit.test_vision_data_rows import batch_of, cogvlm, minicpm, minicpm_records
 
 
@@ -79,7 +79,7 @@ def test_each_rank_decodes_the_images_of_its_share(ranks: int, tmp_path: Path, d
     parts = []
     for rank, share in enumerate(deal_out(whole.grids, ranks)):
         decoded.clear()
-        part = batch_of(dataset, rows, encoder=EncoderRank(rank, ranks)).part(Images)
+        part = batch_of(dataset, rows, input_rank=InputRank(rank, ranks)).part(Images)
         assert part is not None
         parts.append(part)
         assert decoded == list(dict.fromkeys(tiles_of[share.tiles]))
@@ -93,7 +93,7 @@ def test_two_towers_share_alike(tmp_path: Path, decoded: list[str]) -> None:
     found: list[Batch] = []
     for rank in range(4):
         decoded.clear()
-        found.append(batch_of(dataset, rows, encoder=EncoderRank(rank, 4)))
+        found.append(batch_of(dataset, rows, input_rank=InputRank(rank, 4)))
         has_tiles = found[-1].part(Images) is not None and len(found[-1].part(Images).patches_PF) > 0
         assert len(decoded) == has_tiles  # rows of one image
     for tower in (Images, CrossImages):
@@ -102,7 +102,7 @@ def test_two_towers_share_alike(tmp_path: Path, decoded: list[str]) -> None:
 
 def test_ranks_that_encode_nothing_decode_nothing(tmp_path: Path, decoded: list[str]) -> None:
     dataset = cogvlm("cogagent", tmp_path, packing=False)
-    whole, found = batch_of(dataset, [0, 0]), batch_of(dataset, [0, 0], encoder=EncoderRank(None, 2))
+    whole, found = batch_of(dataset, [0, 0]), batch_of(dataset, [0, 0], input_rank=InputRank(None, 2))
     assert len(decoded) == 1
     for own, all_of_it in (
         (found.part(Images), whole.part(Images)),
@@ -114,15 +114,15 @@ def test_ranks_that_encode_nothing_decode_nothing(tmp_path: Path, decoded: list[
 
 def test_a_image_that_changed_is_refused_where_it_is_decoded(tmp_path: Path) -> None:
     dataset = minicpm(tmp_path, records=minicpm_records()[:2])
-    first, second = (EncoderRank(rank, 2) for rank in range(2))
+    first, second = (InputRank(rank, 2) for rank in range(2))
     whole = batch_of(dataset, [0, 1]).part(Images)
     assert whole is not None
     assert dataset.vision is not None
     (image,) = dataset.vision.images(1)
     Image.new("RGB", (41, 30)).save(image.file)
     with pytest.raises(UserError, match=r"line 2: field 'image' names .* is 41 x 30 now"):
-        batch_of(dataset, [0, 1], encoder=second)
-    assert batch_of(dataset, [0, 1], encoder=first).part(Images) is not None
+        batch_of(dataset, [0, 1], input_rank=second)
+    assert batch_of(dataset, [0, 1], input_rank=first).part(Images) is not None
 
 
 def test_the_loaders_place_is_that_of_the_mesh() -> None:
@@ -132,5 +132,5 @@ def test_the_loaders_place_is_that_of_the_mesh() -> None:
     for rank in range(grid.world_size):
         place = grid.coordinates(rank)
         found = data_position(config, Launch(rank=rank, world_size=grid.world_size, device=torch.device("cpu")))
-        assert found["encoder"] == EncoderRank(None if place["pp"] else 2 * place["cp"] + place["tp"], 6)
+        assert found["input_rank"] == InputRank(None if place["pp"] else 2 * place["cp"] + place["tp"], 6)
         assert (found["data_rank"], found["context_rank"]) == (place["dp"], place["cp"])

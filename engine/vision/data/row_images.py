@@ -19,13 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import BatchPart
-from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, Images
+from engine.batch import WHOLE_INPUT, BatchPart, InputRank
+from engine.data.dataset import TokenDataset
+from engine.data.parts import CollatedRows, PlacedDocument
+from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.data.columns import PlacedImage, VisionColumns
 from engine.vision.data.family import Span, Tiles, VisionFamily
 from engine.vision.data.files import read_image
 from engine.vision.data.pixels import Grid, Size
-from engine.vision.tile_shares import EncoderRank
+from engine.vision.tile_shares import share_of
 
 _IMAGE_TILES = 1 << 10
 """More tiles than an image has: tile n of the image at token t has the dropout coordinate t * _IMAGE_TILES + n."""
@@ -49,58 +51,49 @@ class _Placed(NamedTuple):
 
 
 class RowImages:
-    """Collects the documents of a micro-batch.
+    """Collects the images of a micro-batch; see `engine.data.parts.PartCollector`.
 
     Args:
         family: of the model.
         columns: of the data set; None where its documents have tokens alone.
+        input_rank: this rank's place among those that encode images.
         decoded: images that need not be decoded again, to which others are added; None keeps none.
     """
 
-    def __init__(self, family: VisionFamily, columns: VisionColumns | None, decoded: Decoded | None = None) -> None:
+    def __init__(
+        self,
+        family: VisionFamily,
+        columns: VisionColumns | None,
+        input_rank: InputRank = WHOLE_INPUT,
+        decoded: Decoded | None = None,
+    ) -> None:
+        self.position_kinds = 3 if family.rotates_by_grid else 1
+        self._input_rank = input_rank
         self._family, self._columns = family, columns
         self._known: Decoded = {} if decoded is None else decoded
         self._images: list[_Placed] = []
         self._places: list[Span] = []
         self._experts: list[Span] = []
 
-    def add(
-        self,
-        document: int,
-        *,
-        number: int,
-        start: int,
-        length: int,
-        labels: NDArray[np.int64],
-        first_index: int = 0,
-    ) -> NDArray[np.int64]:
-        """Adds a document's images, writes its odd labels, and returns the positions of its tokens.
-
-        Args:
-            document: its number in the data set.
-            number: its number in the micro-batch.
-            start: its first token among the T of the micro-batch.
-            length: its tokens.
-            labels: int64 [length], what its positions must predict; written to.
-            first_index: dropout coordinate of its first token.
-        """
+    def add(self, placed: PlacedDocument) -> NDArray[np.int64]:
+        """Adds a document's images, writes its odd labels, and returns the positions of its tokens."""
+        length, start = placed.length, placed.first_token
         if self._columns is None:
             return self._family.positions(length, (), ())
         spans: list[Span] = []
         sizes: list[Size] = []
-        for image in self._columns.images(document):
-            self._images.append(_Placed(image, number, first_index + image.spans[0][0]))
+        for image in self._columns.images(placed.document):
+            self._images.append(_Placed(image, placed.number, placed.index + image.spans[0][0]))
             spans += image.spans
             sizes.append(image.size)
-        places, odd = self._columns.odd_labels(document)
-        labels[places] = odd
+        places, odd = self._columns.odd_labels(placed.document)
+        placed.labels[places] = odd
         self._places += [(start + first, start + end) for first, end in spans]
         self._experts += [(start + first, start + end) for first, end in self._family.expert_spans(spans)]
         return self._family.positions(length, spans, sizes)
 
-    def collected(self, num_tokens: int, encoder: EncoderRank) -> tuple[BatchPart, ...]:
-        """Decodes the images of which `encoder` encodes a tile, and returns the parts of a batch of `num_tokens`
-        tokens, its `Images` first.
+    def finish(self, rows: CollatedRows) -> tuple[BatchPart, ...]:
+        """Decodes the images of which this rank encodes a tile, and returns the parts.
 
         Raises:
             UserError: one of those that it decodes cannot be read, or has changed.
@@ -108,10 +101,10 @@ class RowImages:
         family, sizes = self._family, [one.image.size for one in self._images]
         alone = [one.image.alone for one in self._images]
         grids = [family.grids(size, alone=only) for size, only in zip(sizes, alone, strict=True)]
-        tower = _Tower(grids, encoder, family.patch_features)
+        tower = _Tower(grids, self._input_rank, family.patch_features)
         second = None
         if family.cross_patch_features is not None:
-            second = _Tower(list(map(family.cross_grids, sizes)), encoder, family.cross_patch_features)
+            second = _Tower(list(map(family.cross_grids, sizes)), self._input_rank, family.cross_patch_features)
         decoded = self._decoded(sorted({*tower.encoded, *(() if second is None else second.encoded)}), alone)
         places = _indices(self._places)
         images = tower.images(Images, self._images, {at: tiles for at, (tiles, _) in decoded.items()}, places)
@@ -120,9 +113,11 @@ class RowImages:
             cross_tiles = {at: cross for at, (_, cross) in decoded.items() if cross is not None}
             parts.append(second.images(CrossImages, self._images, cross_tiles, _indices([])))
         if family.has_experts:
-            parts.append(ExpertTokens.of(_indices(self._experts), num_tokens))
+            parts.append(ExpertTokens.of(_indices(self._experts), rows.labels_BS.size))
         if family.is_bidirectional and (spans := BidirectionalSpans.of(self._places)) is not None:
             parts.append(spans)
+        if family.rotates_by_grid and images.grids:
+            parts.append(GridPositions(positions_3BS=torch.from_numpy(rows.positions_DBS)))
         return tuple(parts)
 
     def _decoded(self, images: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
@@ -139,22 +134,28 @@ class RowImages:
         return self._images[at].image.file, alone[at]
 
 
+def collect_images(dataset: TokenDataset, input_rank: InputRank) -> RowImages:
+    """Returns what collects the images of a data set's micro-batches."""
+    assert dataset.family is not None
+    return RowImages(dataset.family, dataset.vision, input_rank, dataset.decoded)
+
+
 class _Tower:
     """The tiles of the images for one tower, of which this rank encodes a share.
 
     Args:
         grids: of the tiles of each image.
-        encoder: this rank.
+        place: this rank's.
         features: numbers of a patch.
 
     Attributes:
         encoded: the numbers of those with a tile in the share.
     """
 
-    def __init__(self, grids: Sequence[tuple[Grid, ...]], encoder: EncoderRank, features: int) -> None:
+    def __init__(self, grids: Sequence[tuple[Grid, ...]], place: InputRank, features: int) -> None:
         self._grids, self._features = grids, features
         self._all = tuple(grid for own in grids for grid in own)
-        self._share = encoder.share(self._all)
+        self._share = share_of(place, self._all)
         ends = list(accumulate(map(len, grids), initial=0))
         wanted = self._share.tiles
         self.encoded = [at for at in range(len(grids)) if max(ends[at], wanted.start) < min(ends[at + 1], wanted.stop)]

@@ -25,6 +25,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from engine.batch import InputRank
 from engine.choices import VISION
 from engine.distributed.collectives import all_gather, all_reduce, local_part
 from engine.distributed.mesh import Axis
@@ -34,7 +35,7 @@ from engine.models.decoder_config import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
 from engine.vision.layers.plain_module import PlainModule, TileDropout
-from engine.vision.tile_shares import EncoderRank, deal_out
+from engine.vision.tile_shares import deal_out
 
 Grid = tuple[int, ...]
 """(rows, columns) in patches, and behind that what else a vision model has to know of a tile."""
@@ -169,7 +170,7 @@ class VisionEncoder(FrontModule):
     def own(self, shares: Sequence[_Share]) -> _Share:
         """Returns this rank's share."""
         tp, cp = self.axes
-        place = EncoderRank.at(tensor=tp.rank, tensor_size=tp.size, context=cp.rank, context_size=cp.size)
+        place = InputRank.at(tensor=tp.rank, tensor_size=tp.size, context=cp.rank, context_size=cp.size)
         assert place.rank is not None
         return shares[place.rank]
 

@@ -13,17 +13,18 @@ import time
 import numpy as np
 import torch
 
+from engine.batch import Batch
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.runtime.launch import Launch
+from engine.seams import resolve
 from engine.telemetry.format import counted, format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.data import data_position, loader_options
-from engine.vision.made_up_images import with_made_up_images
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
@@ -37,15 +38,7 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
     take_step = training.step if training.graphs is None else training.graphs
     for number in range(steps):
         consumed = number * loader.order.batch
-        batches = [
-            with_made_up_images(
-                batch,
-                training.source.model.decoder,
-                context_size=config.parallel.context,
-                context_rank=training.mesh.cp.rank,
-            )
-            for batch in loader.batches(consumed)
-        ]
+        batches = [_with_made_up_parts(training, batch) for batch in loader.batches(consumed)]
         take_step(batches, loader.target_count(consumed), config.optim.lr)
         training.stages.figures(batches)
     before.put_back()
@@ -54,6 +47,16 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
     log.info(
         f"warm-up: {counted(steps, 'step')} on synthetic tokens in {format_duration(time.monotonic() - begin)}, undone"
     )
+
+
+def _with_made_up_parts(training: Training, batch: Batch) -> Batch:
+    """Returns the batch with what the model's fronts and layers read beside tokens."""
+    decoder, cp = training.source.model.decoder, training.mesh.cp
+    if not decoder.fronts:
+        return batch
+    made_up = resolve("engine.vision.made_up_images:with_made_up_images")
+    found: Batch = made_up(batch, decoder, context_size=cp.size, context_rank=cp.rank)
+    return found
 
 
 def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> DataLoader:

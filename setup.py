@@ -57,6 +57,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["engine", "engine.*", "rankfold", "rankfold.*"]),
+    package_data={"rankfold.migrating": ["tables/*.yaml"]},
     # a package `triton_kernels` of its own would be in the way of another project's
     package_dir={"engine.kernels.triton": "triton_kernels"},
     entry_points={"console_scripts": ["rankfold = rankfold.__main__:run"]},

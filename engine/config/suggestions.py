@@ -29,13 +29,13 @@ def meant_options(name: str) -> list[str]:
     name = name.replace("-", "_")
     if name in option_types():
         return [name]
-    options_of = resolve("rankfold.migrating.tables:options_of")
+    options_of = resolve("rankfold.migrating.hints:options_of")
     return list(options_of(name.rpartition(".")[2]))
 
 
 def closest_value(value: str, choices: Iterable[str]) -> str | None:
     """Returns the choice that `value` stands for elsewhere ("bf16"), or that is spelt most like it."""
-    words_for_values = resolve("rankfold.migrating.tables:words_for_values")
+    words_for_values = resolve("rankfold.migrating.hints:words_for_values")
     known = list(choices)
     for word in (value, value.lower()):
         if word in known:

@@ -24,9 +24,9 @@ from rankfold.migrating.conversion import Conversion, Rule, dropped, names, othe
 from rankfold.migrating.finish import finish
 from rankfold.migrating.given import PROGRAM, PROGRAM_FILE, Given
 from rankfold.migrating.reading import read_file, read_flags
+from rankfold.migrating.recognition import check_known, recognise, sources
 from rankfold.migrating.shell import BRANCHES, UNSET
-from rankfold.migrating.trainer import Trainer
-from rankfold.migrating.trainers import SOURCES, check_known, recognise
+from rankfold.migrating.table import Trainer
 from rankfold.migrating.trainers.shared import OFF
 
 
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flags", default="", help="a command line, in quotes: beside a file, or alone")
     parser.add_argument(
         "--from",
-        choices=sorted(SOURCES),
+        choices=sorted(sources()),
         metavar="SOURCE",
         dest="trainer",
-        help=f"whose keys these are, where that is not recognised: {', '.join(sorted(SOURCES))}",
+        help=f"whose keys these are, where that is not recognised: {', '.join(sorted(sources()))}",
     )
     parser.add_argument(
         "--set",
@@ -178,7 +178,7 @@ def _rule(trainer: Trainer, one: Given) -> Rule | None:
         return launchers
     if one.key not in trainer.rules and launchers is not None and launcher_rules.names(one.key):
         return launchers
-    return own or launchers
+    return own or launchers or trainer.field_of_package(one.key)
 
 
 def _require_read(one: Given) -> None:

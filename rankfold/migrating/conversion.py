@@ -268,27 +268,51 @@ def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
     conversion.take(given, "model.dtype", dtype)
 
 
-def dtype_switch(dtype: str) -> Rule:
-    """Returns the rule of a key that switches a dtype on."""
-
-    def rule(conversion: Conversion, given: Given) -> None:
-        on = given.value is not None and truth(given)
-        if given.value is not None:
-            conversion.facts["bf16" if dtype == "bfloat16" else "fp16"] = on
-        if on:
-            set_dtype(conversion, given, dtype)
-        else:
-            conversion.drop(given, "switched off")
-
-    return Rule(rule, ("model.dtype",))
+def _as_is(given: Given) -> Any:
+    return given.value
 
 
-def named_file(conversion: Conversion, given: Given) -> None:
-    """Reports a file of DeepSpeed's or accelerate's that another one names."""
-    if given.file_read:
-        conversion.drop(given, "read, and converted key by key")
-    elif given.value in (None, "", "null", "none"):
-        conversion.drop(given, "none")
-    else:
-        conversion.drop(given, "no such file beside this one")
-        conversion.to_fill.append(f"what {given.value} says: it is not beside the input; convert it too")
+def _whole_or_none(given: Given) -> int | None:
+    return None if given.value in (None, "None") else whole(given)
+
+
+def _as_text(given: Given) -> str:
+    return str(given.value)
+
+
+def _present(given: Given) -> bool:
+    return True
+
+
+def _at_least_one(given: Given) -> int:
+    return max(1, round(number(given)))
+
+
+def _minutes(given: Given) -> float:
+    return 60.0 * number(given)
+
+
+def _loss_scale(given: Given) -> float:
+    return min(number(given), 2.0**24)
+
+
+def numbers(given: Given) -> list[float]:
+    """Returns the numbers in a list, or the only one."""
+    values = given.value if isinstance(given.value, list) else [given.value]
+    return [number(Given(source=given.source, key=given.key, value=one)) for one in values]
+
+
+_KINDS: dict[str, Callable[[Given], Any]] = {
+    "number": number, "whole": whole, "names": names, "whole_numbers": whole_numbers, "numbers": numbers, "text": text,
+    "truth": truth, "as_is": _as_is, "as_text": _as_text, "present": _present, "at_least_one": _at_least_one,
+    "whole_or_none": _whole_or_none,
+    "minutes": _minutes, "loss_scale": _loss_scale,
+}  # fmt: skip
+
+
+def kind_of(name: str) -> Callable[[Given], Any]:
+    """Returns the function that reads values of a kind; "A/B" is A where the key is true, and B where it is false."""
+    if "/" not in name:
+        return _KINDS[name]
+    switched = [{"true": True, "false": False}.get(word, word) for word in name.split("/")]
+    return lambda given: switched[0] if truth(given) else switched[1]

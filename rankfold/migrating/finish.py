@@ -7,10 +7,10 @@ from math import prod
 from engine.errors import UserError
 from rankfold.migrating import launcher_rules
 from rankfold.migrating.conversion import Conversion
-from rankfold.migrating.experts import add_expert_targets
 from rankfold.migrating.given import Given
-from rankfold.migrating.rates import set_rates
-from rankfold.migrating.trainer import Default, Trainer, engine_default
+from rankfold.migrating.table import Default, Trainer, engine_default
+from rankfold.migrating.trainers.experts import add_expert_targets
+from rankfold.migrating.trainers.rates import set_rates
 
 PLACES = {
     "model.path": "path/to/model",
@@ -49,7 +49,8 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     facts["ranks"] = int(processes)
     trainer.finish(conversion)
     launcher_rules.follow(conversion)
-    adapters = trainer.adapters(conversion) and conversion.options.get("lora.rank") != 0
+    facts["trains_adapters"] = trainer.adapters(conversion)
+    adapters = facts["trains_adapters"] and conversion.options.get("lora.rank") != 0
     if not adapters:
         _train_everything(conversion, trainer)
     if conversion.options.get("data.validation") and conversion.options.get("data.validation_split"):
@@ -196,7 +197,7 @@ def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bo
     conversion.imply("derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note)
     members = options.get("rollout.num_generations", engine_default("rollout.num_generations"))
     rows = options["train.global_batch_size"]
-    if options.get("objective.name") == "grpo" and rows % members:
+    if options.get("objective.name") == "grpo" and members and rows % members:
         conversion.to_fill.append(
             f"train.global_batch_size: {rows} completions are no whole groups of rollout.num_generations {members}"
         )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from rankfold.migrating import accelerate_rules, deepspeed_rules
+from collections.abc import Mapping
+
 from rankfold.migrating.conversion import Conversion, Rule
 from rankfold.migrating.given import Given
-from rankfold.migrating.trainer import find_rule
+from rankfold.migrating.table import find_rule, table_rules
+from rankfold.migrating.trainers.deepspeed import SCHEDULES
 
-RULES: dict[str, Rule] = accelerate_rules.RULES | deepspeed_rules.RULES
 _PREFIXES = ("deepspeed_config.", "fsdp_config.", "deepspeed.", "")
+
+
+def rules() -> Mapping[str, Rule]:
+    """Returns the rules of both."""
+    return table_rules("launcher")
 
 
 def rule_for(key: str) -> Rule | None:
@@ -16,7 +22,7 @@ def rule_for(key: str) -> Rule | None:
     TrainingArguments' deepspeed.*.
     """
     for prefix in _PREFIXES:
-        found = find_rule(RULES, key.removeprefix(prefix).strip()) if key.startswith(prefix) else None
+        found = find_rule(rules(), key.removeprefix(prefix).strip()) if key.startswith(prefix) else None
         if found is not None:
             return found
     return None
@@ -25,12 +31,12 @@ def rule_for(key: str) -> Rule | None:
 def names(key: str) -> bool:
     """Returns whether there is a rule for this very key, not only for keys that begin as it does."""
     parts = (key.removeprefix(prefix).strip() for prefix in _PREFIXES)
-    return any(part in RULES for part in parts)
+    return any(part in rules() for part in parts)
 
 
 def _deepspeed_schedule(conversion: Conversion, name: str) -> None:
     """Sets the schedule of DeepSpeed's file, which comes before the trainer's own (deepspeed_optim_sched)."""
-    schedule = deepspeed_rules.SCHEDULES.get(name)
+    schedule = SCHEDULES.get(name)
     if schedule is None:
         return
     conversion.facts["no_warmup"] = False

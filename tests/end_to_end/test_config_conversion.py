@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.migrating.test_conversion import ACCELERATE, FLAGS
 from tests.support.commands import losses, run_tool
-from tests.unit.test_config_conversion import ACCELERATE, FLAGS
 
 
 @pytest.mark.distributed

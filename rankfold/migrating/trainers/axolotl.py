@@ -5,26 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UserError
-from rankfold.migrating import experts, rates
-from rankfold.migrating.conversion import (
-    Conversion,
-    Rule,
-    dropped,
-    fact,
-    number,
-    option,
-    other_objective,
-    set_dtype,
-    sets,
-    text,
-    truth,
-    whole,
-)
+from rankfold.migrating.conversion import Conversion, number, other_objective, set_dtype, sets, truth
 from rankfold.migrating.given import Given
-from rankfold.migrating.trainer import Default, Ours, Trainer
-from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import images, shared, trl_grpo
-from rankfold.migrating.trainers.trl import reference
+from rankfold.migrating.trainers import experts, images, rates, shared, trl_grpo
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
 _RL = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo", "gspo": "grpo"}
@@ -182,283 +165,18 @@ def lr_groups(conversion: Conversion, given: Given) -> None:
             rates.know_rate(conversion, given, f"*{module}*", number(rate))
 
 
-_OWN: dict[str, Rule] = {
-    "base_model": option("model.path", text),
-    "datasets": datasets,
-    "test_datasets": datasets,
-    "pretraining_dataset": datasets,
-    "sequence_len": option("data.seq_length", whole),
-    "sample_packing": sample_packing,
-    "excess_length_strategy": excess,
-    "micro_batch_size": option("train.micro_batch_size", whole),
-    "batch_size": option("train.global_batch_size", whole),
-    "num_epochs": option("train.epochs", number),
-    "lr_scheduler": shared.schedule,
-    "cosine_min_lr_ratio": Rule(shared.share_of_lr, ("optim.min_lr",)),
-    "cosine_constant_lr_ratio": shared.off_or_lack("the schedule falls to its end"),
-    "lr_quadratic_warmup": shared.off_or_lack("the warm-up is linear"),
-    "bf16": bf16,
-    "bfloat16": bf16,
-    "fp16": fp16,
-    "float16": fp16,
-    "float32": shared.off_or_lack("masters are float32; model.dtype says the arithmetic"),
-    "fp8": shared.off_or_lack("model.base_dtype stores the base in 8 bits"),
-    "adam_eps": option("optim.eps", number),
-    "adapter": adapter,
-    "lora_target_linear": target_linear,
-    "lora_model_dir": option("lora.init_from", text),
-    "peft_use_dora": option("lora.dora", truth),
-    "peft_use_rslora": option("lora.rslora", truth),
-    "peft_ensure_weight_tying": hf.RULES["ensure_weight_tying"],
-    "peft_layers_to_transform": hf.RULES["layers_to_transform"],
-    "peft_init_lora_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
-    "lora_rank_pattern": option("lora.rank_pattern", lambda given: given.value),
-    "lora_alpha_pattern": option("lora.alpha_pattern", lambda given: given.value),
-    "loraplus_lr_ratio": rates.multiple_of_lr("lora_B"),
-    "embedding_lr": rates.rate_of(*_EMBEDDINGS),
-    "embedding_lr_scale": rates.multiple_of_lr(*_EMBEDDINGS),
-    "lr_groups": lr_groups,
-    "freeze_mm_modules": images.switch("freeze_mm_modules", "tower and projector stay frozen"),
-    "image_size": Rule(lambda conversion, given: conversion.lack(given, images.SIZES)),
-    "image_resize_algorithm": dropped("part of image_size"),
-    "process_images": dropped("images that records name are read"),
-    "load_in_8bit": shared.quantize("int8"),
-    "load_in_4bit": shared.quantize("nf4"),
-    "train_on_inputs": option("data.mask_prompt", lambda given: not truth(given)),
-    "val_set_size": shared.holdout,
-    "evals_per_epoch": fact("evals_per_epoch", number, "train.eval_every"),
-    "saves_per_epoch": fact("saves_per_epoch", number, "checkpoint.every"),
-    "chat_template": shared.template,
-    "chat_template_jinja": shared.template,
-    "rl": rl,
-    "plugins": plugins,
-    "rl_beta": option("objective.beta", number),
-    "dpo_beta": option("objective.beta", number),
-    "orpo_alpha": option("objective.beta", number),
-    "simpo_gamma": option("objective.margin", number),
-    "dpo_label_smoothing": option("objective.label_smoothing", number),
-    "kto_desirable_weight": option("objective.desirable_weight", number),
-    "kto_undesirable_weight": option("objective.undesirable_weight", number),
-    "dpo_loss_type": dpo_loss_type,
-    "cpo_alpha": fact("cpo_alpha", number, became="the weight of a further term"),
-    "unfrozen_parameters": unfrozen,
-    "reinit_weights": option("model.init", lambda given: "random" if truth(given) else "checkpoint"),
-    "tensor_parallel_size": option("parallel.tensor", whole),
-    "context_parallel_size": option("parallel.context", whole),
-    "sequence_parallel_degree": option("parallel.context", whole),
-    "use_tensorboard": option("log.tensorboard", truth),
-    "relora": shared.off_or_lack("adapters are not merged while they train"),
-    "jagged_restart_steps": shared.off_or_lack("the learning rate does not restart"),
-    "lisa_n_layers": shared.off_or_lack("trainable says what trains"),
-    "reward_model": shared.off_or_refuse("a reward model"),
-    "process_reward_model": shared.off_or_refuse("a reward model"),
-    "use_eaft": shared.off_or_refuse("another loss than the cross-entropy"),
-    "ebft.*": shared.off_or_refuse("another objective"),
-    "trl.beta": option("objective.beta", number),
-    "trl.*": shared.off_or_lack("objective.name says what can be minimised"),
-    "qat": shared.off_or_lack("weights are not rounded while they train"),
-    "qat.*": shared.off_or_lack("weights are not rounded while they train"),
-    "quantization.*": dropped("after training: rankfold convert export writes weights as they are"),
-    "use_pose": shared.off_or_lack("positions are those of the text"),
-    "diffusion.*": shared.off_or_refuse("a model that denoises"),
-    "gptq": shared.off_or_lack("model.base_dtype encodes the weights as they are read"),
-    "shrink_embeddings": shared.off_or_lack("the embedding keeps its size"),
-    "resize_token_embeddings_to_32x": shared.off_or_lack("the embedding keeps its size"),
-    "added_tokens_overrides": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
-    "eta_min": shared.min_lr,
-    "full_finetune": Rule(shared.full_finetune, ("lora.rank", "trainable")),
-    "lora_target_parameters": experts.target_parameters,
-    **{
-        f"{place}.{key}": rule
-        for place in ("model_config", "overrides_of_model_config")
-        for key, rule in experts.CONFIG_RULES.items()
-    },
-    "model_config.*": dropped("the model's own config.json says it"),
-    "expert_parallel_size": option("parallel.expert", whole),
-    "tokens.*": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
-    "relora_*": shared.off_or_lack("adapters are not merged while they train"),
-    "jagged_*": shared.off_or_lack("the learning rate does not restart"),
-    "dpo_use_weighting": shared.off_or_refuse("pairs that weigh by their probability"),
-    "dpo_norm_loss": shared.off_or_refuse("a normalised loss"),
-    "dpo_loss_weights": shared.off_or_refuse("a weighted sum of losses"),
-    "rpo_alpha": shared.off_or_refuse("a further term of the loss"),
-    "center_rewards_coefficient": shared.off_or_refuse("a reward model"),
-    "trainer_cls": shared.off_or_refuse("a trainer of its own"),
-    "scaling_softmax": shared.off_or_lack("attention's scores are scaled as the model's config.json says"),
-    "noisy_embedding_alpha": shared.off_or_lack("no noise is added to embeddings"),
-    "rope_scaling": shared.off_or_lack("config.json says how positions are scaled"),
-    "kd_*": shared.off_or_refuse("a student of another model"),
-    "lisa_*": dropped("part of what has no counterpart"),
-    "eaft_*": dropped("part of what has no counterpart"),
-    "vllm.*": dropped("objective.name says what can be minimised"),
-    "llmcompressor.*": dropped("weights stay dense"),
-    "swanlab_*": dropped(shared.CLIENT),
-    "otel_*": dropped(shared.CLIENT),
-    "use_otel_metrics": dropped(shared.CLIENT),
-    "auto_resume_from_checkpoints": shared.resume,
-    "peft.*": shared.off_or_lack("adapters start as PEFT's do: lora.init"),
-    "optim_args.eps": option("optim.eps", number),
-    "optim_args.*": shared.off_or_lack("optim.betas, optim.eps and optim.weight_decay are all there is"),
-    "log_sweep_*": shared.off_or_lack("optim.schedule is constant, linear or cosine"),
-    "lr_div_factor": shared.off_or_lack("the warm-up begins at 0"),
-    "rl_adapter_ref_model": dropped("the reference is the model without its adapter: objective.reference"),
-    "max_memory": dropped(shared.SPEED),
-    "device_map.*": dropped(shared.SPEED),
-    "dataset_shard_idx": dropped("all of data.train is read"),
-    "eval_table_max_new_tokens": dropped("evaluations give the loss"),
-    "tokens": shared.off_or_lack("the tokenizer's own files say which tokens there are"),
-    "save_first_step": dropped("checkpoint.every says when"),
-    "moe_*": dropped("options for experts are not converted"),
-}
-_OWN |= shared.every(
-    """
-    type_of_model model_type tokenizer_type tokenizer_config base_model_config is_llama_derived_model
-    is_mistral_derived_model is_falcon_derived_model is_qwen_derived_model tokenizer_legacy special_tokens
-    special_tokens.* eot_tokens default_system_message chat_template_kwargs.* tokenizer_use_mistral_common
-    tokenizer_save_jinja_files base_model_ignore_patterns processor_type processor_kwargs.*
-    overrides_of_model_config.* revision_of_model fix_untrained_tokens
-    """,
-    why="the model's and the tokenizer's own files say it",
-)
-_OWN |= shared.every(
-    """
-    strict use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel liger_*
-    liger_rope liger_rms_norm liger_glu_activation liger_swiglu liger_layer_norm
-    liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy chunked_cross_entropy use_scattermoe
-    use_sonicmoe tiled_mlp flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv
-    flash_optimum use_dsv4_kernels dsv4_fp4_grouped_mode quantize_moe_experts experts_implementation
-    llama4_linearized_experts fused_attn_kernel unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o
-    unsloth_cross_entropy_loss unsloth_rms_norm unsloth_rope use_onebitllms
-    """,
-    why=shared.KERNELS,
-)
-_OWN |= shared.every(
-    """
-    flash_attention xformers_attention sdp_attention flex_attention flex_attn_compile_kwargs.* s2_attention
-    eager_attention sage_attention gemma4_hybrid_attn_impl large_head_attention
-    """,
-    why=shared.ATTENTION,
-)
-_OWN |= shared.every(
-    """
-    dataset_prepared_path skip_prepare_dataset dataset_processes dataset_shard_num push_dataset_to_hub
-    shuffle_merged_datasets dataset_exact_deduplication streaming streaming_multipack_buffer_size
-    pretraining_sample_concatenation pretrain_multipack_attn min_sample_len dataset_keep_in_memory
-    num_dataset_shards_to_save preprocess_iterable
-    """,
-    why="data.train and data.mix name files; rankfold preprocess prepares them",
-)
-_OWN |= shared.every(
-    """
-    pad_to_sequence_len eval_sample_packing sample_packing_group_size sample_packing_bin_size
-    sample_packing_sequentially sample_packing_eff_est total_num_tokens multipack_real_batches
-    max_packed_sequence_len eval_batch_size eval_sequence_len batch_flattening pad_to_multiple_of
-    curriculum_sampling
-    """,
-    why="rows are packed as full as they can be",
-)
-_OWN |= shared.every(
-    """
-    activation_offloading layer_offloading selective_checkpointing.* gc_steps lora_on_cpu
-    qlora_sharded_model_loading experimental_skip_move_to_device gpu_memory_limit deepcompile dp_shard_size
-    dp_replicate_size heads_k_stride ring_attn_func fsdp_version torchdistx_path fsdp_final_state_dict_type
-    model_quantization_config model_quantization_config_kwargs.* bnb_config_kwargs.* gptq_groupsize
-    gptq_model_v1 gptq_disable_exllama mean_resizing_embeddings embeddings_skip_upcast dataloader_drop_last
-    use_ray ray_num_workers resources_per_worker.* peft_autocast_adapter_dtype lora_fan_in_fan_out
-    torch_compile_options.* fp32_norms fp8_enable_fsdp_float8_all_gather merge_method low_cpu_mem_usage
-    seq_len_from_end
-    """,
-    why=shared.SPEED,
-)
-_OWN |= shared.every(
-    """
-    loss_watchdog_threshold loss_watchdog_patience
-    """,
-    why="guards.spike_policy says what a spike of the loss does",
-)
-_OWN |= shared.every(
-    """
-    eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval bench_dataset
-    generate_samples num_generation_samples generation_max_new_tokens generation_temperature
-    generation_prompt_ratio generation_do_sample lm_eval_tasks lm_eval_*
-    """,
-    why="evaluations give the loss",
-)
-_OWN |= shared.every(
-    """
-    profiler_steps profiler_steps_start
-    """,
-    why="log.profile_steps says which steps are traced",
-)
-_OWN |= shared.every("hf_use_auth_token axolotl_config_path dataset_num_shards", why=shared.LOCAL)
-_OWN |= shared.every("debug group_by_length include_tkps num_labels wandb_*", why=shared.REPORT)
-
-RULES: dict[str, Rule] = {key: shared.unless_empty(rule) for key, rule in (hf.RULES | _OWN).items()}
+def warmup_ratio(conversion: Conversion) -> float | None:
+    return None if conversion.options.get("optim.warmup_steps") is not None else 0.03
 
 
-DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | {
-    "model.dtype": Default(
-        lambda conversion: "float32" if conversion.facts.get("no_bf16") else "bfloat16",
-        "AxolotlInputConfig.bf16 = auto",
-    ),
-    "model.base_dtype": Default(
-        lambda conversion: None, "LoraConfig.load_in_4bit and load_in_8bit = False, also with adapter: qlora"
-    ),
-    "model.init": Default("checkpoint", "AxolotlInputConfig.reinit_weights"),
-    "train.router_aux_loss_coef": Ours("that of the model's config.json, where its output_router_logits is true"),
-    "parallel.expert": Default(1, "AxolotlInputConfig.expert_parallel_size = None"),
-    "data.mix": Ours("all datasets are named"),
-    "data.format": Ours("each dataset has its type"),
-    "data.seq_length": Default(512, "AxolotlInputConfig.sequence_len"),
-    "data.packing": Default(False, "AxolotlInputConfig.sample_packing = None"),
-    "data.overlong": Default(
-        lambda conversion: "cut" if conversion.options.get("data.format") == "text" else "drop",
-        "AxolotlInputConfig.excess_length_strategy = None; texts are cut into pieces of sequence_len",
-    ),
-    "data.mask_prompt": Default(True, "HyperparametersConfig.train_on_inputs"),
-    "data.chat_template": Default(None, "AxolotlInputConfig.chat_template"),
-    "data.chat_arguments": Ours("the template's own"),
-    "train.micro_batch_size": Default(1, "HyperparametersConfig.micro_batch_size"),
-    "train.epochs": Default(1.0, "HyperparametersConfig.num_epochs"),
-    "optim.lr": Ours("Axolotl refuses a file without learning_rate"),
-    "optim.schedule": Default("cosine", "HyperparametersConfig.lr_scheduler"),
-    "optim.warmup_ratio": Default(
-        lambda conversion: None if conversion.options.get("optim.warmup_steps") is not None else 0.03,
-        "TrainerBuilderBase._configure_warmup_and_logging, at most 100 steps",
-    ),
-    "checkpoint.dir": Default("./model-out", "ModelOutputConfig.output_dir"),
-    "checkpoint.every": Ours("once an epoch, whose steps are only known with the data"),
-    "checkpoint.keep": Default(4, "TrainerBuilderBase._configure_save_and_eval_strategy"),
-    "lora.rank": Ours("Axolotl refuses an adapter without lora_r"),
-    "lora.alpha": Ours("Axolotl refuses an adapter without lora_alpha"),
-    "lora.dropout": Default(0.0, "LoraConfig.lora_dropout"),
-    "lora.targets": Ours("Axolotl refuses an adapter without targets"),
-    "lora.init_from": Default(None, "LoraConfig.lora_model_dir"),
-    "lora.rank_pattern": Default(None, "LoraConfig.lora_rank_pattern"),
-    "lora.alpha_pattern": Default(None, "LoraConfig.lora_alpha_pattern"),
-    "objective.name": Default("language_modeling", "AxolotlInputConfig.rl = None"),
-    "objective.beta": Default(0.1, "DPOConfig.beta"),
-    "objective.label_smoothing": Default(0.0, "DPOConfig.label_smoothing"),
-    "objective.margin": Default(
-        lambda conversion: 0.5 if conversion.options.get("objective.name") == "simpo" else 0.0, "CPOConfig.simpo_gamma"
-    ),
-    "objective.desirable_weight": Default(1.0, "HFRLTrainerBuilder: kto_desirable_weight or 1.0"),
-    "objective.undesirable_weight": Default(1.0, "HFRLTrainerBuilder: kto_undesirable_weight or 1.0"),
-    "objective.reference": Default(
-        lambda conversion: reference(conversion, _adapters(conversion)),
-        "HFRLTrainerBuilder: model_ref, none with an adapter",
-    ),
-}
-
-
-def _adapters(conversion: Conversion) -> bool:
+def adapters(conversion: Conversion) -> bool:
     """Returns whether adapters train: LoraConfig.adapter is None by default, and then everything does, whatever lora_r
     is.
     """
     return bool(conversion.facts.get("lora", False))
 
 
-def _finish(conversion: Conversion) -> None:
+def finish(conversion: Conversion) -> None:
     """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
     experts.set_coefficient(conversion)
@@ -481,7 +199,7 @@ def _finish(conversion: Conversion) -> None:
     facts.setdefault("save_strategy", "steps" if "save_steps" in facts else "epoch")
     if facts.get("freeze_mm_modules"):
         facts["full training"] = images.LANGUAGE_MODEL
-    elif conversion.given("processor_type") and _adapters(conversion):
+    elif conversion.given("processor_type") and adapters(conversion):
         conversion.to_fill.append(
             "lora.targets: names mean the language model here; where Axolotl's mean modules of the tower too, add them "
             r"as 'vision_tower\..*q_proj'"
@@ -492,11 +210,3 @@ def _finish(conversion: Conversion) -> None:
         )
     if "eval_steps" in facts:
         facts.setdefault("eval_strategy", "steps")
-
-
-RULES |= {f"trl.{key}": rule for key, rule in trl_grpo.OWN.items()}
-DEFAULTS |= {name: one for name, one in trl_grpo.OWN_DEFAULTS.items() if name not in DEFAULTS}
-
-AXOLOTL = Trainer(
-    name="Axolotl", rules=RULES, defaults=DEFAULTS, adapters=_adapters, finish=_finish, dropout_with_answers=False
-)

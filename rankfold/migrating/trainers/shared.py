@@ -5,21 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UserError
-from rankfold.migrating.accelerate_rules import FSDP_SHARDS
 from rankfold.migrating.conversion import (
     DTYPES,
     Conversion,
     Rule,
-    dropped,
     names,
     number,
+    option,
     other_objective,
     set_dtype,
     sets,
     truth,
     whole,
+    whole_numbers,
 )
 from rankfold.migrating.given import Given
+from rankfold.migrating.trainers import accelerate
 
 CLIENT = "figures go to log.metrics, log.tensorboard, log.wandb_project and log.mlflow_experiment"
 HUB = "nothing is uploaded"
@@ -108,15 +109,6 @@ def schedule(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "optim.schedule is constant, linear or cosine")
 
 
-@sets("optim.min_lr")
-def min_lr(conversion: Conversion, given: Given) -> None:
-    conversion.take(given, "optim.min_lr", number(given))
-
-
-def share_of_lr(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "min_lr_share", number(given), "optim.min_lr")
-
-
 @sets("log.tensorboard", "log.wandb_project", "log.mlflow_experiment")
 def report_to(conversion: Conversion, given: Given) -> None:
     found = [name for name in names(given) if name not in ("none", "None")]
@@ -129,27 +121,6 @@ def report_to(conversion: Conversion, given: Given) -> None:
         conversion.know(given, "trackers", known, f"figures go to {' and '.join(known)}")
     else:
         conversion.drop(given, CLIENT if found else "nothing is reported by default")
-
-
-@sets("log.wandb_project")
-def use_wandb(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "use_wandb", truth(given), "log.wandb_project")
-
-
-@sets("log.wandb_project")
-def wandb_project(conversion: Conversion, given: Given) -> None:
-    """Records the project, which counts where Weights & Biases is reported to."""
-    conversion.know(given, "wandb_project", str(given.value), "log.wandb_project, where it is reported to")
-
-
-@sets("log.mlflow_experiment")
-def mlflow_experiment(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "mlflow_experiment", str(given.value), "log.mlflow_experiment, where it is reported to")
-
-
-@sets("checkpoint.keep_best")
-def best_model(conversion: Conversion, given: Given) -> None:
-    conversion.take(given, "checkpoint.keep_best", truth(given))
 
 
 @sets("train.early_stopping_patience")
@@ -346,9 +317,10 @@ def optimizer(conversion: Conversion, given: Given) -> None:
         conversion.lack(given, "AdamW is the optimizer")
 
 
+@sets("parallel.shard")
 def fsdp(conversion: Conversion, given: Given) -> None:
     words = [str(name).upper() for name in names(given)]
-    level = next((FSDP_SHARDS[word] for word in words if word in FSDP_SHARDS), None)
+    level = next((accelerate.FSDP_SHARDS[word] for word in words if word in accelerate.FSDP_SHARDS), None)
     if level is not None:
         conversion.take(given, "parallel.shard", level)
     elif words == ["TRUE"]:
@@ -399,6 +371,7 @@ def off_or_lack(why: str) -> Rule:
     return Rule(rule)
 
 
+@sets("lora.rank", "trainable")
 def full_finetune(conversion: Conversion, given: Given) -> None:
     conversion.know(given, "lora", not truth(given), "no adapters" if truth(given) else "adapters")
 
@@ -427,6 +400,58 @@ def unless_empty(rule: Rule) -> Rule:
     return Rule(apply, rule.options)
 
 
-def every(keys: str, *, why: str) -> dict[str, Rule]:
-    """Returns rules for several keys without a counterpart, separated by spaces, with one reason."""
-    return {key: dropped(why) for key in keys.split()}
+layers = unless_empty(option("lora.layers", whole_numbers))
+
+
+def unsupported(why: str) -> Rule:
+    """Returns the rule of a key that has no counterpart, whatever its value."""
+    return Rule(lambda conversion, given: conversion.lack(given, why))
+
+
+def auto_or(rule: Rule) -> Rule:
+    """Returns the rule that skips "auto", which leaves a value to the trainer's flags, and applies `rule` otherwise."""
+
+    def either(conversion: Conversion, given: Given) -> None:
+        if given.value == "auto":
+            conversion.drop(given, "auto: the command line sets it")
+        else:
+            rule.apply(conversion, given)
+
+    return Rule(either, rule.options)
+
+
+def dtype_switch(dtype: str) -> Rule:
+    """Returns the rule of a key that switches a dtype on."""
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        on = given.value is not None and truth(given)
+        if given.value is not None:
+            conversion.facts["bf16" if dtype == "bfloat16" else "fp16"] = on
+        if on:
+            set_dtype(conversion, given, dtype)
+        else:
+            conversion.drop(given, "switched off")
+
+    return Rule(rule, ("model.dtype",))
+
+
+@sets("parallel.shard")
+def named_file(conversion: Conversion, given: Given) -> None:
+    """Reports a file of DeepSpeed's or accelerate's that another one names."""
+    if given.file_read:
+        conversion.drop(given, "read, and converted key by key")
+    elif given.value in (None, "", "null", "none"):
+        conversion.drop(given, "none")
+    else:
+        conversion.drop(given, "no such file beside this one")
+        conversion.to_fill.append(f"what {given.value} says: it is not beside the input; convert it too")
+
+
+def launcher_file(conversion: Conversion, given: Given) -> None:
+    """Reports such a file of a launcher, which may say more than how the weights are sharded."""
+    named_file.apply(conversion, given)
+
+
+def reference(conversion: Conversion) -> str:
+    """Returns the reference: the base without adapters where only adapters train; else the initial model."""
+    return "base" if conversion.facts["trains_adapters"] and not conversion.options.get("trainable") else "initial"

@@ -6,35 +6,11 @@ from __future__ import annotations
 
 import json
 from math import ceil
-from typing import Any
 
 from engine.errors import UserError
-from rankfold.migrating import experts, rates
-from rankfold.migrating.conversion import (
-    Conversion,
-    Rule,
-    dropped,
-    fact,
-    names,
-    number,
-    option,
-    other_objective,
-    sets,
-    text,
-    truth,
-    whole,
-)
+from rankfold.migrating.conversion import Conversion, Rule, names, number, other_objective, sets, truth
 from rankfold.migrating.given import PROGRAM, Given
-from rankfold.migrating.trainer import Default, Ours, Trainer
-from rankfold.migrating.trainers import hugging_face as hf
-from rankfold.migrating.trainers import images, shared, swift_flags
-
-KEYS = frozenset({
-    "rlhf_type", "train_type", "tuner_type", "model_author", "lazy_tokenize", "split_dataset_ratio", "freeze_vit",
-    "freeze_aligner", "swift_version", "mcore_model", "mcore_adapter", "template_backend", "external_plugins",
-    "custom_register_path", "val_dataset_shuffle", "cached_dataset",
-})  # fmt: skip
-"""Keys by which it is recognised."""
+from rankfold.migrating.trainers import images, shared
 
 _COMMANDS = ("sft", "pt", "rlhf")
 _LOSSES = {
@@ -233,7 +209,7 @@ def fsdp(conversion: Conversion, given: Given) -> None:
     if str(given.value) == "fsdp2":
         conversion.take(given, "parallel.shard", "parameters")
     else:
-        shared.fsdp(conversion, given)
+        shared.fsdp.apply(conversion, given)
 
 
 @sets("model.base_dtype")
@@ -292,83 +268,13 @@ def scheduler_arguments(conversion: Conversion, given: Given) -> None:
     if found == {}:
         conversion.drop(given, "none")
     elif isinstance(found, dict) and set(found) == {"min_lr"}:
-        shared.min_lr.apply(conversion, Given(source=given.source, key=given.key, value=found["min_lr"]))
+        one = Given(source=given.source, key=given.key, value=found["min_lr"])
+        conversion.take(one, "optim.min_lr", number(one))
     elif isinstance(found, dict) and set(found) == {"min_lr_rate"}:
-        shared.share_of_lr(conversion, Given(source=given.source, key=given.key, value=found["min_lr_rate"]))
+        one = Given(source=given.source, key=given.key, value=found["min_lr_rate"])
+        conversion.know(one, "min_lr_share", number(one), "optim.min_lr")
     else:
         conversion.lack(given, "optim.schedule and optim.min_lr are all there is")
-
-
-RULES: dict[str, Rule] = {
-    key: rule for key, rule in hf.RULES.items() if key not in ("model_name", "max_seq_length", "max_seq_len")
-} | {
-    "model": option("model.path", text),
-    "tuner_type": tuner_type,
-    "train_type": tuner_type,
-    "rlhf_type": rlhf_type,
-    "loss_type": loss_type,
-    "task_type": task_type,
-    "num_labels": shared.off_or_refuse("a classifier or reward model"),
-    "problem_type": shared.off_or_refuse("a classifier"),
-    "enable_dft_loss": shared.off_or_refuse("another loss than the cross-entropy"),
-    "rpo_alpha": shared.off_or_refuse("a further term of the loss"),
-    "ld_alpha": shared.off_or_refuse("tokens that weigh by their position"),
-    "loss_weights": shared.off_or_refuse("a weighted sum of losses"),
-    "mrl_dims": shared.off_or_refuse("an embedding model"),
-    "reward_model": shared.off_or_refuse("a reward model"),
-    "reward_funcs": shared.off_or_refuse("GRPO"),
-    "teacher_model": shared.off_or_refuse("a student of another model"),
-    "cpo_alpha": fact("cpo_alpha", number, became="the weight of a further term"),
-    "beta": option("objective.beta", number),
-    "label_smoothing": option("objective.label_smoothing", number),
-    "simpo_gamma": option("objective.margin", number),
-    "desirable_weight": option("objective.desirable_weight", number),
-    "undesirable_weight": option("objective.undesirable_weight", number),
-    "ref_model": shared.off_or_lack("the reference is the model as it starts: objective.reference"),
-    "ref_adapters": ref_adapters,
-    "dataset": dataset,
-    "val_dataset": dataset,
-    "split_dataset_ratio": shared.holdout,
-    "max_length": option("data.seq_length", whole),
-    "packing_length": shared.off_or_lack("rows have data.seq_length tokens"),
-    "truncation_strategy": truncation,
-    "loss_scale": loss_scale,
-    "use_chat_template": fact("chat", truth, became="pretraining reads texts, sft and rlhf conversations"),
-    "template": shared.template,
-    "system": shared.off_or_lack("records have their own system message"),
-    "adapters": adapters,
-    "target_modules": target_modules,
-    "target_regex": target_regex,
-    "modules_to_save": modules_to_save,
-    "lorap_lr_ratio": rates.multiple_of_lr("lora_B"),
-    "init_weights": shared.only(True, "lora.init is kaiming, or gaussian"),
-    "use_swift_lora": shared.off_or_lack("adapters are PEFT's"),
-    "freeze_llm": images.switch("freeze_language_model", "the language model stays frozen"),
-    "freeze_vit": images.switch("freeze_vision_tower", "the tower stays frozen"),
-    "freeze_aligner": images.switch("freeze_projector", "the projector stays frozen"),
-    "max_pixels": Rule(lambda conversion, given: conversion.lack(given, images.SIZES)),
-    "torch_dtype": torch_dtype,
-    "bf16": precision("bf16"),
-    "fp16": precision("fp16"),
-    "quant_method": quant_method,
-    "quant_bits": quant_bits,
-    "deepspeed": deepspeed,
-    "fsdp": fsdp,
-    "sequence_parallel_size": option("parallel.context", whole),
-    "deepspeed_autotp_size": option("parallel.tensor", whole),
-    "lr_scheduler_kwargs": scheduler_arguments,
-    "early_stop_interval": shared.patience,
-    "optimizer": shared.off_or_lack("AdamW is the optimizer"),
-    "NPROC_PER_NODE": fact("processes_per_node", whole, became="torchrun --nproc-per-node"),
-    "NNODES": fact("machines", whole, became="torchrun --nnodes"),
-    "ENV.NPROC_PER_NODE": fact("processes_per_node", whole, became="torchrun --nproc-per-node"),
-    "ENV.NNODES": fact("machines", whole, became="torchrun --nnodes"),
-    "ENV.*": dropped("an environment variable: set it for torchrun as well"),
-    "router_aux_loss_coef": option(experts.COEFFICIENT, number),
-    "remove_unused_columns": dropped("records are read field by field: data.format, data.mask_prompt"),
-}  # fmt: skip
-RULES |= swift_flags.NO_COUNTERPART
-RULES = {key: shared.unless_empty(rule) for key, rule in RULES.items()}
 
 
 def objective(conversion: Conversion) -> str:
@@ -396,7 +302,7 @@ def trains_adapters(conversion: Conversion) -> bool:
     return bool(conversion.facts.get("lora", True))
 
 
-def _dtype(conversion: Conversion) -> str:
+def dtype(conversion: Conversion) -> str:
     facts = conversion.facts
     usual = _ARITHMETIC[facts.get("torch_dtype", "bfloat16")]
     if facts.get("bf16", usual == "bfloat16"):
@@ -404,13 +310,13 @@ def _dtype(conversion: Conversion) -> str:
     return "float16" if facts.get("fp16", usual == "float16") else "float32"
 
 
-def _accumulation(conversion: Conversion) -> int:
+def accumulation(conversion: Conversion) -> int:
     """Returns TrainArgumentsMixin's own number of accumulated passes: 16 rows in all, as near as may be."""
     rows = max(1, int(conversion.options.get("train.micro_batch_size", 1)))
     return max(1, ceil(16 / rows / int(conversion.facts.get("ranks", 1))))
 
 
-def _reference(conversion: Conversion) -> str:
+def reference(conversion: Conversion) -> str:
     adapted = trains_adapters(conversion) and not conversion.options.get("trainable")
     return "base" if adapted and "ref_adapters" not in conversion.facts else "initial"
 
@@ -419,9 +325,10 @@ def finish(conversion: Conversion) -> None:
     """Sets the objective, what is evaluated, and what trains of a vision-language model."""
     facts, options = conversion.facts, conversion.options
     conversion.imply("derived", command(conversion), "objective.name", objective(conversion))
-    if options.get("model.dtype", (dtype := _dtype(conversion))) != dtype and dtype != "float32":
-        given = Given(source="derived", key="bf16 and fp16, which come before the launcher's", value=dtype)
-        conversion.take(given, "model.dtype", dtype)
+    own = dtype(conversion)
+    if options.get("model.dtype", own) != own and own != "float32":
+        given = Given(source="derived", key="bf16 and fp16, which come before the launcher's", value=own)
+        conversion.take(given, "model.dtype", own)
     if facts.get("bnb") and "quantized" in facts:
         conversion.imply("derived", "quant_method bnb and quant_bits", "model.base_dtype", facts["quantized"])
     elif "quantized" in facts:
@@ -470,62 +377,3 @@ def set_what_trains(conversion: Conversion) -> None:
         conversion.to_fill.append(
             f"trainable: {' and '.join(thawed)} train too; add the names they have in this model, or vision for both"
         )
-
-
-def _of(answers: Any, other: Any) -> Any:
-    return lambda conversion: answers if command(conversion) == "rlhf" else other
-
-
-DATA_DEFAULTS: dict[str, Default | Ours] = {
-    "data.seq_length": Ours("the longest that the model has, which its config.json says"),
-    "data.mix": Ours("all datasets are named"),
-    "data.format": Ours("each dataset has its own columns"),
-    "data.packing": Default(False, "BaseArguments.packing"),
-    "data.overlong": Default("drop", "TemplateArguments.truncation_strategy = delete"),
-    "data.mask_prompt": Default(
-        lambda conversion: command(conversion) != "pt", "TemplateArguments.loss_scale = default, PretrainArguments: all"
-    ),
-    "data.chat_template": Default(None, "TemplateArguments.template: that of the model"),
-    "data.chat_arguments": Ours("the template's own"),
-    "model.dtype": Default(_dtype, "ModelArguments._init_mixed_precision: by torch_dtype"),
-    "model.base_dtype": Default(None, "QuantizeArguments.quant_method = None"),
-    "lora.rank": Default(8, "TunerArguments.lora_rank"),
-    "lora.alpha": Default(32.0, "TunerArguments.lora_alpha"),
-    "lora.dropout": Default(0.05, "TunerArguments.lora_dropout"),
-    "lora.targets": Default(["all-linear"], "TunerArguments.target_modules"),
-    "lora.init_from": Default(None, "BaseArguments.adapters"),
-    "objective.name": Default(objective, "RLHFArguments.rlhf_type and loss_type"),
-    "objective.beta": Default(
-        lambda conversion: 2.0 if conversion.facts.get("rlhf") == "simpo" else 0.1, "RLHFArguments.beta = None"
-    ),
-    "objective.label_smoothing": Default(0.0, "RLHFArguments.label_smoothing"),
-    "objective.margin": Default(
-        lambda conversion: 1.0 if conversion.options.get("objective.name") == "simpo" else 0.0,
-        "RLHFArguments.simpo_gamma",
-    ),
-    "objective.desirable_weight": Default(1.0, "RLHFArguments.desirable_weight"),
-    "objective.undesirable_weight": Default(1.0, "RLHFArguments.undesirable_weight"),
-    "objective.reference": Default(
-        _reference, "RLHFArguments: ref_model where tuner_type is full, else without adapter"
-    ),
-}
-"""Defaults of the arguments of data, templates and tuners, which Megatron-SWIFT has too."""
-
-DEFAULTS: dict[str, Default | Ours] = hf.DEFAULTS | DATA_DEFAULTS | {
-    "optim.lr": Default(
-        lambda conversion: 1e-4 if trains_adapters(conversion) else 1e-5, "SftArguments._init_override"
-    ),
-    "optim.schedule": Default("cosine", "TrainArgumentsMixin.lr_scheduler_type"),
-    "optim.weight_decay": Default(0.1, "TrainArgumentsMixin.weight_decay"),
-    "optim.betas": Default([0.9, 0.95], "TrainArgumentsMixin.adam_beta2"),
-    "train.micro_batch_size": Default(1, "TrainArgumentsMixin.per_device_train_batch_size"),
-    "train.global_batch_size": Default(_accumulation, "TrainArgumentsMixin.gradient_accumulation_steps = None"),
-    "train.router_aux_loss_coef": Default(0.0, "TrainArgumentsMixin.router_aux_loss_coef"),
-    "memory.recompute": Default("full", "TrainArgumentsMixin.gradient_checkpointing"),
-    "log.tensorboard": Default(True, "TrainArgumentsMixin.report_to"),
-    "checkpoint.dir": Default("output", "SftArguments.output_dir, of a folder for each model"),
-}  # fmt: skip
-
-SWIFT = Trainer(
-    name="ms-swift", rules=RULES, defaults=DEFAULTS, adapters=trains_adapters, finish=finish, dropout_with_answers=False
-)

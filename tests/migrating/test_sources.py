@@ -16,7 +16,8 @@ from engine.errors import UserError
 from rankfold.migrating.command import convert, to_text
 from rankfold.migrating.conversion import Conversion
 from rankfold.migrating.reading import read_file, read_flags
-from rankfold.migrating.trainers import SOURCES, TRAINERS, recognise
+from rankfold.migrating.recognition import recognise, sources, trainers
+from rankfold.migrating.table import trainer
 from tests.support.trainer_commands import converted
 
 
@@ -85,7 +86,8 @@ def test_a_launchers_file_with_a_stray_key_is_still_its(tmp_path: Path) -> None:
 
 
 def test_every_trainer_has_a_name_and_none_knows_the_others_commands() -> None:
-    assert {trainer.name for trainers in SOURCES.values() for trainer in trainers} == {one.name for one in TRAINERS}
+    names = {trainer(table).name for tables in sources().values() for table in tables}
+    assert names == {one.name for one in trainers()}
     given = read_flags("--foo 1 --bar 2 --learning_rate 1e-4 --max_length 64", "flags", Path())
     conversion, _ = convert(given, values=[], ranks=None, source="trl")
     assert (conversion.trainer, conversion.options["optim.lr"]) == ("TRL", 1e-4)

@@ -23,9 +23,11 @@ from rankfold.migrating.finish import PLACES, finish
 from rankfold.migrating.given import Given
 from rankfold.migrating.python_script import FLAGS_OF_LORA
 from rankfold.migrating.reading import read_file, read_flags
-from rankfold.migrating.trainer import Default, Ours, Trainer, engine_default
-from rankfold.migrating.trainers import TRAINERS, recognise
+from rankfold.migrating.recognition import recognise, trainers
+from rankfold.migrating.table import Default, Ours, Trainer, engine_default
 from tests.support.trainer_commands import AXOLOTL, LEAST, converted
+
+TRAINERS = trainers()
 
 
 def _value(config: RunConfig, name: str) -> Any:
@@ -35,7 +37,7 @@ def _value(config: RunConfig, name: str) -> Any:
 
 
 def _settable(trainer: Trainer) -> set[str]:
-    rules = [*trainer.rules.values(), *launcher_rules.RULES.values()]
+    rules = [*trainer.rules.values(), *launcher_rules.rules().values()]
     return {option for rule in rules for option in rule.options}
 
 
@@ -128,7 +130,8 @@ def test_every_field_of_the_installed_packages_is_known(name: str) -> None:
         flags = {
             FLAGS_OF_LORA.get(one.name, one.name) if kind == "LoraConfig" else one.name for one in fields if one.init
         }
-        assert len(fields) > 2 and not {flag for flag in flags if trainer.rule(flag) is None}, place
+        known = {flag for flag in flags if trainer.rule(flag) or trainer.field_of_package(flag)}
+        assert len(fields) > 2 and flags - known == set(), place
 
 
 def test_trls_commands_have_rates_of_their_own() -> None:
@@ -462,7 +465,7 @@ def test_no_value_is_a_traceback() -> None:
     """Each rule with values of every kind: a sentence, or the text of a run's file."""
     seen: set[int] = set()
     for trainer in TRAINERS:
-        for key, rule in {**launcher_rules.RULES, **trainer.rules}.items():
+        for key, rule in {**launcher_rules.rules(), **trainer.rules}.items():
             if id(rule) in seen or rule.apply.__qualname__.startswith("dropped"):
                 continue
             seen.add(id(rule))

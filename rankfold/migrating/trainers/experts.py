@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rankfold.migrating.conversion import Conversion, fact, names, number, sets, truth
+from rankfold.migrating.conversion import Conversion, names, sets
 from rankfold.migrating.given import Given
 
 COEFFICIENT = "train.router_aux_loss_coef"
@@ -46,17 +46,10 @@ def add_expert_targets(conversion: Conversion) -> None:
         conversion.imply("derived", "target_parameters", "lora.fused", "gate_up", "one A for gate and up, as in PEFT")
 
 
-CONFIG_RULES = {
-    "output_router_logits": fact("router logits", truth, COEFFICIENT),
-    "router_aux_loss_coef": fact("router coefficient", number, COEFFICIENT),
-}
-"""Keys of a model's config.json that a trainer's file may change."""
-
-
 def set_coefficient(conversion: Conversion) -> None:
     """Sets the coefficient of the routers' auxiliary loss, which a config.json asks for by two keys together."""
     facts = conversion.facts
-    if facts.get("router logits") and "router coefficient" in facts:
-        conversion.imply("derived", "router_aux_loss_coef", COEFFICIENT, facts["router coefficient"])
-    elif facts.get("router logits"):
+    if facts.get("router_logits") and "router_coefficient" in facts:
+        conversion.imply("derived", "router_aux_loss_coef", COEFFICIENT, facts["router_coefficient"])
+    elif facts.get("router_logits"):
         conversion.to_fill.append(f"{COEFFICIENT}: router_aux_loss_coef in the model's config.json")

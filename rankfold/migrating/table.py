@@ -1,0 +1,278 @@
+"""The tables of other trainers (tables/*.yaml): what their keys set, and what they do where a key is absent.
+
+An absent key means the other trainer's default, never this engine's. So each option that a trainer's keys can set has
+an entry in its defaults, which is written into the run's file where it differs from this engine's own default.
+
+A table has these entries, all but `read` optional; a list of keys is text, with spaces between them, and a key that
+ends in .* or _* stands for all keys that begin so:
+
+    read             the version and the files that it was read from
+    name             of a trainer, as the report calls it
+    from             tables whose keys and defaults it starts from; `defaults from` where these are others
+    without          keys of those that it does not have
+    blocks           key -> table of which all keys may stand below it
+    empty is absent  files leave keys empty that are not used
+    options          "OPTION KIND | note" -> keys that are this option; KIND says how their values are read
+    facts            "NAME KIND OPTION ... | text" -> keys that options follow from once all are read
+    functions        "module.function ARGUMENT ... | text" -> keys that a function in trainers/ converts
+    only             "VALUE | why" -> keys that have no other value here
+    lacks            why -> keys without a counterpart, by which the run differs unless they are switched off
+    only_or_refused  "VALUE | objective" -> keys that with another value train that objective, which is refused
+    refused          objective -> keys that train it, which is refused, unless they are switched off
+    because, ignored keys that no option stands for, with a reason or without one
+    installed        classes of packages; where these are installed, their fields are known and ignored, too
+    defaults         option -> [value, the trainer's own place for it]; the value may be {from: module.function}, or
+                     {by: what, word: value, ..., other: value}, where `what` is "fact NAME", "option NAME", or
+                     a function
+    ours             why -> options that keep this engine's default
+    adapters, finish functions: whether adapters train, and what follows once all keys are read
+    dropout with answers  whether adapters keep their dropout where answers are compared; trainers made from TRL's
+                     switch it off (DPOConfig.disable_dropout is true by default)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.config.option_names import sections
+from engine.config.run import RunConfig
+from engine.seams import resolve
+from rankfold.migrating.conversion import Conversion, Rule, dropped, fact, kind_of, option
+from rankfold.migrating.trainers import shared
+
+_FOLDER = Path(__file__).parent / "tables"
+IGNORED = "no option here stands for it"
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A trainer's default for an option.
+
+    Args:
+        value: of the option here; or a function of what was read that gives it, None where nothing follows.
+        where: the trainer's own place for it, as Class.field or file: name.
+    """
+
+    value: Any
+    where: str
+
+    def of(self, conversion: Conversion) -> Any:
+        return self.value(conversion) if callable(self.value) else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A default that depends on what was read.
+
+    Args:
+        what: "fact NAME", "option NAME", or "module.function" in trainers/.
+        values: by the word that it is; "other" is for all others.
+    """
+
+    what: str
+    values: Mapping[Any, Any]
+
+    def __call__(self, conversion: Conversion) -> Any:
+        kind, _, name = self.what.partition(" ")
+        known = {"fact": conversion.facts, "option": conversion.options}
+        word = known[kind].get(name) if kind in known else function(self.what)(conversion)
+        return self.values.get(word, self.values["other"])
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """An option that keeps this engine's default: the trainer has none that could be written, or nothing computed
+    changes.
+
+    Args:
+        why: in one clause.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """A trainer whose configurations can be converted.
+
+    Args:
+        name: as the report calls it.
+        rules: key -> what it becomes.
+        defaults: full name of an option here -> what the trainer does where no key sets it.
+        adapters: whether what was read trains adapters; all parameters train where it does not.
+        finish: what follows once all keys are read, before the defaults.
+        dropout_with_answers: whether adapters keep their dropout where answers are compared.
+        installed: classes whose fields are known.
+    """
+
+    name: str
+    rules: Mapping[str, Rule]
+    defaults: Mapping[str, Default | Ours]
+    adapters: Callable[[Conversion], bool]
+    finish: Callable[[Conversion], None]
+    dropout_with_answers: bool = True
+    installed: tuple[str, ...] = field(default=())
+
+    def rule(self, key: str) -> Rule | None:
+        """Returns the rule for `key`, or for all keys that begin as it does."""
+        return find_rule(self.rules, key)
+
+    def field_of_package(self, key: str) -> Rule | None:
+        """Returns the rule for a field of the trainer's installed classes that its table does not name."""
+        return dropped(IGNORED) if any(key in class_fields(place) for place in self.installed) else None
+
+
+@lru_cache(maxsize=32)
+def trainer(table: str) -> Trainer:
+    """Returns the trainer that a table describes."""
+    data = read_table(table)
+    return Trainer(
+        name=data["name"],
+        rules=table_rules(table),
+        defaults=_defaults(table),
+        adapters=function(data["adapters"]),
+        finish=function(data["finish"]),
+        dropout_with_answers=data.get("dropout with answers", True),
+        installed=tuple(data.get("installed", "").split()),
+    )
+
+
+@lru_cache(maxsize=32)
+def table_rules(table: str) -> Mapping[str, Rule]:
+    """Returns the rules of a table, with those of the tables that it starts from."""
+    data = read_table(table)
+    rules: dict[str, Rule] = {}
+    for base in data.get("from", ()):
+        rules |= table_rules(base)
+    for key in data.get("without", "").split():
+        del rules[key]
+    rules |= _own_rules(data)
+    if data.get("empty is absent"):
+        rules = {key: shared.unless_empty(rule) for key, rule in rules.items()}
+    for key, block in data.get("blocks", {}).items():
+        rules |= {f"{key}.{name}": rule for name, rule in _own_rules(read_table(block)).items()}
+    return rules
+
+
+def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
+    """Returns the rule of `key`; else that of its longest prefix that is in `rules` with a * after it."""
+    if key in rules:
+        return rules[key]
+    beginnings = (f"{key[:end]}*" for end in range(len(key), 0, -1) if key[end - 1] in "._")
+    return next((rules[name] for name in beginnings if name in rules), None)
+
+
+def engine_default(option: str) -> Any:
+    """Returns this engine's default for `option`."""
+    section, _, leaf = option.rpartition(".")
+    owner = sections()[section] if section else RunConfig
+    default = next(one.default for one in fields(owner) if one.name == leaf)
+    return list(default) if isinstance(default, tuple) else default
+
+
+def function(name: str) -> Any:
+    """Returns the "module.function" of the folder trainers/."""
+    module, _, attribute = name.partition(".")
+    return resolve(f"{__package__}.trainers.{module}:{attribute}")
+
+
+@lru_cache(maxsize=16)
+def class_fields(place: str) -> frozenset[str]:
+    """Returns the fields of an installed dataclass, none where it is not installed. Its file is read and not imported:
+    importing transformers takes seconds.
+
+    Args:
+        place: package, modules and class, with dots between them.
+    """
+    package, *modules, name = place.split(".")
+    spec = importlib.util.find_spec(package)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+    path = folder.joinpath(*modules).with_suffix(".py")
+    if spec is None or not path.is_file():
+        return frozenset()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    found = [one.target for body in bodies for one in body if isinstance(one, ast.AnnAssign)]
+    return frozenset(target.id for target in found if isinstance(target, ast.Name))
+
+
+@lru_cache(maxsize=32)
+def read_table(table: str) -> dict[str, Any]:
+    """Returns the content of a file of tables/."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # twenty times as fast, where libyaml is there
+    found: dict[str, Any] = yaml.load((_FOLDER / f"{table}.yaml").read_text(encoding="utf-8"), Loader=loader)
+    return found
+
+
+def _option(head: str, said: str) -> Rule:
+    name, kind = head.split()
+    return option(name, kind_of(kind), said)
+
+
+def _fact(head: str, said: str) -> Rule:
+    name, kind, *options = head.split()
+    return fact(name, kind_of(kind), *options, became=said)
+
+
+def _function(head: str, said: str) -> Rule:
+    name, *arguments = head.split()
+    found = function(name)
+    if arguments or said:
+        return found(*arguments, *([said] if said else []))  # type: ignore[no-any-return]
+    return found if isinstance(found, Rule) else Rule(found)
+
+
+_BUILDERS: dict[str, Callable[[str, str], Rule]] = {
+    "options": _option,
+    "options or auto": lambda head, said: shared.auto_or(_option(head, said)),
+    "facts": _fact,
+    "facts or auto": lambda head, said: shared.auto_or(_fact(head, said)),
+    "functions": _function,
+    "functions or auto": lambda head, said: shared.auto_or(_function(head, said)),
+    "only": shared.only,
+    "lacks": lambda why, _: shared.off_or_lack(why),
+    "only_or_refused": shared.only_or_refuse,
+    "refused": lambda what, _: shared.off_or_refuse(what),
+    "because": lambda why, _: dropped(why),
+}
+"""Entry of a table -> the function that makes a rule of its two texts, before and after " | "."""
+
+
+def _own_rules(data: Mapping[str, Any]) -> dict[str, Rule]:
+    rules = dict.fromkeys(data.get("ignored", "").split(), dropped(IGNORED))
+    for entry, build in _BUILDERS.items():
+        for text, keys in data.get(entry, {}).items():
+            head, _, said = str(text).partition(" | ")
+            rules |= dict.fromkeys(keys.split(), build(head, said))
+    return rules
+
+
+def _defaults(table: str) -> dict[str, Default | Ours]:
+    data = read_table(table)
+    found: dict[str, Default | Ours] = {}
+    for base in data.get("defaults from", data.get("from", ())):
+        found |= _defaults(base)
+    found |= _own_defaults(data)
+    for block in data.get("blocks", {}).values():
+        found = _own_defaults(read_table(block)) | found
+    return found
+
+
+def _own_defaults(data: Mapping[str, Any]) -> dict[str, Default | Ours]:
+    ours = {name: Ours(why) for why, names in data.get("ours", {}).items() for name in names.split()}
+    entries = data.get("defaults", {}).items()
+    return {name: Default(_value(value), where) for name, (value, where) in entries} | ours
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return function(value["from"]) if "from" in value else Choice(value["by"], value)

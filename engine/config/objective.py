@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
@@ -12,7 +12,6 @@ Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto
 Reference = Literal["base", "initial"]
 SEQUENCE_RATIOS = ("gspo", "luspo")
 """Losses that are defined with one importance ratio for each completion."""
-REFERENCE_FREE = ("orpo", "simpo")
 POLICY_GRADIENT = ("grpo",)
 WITHOUT_LIMITS = ("sapo", "vespo")
 """Losses that weigh ratios smoothly instead of clipping them."""
@@ -28,8 +27,8 @@ class ObjectiveKind:
         data: reads it; see `engine.training.run_data.DataReader`.
         records: reads records into rows, see `engine.training.row_data.RecordReader`; None for texts and conversations
             whose every answer is learned.
-        references: gives rows what the model that the run starts from says of them; see
-            `engine.training.row_data.ReferenceLoader`.
+        references: gives rows what the model that the run starts from says of them, see
+            `engine.training.row_data.ReferenceLoader`; None where answers are compared with no model.
         rules: refuses what does not go with the objective, given the RunConfig; None where everything does.
         group: documents that belong together, side by side in one row.
         answers: how many of these are answers that are judged.
@@ -65,8 +64,8 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
     "dpo": _PAIRS,
     "ipo": _PAIRS,
     "hinge": _PAIRS,
-    "orpo": _PAIRS,
-    "simpo": _PAIRS,
+    "orpo": replace(_PAIRS, references=None),
+    "simpo": replace(_PAIRS, references=None),
     "kto": ObjectiveKind(
         loss="engine.preferences.objectives.kto:build_kto",
         records="engine.preferences.data.judged:build_judged",
@@ -380,5 +379,5 @@ class ObjectiveOptions:
         if self.name in POLICY_GRADIENT:
             has_reference = self.divergence_weight > 0
         else:
-            has_reference = self.kind.answers > 0 and self.name not in REFERENCE_FREE
+            has_reference = self.kind.references is not None
         return self.reference if has_reference else None

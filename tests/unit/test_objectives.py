@@ -7,7 +7,6 @@ TRL's functions are called on a stand-in for their trainer that holds the consta
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -30,7 +29,6 @@ from engine.objectives.stuck import REPORTS, StuckLoss
 from engine.preferences.batch_parts import Answers
 from engine.preferences.objectives.kto import Kto, KtoSettings
 from engine.preferences.objectives.preference import LOSSES, Preference, PreferenceSettings
-from engine.seams import resolve
 
 ALONE = Axis("cp")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
@@ -287,11 +285,8 @@ def _built(**options: Any) -> Objective:
     return build_objective(config, cp=ALONE, dp=ALONE)
 
 
-def test_every_part_of_every_objective_is_there() -> None:
+def test_every_name_has_its_parts() -> None:
     assert OBJECTIVES.keys() == set(get_args(Name))
-    for kind in OBJECTIVES.values():
-        for value in (getattr(kind, field.name) for field in fields(kind)):
-            assert not isinstance(value, str) or ":" not in value or callable(resolve(value)), value
 
 
 def test_options_become_the_objective() -> None:

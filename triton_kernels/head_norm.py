@@ -241,12 +241,12 @@ def norm_rope_split(
         qkv: contiguous columns, rows any distance apart.
         weights: of the query and of the key heads, each contiguous [D].
         eps: added to the mean square.
-        cos, sin: fp32 contiguous [T, D / 2].
+        cos, sin: fp32 [T, D / 2].
 
     Returns:
         q and k, contiguous, and rstd, fp32 [T, N].
     """
-    qkv = rows_of(qkv)
+    qkv, cos, sin = rows_of(qkv), cos.contiguous(), sin.contiguous()
     num_tokens, normed = qkv.shape[0], num_heads + num_kv_heads
     q, k = (
         torch.empty(num_tokens, num, head_dim, dtype=qkv.dtype, device=qkv.device) for num in (num_heads, num_kv_heads)
@@ -293,7 +293,7 @@ def norm_rope_merge(
         weight_gradients: fp32 [D] each, added to; None where the weight is frozen.
     """
     dq, dk, dv = (x if x.stride(2) == 1 else x.contiguous() for x in gradients)
-    qkv = rows_of(qkv)
+    qkv, cos, sin = rows_of(qkv), cos.contiguous(), sin.contiguous()
     num_tokens, num_heads, head_dim = dq.shape
     num_kv_heads = dk.shape[1]
     out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)

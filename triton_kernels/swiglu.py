@@ -314,7 +314,7 @@ def _backward_adapted_kernel(
     tl.store(da, da_FR * keep_scale, mask=ok_F[:, None] & ok_R[None, :])
 
 
-def swiglu_forward(gate_up_T2F: Tensor, *, out: Tensor | None = None) -> Tensor:
+def swiglu_forward(gate_up_T2F: Tensor, out: Tensor | None = None) -> Tensor:
     """Computes silu(gate) * up.
 
     Args:
@@ -450,10 +450,10 @@ def swiglu_project(
 def swiglu_backward(
     dy_TF: Tensor,
     gate_up_T2F: Tensor,
-    *,
     update: InputUpdate | None = None,
-    out: Tensor | None = None,
     activation_out: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes [dgate | dup].
 

@@ -9,12 +9,12 @@ linear, R rows of its stacked A.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.kernels.records import AdapterSection, InputUpdate
+from engine.kernels.records import AdapterPlace, AdapterSection, InputUpdate
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -138,6 +138,42 @@ def project(x_TI: Tensor, a_RI: Tensor, mask_TI: Tensor | None, keep_scale: floa
         keep_scale: factor on kept elements, 1 / (1 - p).
     """
     torch.mm(_dropped(x_TI, mask_TI, keep_scale), a_RI.t(), out=out_TR)
+
+
+def scaled_projection(
+    projection: Callable[[Tensor, Tensor, Tensor | None, float, Tensor], None],
+) -> Callable[[Tensor, Tensor, Tensor | None, float, Sequence[AdapterPlace], Tensor], None]:
+    """Makes the op `project` of drop(x) A^T into `out` [T, R], which knows nothing of scales and padding."""
+
+    def scaled(
+        x: Tensor,
+        a_RI: Tensor,
+        mask: Tensor | None,
+        keep_scale: float,
+        adapters: Sequence[AdapterPlace],
+        out: Tensor,
+    ) -> None:
+        num_ranks = a_RI.shape[0]
+        if out.shape[1] > num_ranks or out.stride(0) > num_ranks:
+            # H's columns too: 16-bit products on a CPU multiply up to 63 columns beyond x by zero, which a NaN there
+            # outlives
+            out.zero_()
+        h_TR = out[:, :num_ranks]
+        projection(x, a_RI, mask, keep_scale, h_TR)
+        scale_projection(h_TR, adapters)
+
+    return scaled
+
+
+def scale_projection(h_TR: Tensor, adapters: Sequence[AdapterPlace]) -> Tensor:
+    """Multiplies each adapter's columns of H, or of its gradient, by its scale, in place."""
+    scales = {adapter.scale for adapter in adapters}
+    if len(scales) == 1:
+        scale = scales.pop()
+        return h_TR if scale == 1.0 else h_TR.mul_(scale)
+    for adapter in adapters:
+        adapter.ranks(h_TR).mul_(adapter.scale)
+    return h_TR
 
 
 def a_gradient(

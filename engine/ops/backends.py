@@ -13,9 +13,10 @@ import torch
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
 from engine.ops.apex import apex_status, with_apex_norms
-from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
+from engine.ops.kernels import REFERENCE, Kernels, backend
 
+NATIVE = backend("native")
+BACKENDS = ("reference", "native", "triton")
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -49,6 +50,27 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
     if wanted != "auto":
         raise UserError(f"model.kernels is {wanted}, but {why}: set model.kernels to auto or reference.")
     return REFERENCE, f"kernels: reference (plain torch): {why}"
+
+
+def backend_name(name: str, *, device_type: str, dtype: str) -> str:
+    """Returns the backend that `model.kernels` means on a device, without asking whether it can run there.
+
+    Args:
+        name: as in the configuration; "auto" is the fast backend of the device, and "apex" is counted as "triton",
+            from which it differs in its norms alone.
+        device_type: "cuda" or "cpu".
+        dtype: of the model; the compiled CPU kernels know float32 and bfloat16.
+
+    Raises:
+        UserError: there is no such backend.
+    """
+    if name == "auto":
+        name = "triton" if device_type == "cuda" else "native" if dtype in ("float32", "bfloat16") else "reference"
+    if name == "apex":
+        name = "triton"
+    if name not in BACKENDS:
+        raise UserError(f"there is no backend {name!r} of the ops: choose one of {', '.join(BACKENDS)}.")
+    return name
 
 
 def _why_not_native(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -86,6 +108,4 @@ def _interprets() -> bool:
 def _triton(device: torch.device) -> tuple[Kernels, str]:
     import triton
 
-    from engine.ops.triton_backend import TRITON
-
-    return TRITON, f"kernels: triton ({triton.__version__}{', interpreted' if device.type == 'cpu' else ''})"
+    return backend("triton"), f"kernels: triton ({triton.__version__}{', interpreted' if device.type == 'cpu' else ''})"

@@ -26,8 +26,9 @@ from engine.kernels.codec import PLAIN
 from engine.kernels.records import AdapterPlace, AdapterSection, Documents, InputUpdate
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.kernels import Kernels
-from engine.planning.kernel_shapes import shape_torch_attention, split_many_ranks, write_in_place
+from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
+from engine.ops.kernels.op import write_in_place
+from engine.planning.stand_ins import shape_torch_attention
 from engine.quantization.encoding import encoding
 
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm"))
@@ -234,7 +235,8 @@ def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
         for name, kind in (("head_norms", "head norm "), ("row_codes", "codes of "), ("loss", "loss "))
         if (record := getattr(kernels, name)) is not None
     }
-    return split_many_ranks(replace(kernels, **count(kernels, _FLOPS), **nested, attention=attention))
+    flops = {name: op.flops for name, op in ops().items() if op.flops is not None}
+    return in_two_for_many_ranks(replace(kernels, **count(kernels, flops), **nested, attention=attention))
 
 
 def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> BaseEncoding:
@@ -253,23 +255,6 @@ def counted_base(base: BaseEncoding, kernels: str, counter: LaunchCounter) -> Ba
 
 def _no_products(*_: Any, **__: Any) -> float:
     return 0.0
-
-
-def _section_flops(h_TR: Tensor, sections: Sequence[AdapterSection]) -> float:
-    """Returns the arithmetic of one product with each section's B, or of its gradient."""
-    return 2.0 * h_TR.shape[0] * sum(one.num_columns * one.num_ranks for one in sections)
-
-
-_FLOPS: dict[str, Callable[..., float]] = {
-    "project": lambda x, a_RI, *_, **__: 2.0 * x.shape[0] * a_RI.numel(),
-    "swiglu_project": lambda gate_up, out, a_RI, *_, **__: 2.0 * out.shape[0] * a_RI.numel(),
-    "a_gradient": lambda dh_TR, x, *_, **__: 2.0 * dh_TR.numel() * x.shape[1],
-    "norm_a_gradient": lambda dh_TR, u, *_, **__: 2.0 * dh_TR.numel() * u.shape[1],
-    "b_gradient": lambda dy_TO, h_TR, sections: _section_flops(h_TR, sections),
-    "output_gradients": lambda dy_TO, h_TR, sections, *_, **__: 2.0 * _section_flops(h_TR, sections),
-    "swiglu_backward_adapted": lambda dy, gate_up, update, dh_TR, *_, **__: 2.0 * dh_TR.numel() * dy.shape[1],
-}
-"""Kernel -> the arithmetic of its products with adapters."""
 
 
 class TorchAttention(TorchFunctionMode):

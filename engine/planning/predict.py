@@ -10,7 +10,7 @@ from engine.layers.context import TrainingPlan
 from engine.layers.recompute import MemoryPlan
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
-from engine.planning.kernel_shapes import backend_name
+from engine.ops.backends import backend_name
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
 from engine.planning.planned_rows import Routing
 from engine.planning.rank_layout import Layout, Workload

@@ -78,7 +78,7 @@ class Workload:
         base_dtype: how frozen weights of the layers are stored; None for `dtype`.
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
-        kernels: the backend of the ops, see engine.planning.kernel_shapes.
+        kernels: the backend of the ops, see engine.ops.kernels.
         polls_sends: whether completed sends can be found without waiting; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
         offload_weights: whether frozen weights are kept in host memory.

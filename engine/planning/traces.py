@@ -3,7 +3,7 @@
 A piece is a layer, the embedding, or norm, head and loss. It is built as a run builds it, for one rank and on the meta
 device, runs forward and backward under a recording, and is dropped. Layers that are alike share a trace, and so do all
 layouts, schedules and numbers of layers of a search that do not change the piece. What cannot run without a device is
-in `kernel_shapes.py`.
+in `engine.ops.kernels`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import Carried, DecoderConfig, check_expert_ranks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.gradients import GradientSink
+from engine.ops.kernels import shape_backend
 from engine.planning import traced_batch
-from engine.planning.kernel_shapes import shape_base, shape_blocks, shape_kernels
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
 from engine.planning.planned_rows import expert_rows
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
+from engine.planning.stand_ins import shape_base, shape_blocks
 from engine.planning.traced_batch import META
 from engine.zigzag import rank_columns
 
@@ -458,7 +459,7 @@ def _layout(
         pp_ends=Axis("pp_ends", 2 if decoder.tied_embeddings and parallel.pipeline > 1 else 1),
         sequence_parallel=parallel.sequence_parallel,
         joint_reduce=parallel.lora_reduce == "joint",
-        kernels=shape_kernels(workload.kernels),
+        kernels=shape_backend(workload.kernels),
         cp=joined(mesh.cp),
         context_method=parallel.context_method,
         attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dim),

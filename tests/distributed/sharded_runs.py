@@ -28,8 +28,8 @@ from engine.models.decoder import Decoder, Part
 from engine.models.decoder_config import DecoderConfig, LayerKind
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
+from engine.ops.backends import NATIVE
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.native_backend import NATIVE
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import TORCH, OptimizerBackend
 from engine.optim.flat import FlatParameters

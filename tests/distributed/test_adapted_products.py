@@ -9,8 +9,8 @@ import pytest
 
 from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, AdaptedProducts, Kernels
-from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import relative_error
 from tests.distributed.gradient_table import CASES
 from tests.support.memory_models import gradients_on_two_ranks

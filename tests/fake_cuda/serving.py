@@ -78,7 +78,7 @@ def _serve() -> None:
 
     import_torch()
     runs = importlib.import_module("tests.fake_cuda.rank_run")
-    for module in ("triton", "torch._dynamo", "torch.nn.attention.varlen", "engine.ops.triton_backend"):
+    for module in ("triton", "torch._dynamo", "torch.nn.attention.varlen", "engine.kernels.triton.ops"):
         importlib.import_module(module)  # once here, rather than in each fork
     gc.collect()
     gc.freeze()  # a fork looks only at what it has made itself

@@ -11,9 +11,9 @@ from engine.distributed.mesh import Axis
 from engine.kernels.linear_cross_entropy import linear_cross_entropy
 from engine.kernels.native.attention import causal_attention
 from engine.ops.attention.blocks import NATIVE_BLOCKS, REFERENCE_BLOCKS, AttentionBlocks, merge_
+from engine.ops.backends import NATIVE
 from engine.ops.cross_entropy import cross_entropy
-from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
+from engine.ops.kernels import REFERENCE, Kernels, backend
 from engine.zigzag import Block, Span
 from tests.kernels.comparing import places
 from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, attention_by_torch, needs_native
@@ -139,7 +139,7 @@ def test_reference_cross_entropy(dtype: torch.dtype, largest: float) -> None:
 @places
 def test_triton_cross_entropy(place: tuple[str, torch.dtype], largest: float) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from engine.ops.triton_backend import TRITON
+    TRITON = backend("triton")
 
     device, dtype = place
     if dtype is torch.float16:

@@ -114,13 +114,13 @@ def _backward(given: Operands, h: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 def test_forward(case: Case, masked: bool) -> None:
     given = _operands(case, masked)
     scale = KEEP_SCALE if masked else 1.0
-    y, h = adapted.forward(given.x, given.weight, given.a, given.sections, bits=given.bits, keep_scale=scale)
+    y, h = adapted.forward(given.x, given.weight, given.a, given.sections, mask=given.bits, keep_scale=scale)
     (torch_y, torch_h), (exact_y, exact_h) = _forward(given, torch.float32), _forward(given, torch.float64)
     terms = exact_h.abs() if case.tokens == 1 else None
     assert_accurate(h, torch_h, exact_h, terms)
     assert_accurate(y, torch_y, exact_y)
     again, same = adapted.forward(
-        given.x, given.weight, given.a, given.sections, bits=given.bits, keep_scale=scale, h_TR=widened(h)
+        given.x, given.weight, given.a, given.sections, mask=given.bits, keep_scale=scale, h_TR=widened(h)
     )
     assert torch.equal(again, y) and torch.equal(same, h), "an H that is given is not made again"
 
@@ -132,7 +132,7 @@ def test_backward(case: Case, masked: bool, updates: bool) -> None:
     given = _operands(case, masked)
     h = widened(_forward(given, torch.float32)[1])
     dx, dh = adapted.backward(
-        given.dy, given.weight, given.a, given.sections, h_TR=h, bits=given.bits,
+        given.dy, given.weight, given.a, given.sections, h_TR=h, mask=given.bits,
         keep_scale=KEEP_SCALE if masked else 1.0, updates=updates,
     )  # fmt: skip
     if not updates:
@@ -152,10 +152,10 @@ def test_backward(case: Case, masked: bool, updates: bool) -> None:
 def test_without_adapters_it_is_the_plain_product() -> None:
     given = _operands(CASES[2], masked=True)
     nothing = [replace(one, b=torch.zeros(one.num_columns, one.num_ranks), db=None) for one in given.sections]
-    y, h = adapted.forward(given.x, given.weight, given.a, nothing, bits=given.bits, keep_scale=KEEP_SCALE)
+    y, h = adapted.forward(given.x, given.weight, given.a, nothing, mask=given.bits, keep_scale=KEEP_SCALE)
     assert torch.equal(y, multiply_by_tiles(given.x, given.weight.t()))
     dx, dh = adapted.backward(
-        given.dy, given.weight, given.a, nothing, h_TR=h, bits=given.bits, keep_scale=KEEP_SCALE, updates=True
+        given.dy, given.weight, given.a, nothing, h_TR=h, mask=given.bits, keep_scale=KEEP_SCALE, updates=True
     )
     assert torch.equal(dx, multiply_by_tiles(given.dy, given.weight)) and not dh.any()
 
@@ -165,9 +165,9 @@ def test_threads_do_not_change_the_result() -> None:
 
     def run() -> tuple[Tensor, ...]:
         sections = [replace(one, db=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
-        y, h = adapted.forward(given.x, given.weight, given.a, sections, bits=given.bits, keep_scale=KEEP_SCALE)
+        y, h = adapted.forward(given.x, given.weight, given.a, sections, mask=given.bits, keep_scale=KEEP_SCALE)
         dx, dh = adapted.backward(
-            given.dy, given.weight, given.a, sections, h_TR=h, bits=given.bits, keep_scale=KEEP_SCALE, updates=True
+            given.dy, given.weight, given.a, sections, h_TR=h, mask=given.bits, keep_scale=KEEP_SCALE, updates=True
         )
         return y, h, dx, dh, *(one.db for one in sections if one.db is not None)
 
@@ -205,7 +205,7 @@ def test_other_rows_do_not_change_a_row() -> None:
 def test_a_non_finite_input_is_not_hidden(value: float) -> None:
     given = _operands(CASES[2], masked=True)
     given.x[5, 7] = value
-    y, h = adapted.forward(given.x, given.weight, given.a, given.sections, bits=given.bits, keep_scale=KEEP_SCALE)
+    y, h = adapted.forward(given.x, given.weight, given.a, given.sections, mask=given.bits, keep_scale=KEEP_SCALE)
     assert not y[5].isfinite().any() and y[:5].isfinite().all() and y[6:].isfinite().all()
     assert bool(h[5].isfinite().all()) == bool(given.kept[5, 7] == 0)
 

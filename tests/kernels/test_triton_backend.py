@@ -17,10 +17,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.kernels import reference
 from engine.kernels.philox import dropout_scale
 from engine.kernels.records import AdapterPlace, AdapterSection, DropoutKey, InputUpdate
-from engine.ops.kernels import REFERENCE
-from engine.ops.triton_backend import TRITON
+from engine.ops.kernels import REFERENCE, backend
 from tests.kernels.comparing import assert_as_exact_as_torch, long_places, random_rows
 from tests.kernels.native_support import a_section, b_section
+
+TRITON = backend("triton")
 
 SHAPES = pytest.mark.parametrize("shape", [(5, 123, 3), (1, 20, 16), (0, 24, 4), (70, 131, 21)], ids=str)
 """tokens, features, rank; every tensor is a view of rows that lie further apart than they are long."""

@@ -12,10 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.layers.recompute import MemoryPlan
-from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.triton_backend import TRITON
+from engine.ops.kernels import REFERENCE, Kernels, backend
 from tests.distributed.cases import Case, make_batch, small_config
 from tests.support.memory_models import build_with
+
+TRITON = backend("triton")
 
 # FP8 products take sizes that divide by 16
 CONFIG = small_config(hidden=32, intermediate=48, num_heads=4, num_kv_heads=1, head_dim=16)

@@ -14,9 +14,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.kernels.triton import head_norm
 from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
-from engine.ops.triton_backend import TRITON
+from engine.ops.kernels import backend
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places
 from tests.support.head_norms import EPS, SHAPES, Problem, expected, problem
+
+TRITON = backend("triton")
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 

@@ -19,8 +19,10 @@ from engine.kernels.triton import output_gradients as module
 from engine.kernels.triton.output_gradients import output_gradients
 from engine.ops.embedding import EmbeddingOperands, embedding
 from engine.ops.gradients import GradientSink
-from engine.ops.triton_backend import TRITON
+from engine.ops.kernels import backend
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
+
+TRITON = backend("triton")
 
 LAYOUTS = {
     "one": (5, [(45, 3)]),

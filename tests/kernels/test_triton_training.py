@@ -16,13 +16,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.choices import RECOMPUTE_LEVELS
 from engine.layers.recompute import MemoryPlan
-from engine.ops.triton_backend import TRITON
-from engine.planning.kernel_shapes import shape_kernels
+from engine.ops.kernels import backend, shape_backend
 from tests.distributed.cases import Case, make_batch
 from tests.kernels.comparing import interpreted_only, long_places
 from tests.support.broken_backends import BROKEN
 from tests.support.following import CONFIG, WRONG_GRADIENT, assert_follows_the_reference, tiny_training
 from tests.support.memory_models import build_with
+
+TRITON = backend("triton")
 
 FP8_CONFIG = replace(CONFIG, hidden=32, intermediate=48, num_heads=2, head_dim=16)
 """Sizes that divide by 16: FP8 products on a GPU want them."""
@@ -109,4 +110,4 @@ def test_every_level_of_recomputation_has_the_same_bits(place) -> None:
 
 
 def test_the_planner_knows_how_far_folded_rows_lie_apart() -> None:
-    assert shape_kernels("triton").fold_multiple == TRITON.fold_multiple
+    assert shape_backend("triton").fold_multiple == TRITON.fold_multiple

@@ -1,6 +1,6 @@
 """The launches of a training step at the sizes that models have, as named cases; nothing here needs a GPU.
 
-A case calls the backend's kernels (engine.ops.triton_backend) as the ops do, on tensors with the shapes and strides of
+A case calls the backend's kernels (engine.ops.kernels) as the ops do, on tensors with the shapes and strides of
 training. Their memory is never touched: the caller has replaced the launch itself (tests.kernels.compiling,
 tests.kernels.launching).
 
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
 from engine.kernels.triton import lora, quantize
-from engine.ops.triton_backend import TRITON
+from engine.ops.kernels import backend
+
+TRITON = backend("triton")
 
 EPS = 1e-5
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.kernels.native.loader import native_status
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE
-from engine.ops.native_backend import NATIVE
 from tests.support.broken_backends import BROKEN
 from tests.support.following import WRONG_GRADIENT, assert_follows_the_reference, tiny_training
 

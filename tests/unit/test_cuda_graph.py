@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.layers.recompute import MemoryPlan
 from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.gradients import GradientSink
-from engine.ops.kernels import Kernels
+from engine.ops.kernels import Kernels, backend
 from engine.optim import reduce
 from engine.training.cuda_graph.capture import WARMUP_STEPS, CudaCapture
 from tests.distributed.cases import make_batch
@@ -191,7 +191,7 @@ def test_full_buckets_leave_during_a_replayed_backward(monkeypatch: pytest.Monke
 
 
 def _gpu_kernels() -> Kernels:
-    from engine.ops.triton_backend import TRITON
+    TRITON = backend("triton")
 
     return replace(TRITON, attention=VarlenAttention())
 

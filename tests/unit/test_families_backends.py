@@ -20,8 +20,8 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.families import family_of
 from engine.models.plain_torch import plain_torch_parts
 from engine.ops.attention.masked import BLOCK, MaskedAttention
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE
-from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import Case, make_batch, relative_error
 from tests.support.family_models import make_model
 from tests.support.memory_models import build_with, packed_batches, same_bits, two_alive

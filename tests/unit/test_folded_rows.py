@@ -10,9 +10,8 @@ import torch
 
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.recompute import MemoryPlan
-from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
-from engine.planning.kernel_shapes import shape_kernels
+from engine.ops.backends import NATIVE
+from engine.ops.kernels import REFERENCE, Kernels, shape_backend
 from tests.distributed.cases import RANK, Built, Case, relative_error, small_config
 from tests.support.memory_models import build_with, packed_batches, two_alive
 
@@ -33,8 +32,8 @@ def _extra_columns(built: Built) -> list[int]:
 
 
 def test_rows_of_a_gpu_start_at_cache_lines_and_those_of_a_cpu_as_they_did() -> None:
-    assert shape_kernels("triton").fold_multiple * torch.bfloat16.itemsize == 128
-    for kernels in (REFERENCE, NATIVE, shape_kernels("native")):
+    assert shape_backend("triton").fold_multiple * torch.bfloat16.itemsize == 128
+    for kernels in (REFERENCE, NATIVE, shape_backend("native")):
         assert kernels.fold_multiple == 8
     ranks = [3 * RANK, RANK, 2 * RANK, RANK] * CONFIG.num_layers
     assert _extra_columns(_built(REFERENCE)) == [-(-rank // 8) * 8 for rank in ranks]

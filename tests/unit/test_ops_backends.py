@@ -17,9 +17,8 @@ from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
 from engine.models.decoder_config import DecoderConfig
 from engine.ops import backends
-from engine.ops.backends import choose_kernels
+from engine.ops.backends import NATIVE, choose_kernels
 from engine.ops.kernels import REFERENCE
-from engine.ops.native_backend import NATIVE
 from tests.support.small_training import SmallTraining
 from tests.support.sweeps import sampled
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from engine.layers.recompute import MemoryPlan
 from engine.ops import head_loss
-from engine.ops.kernels import REFERENCE
-from engine.ops.native_backend import NATIVE
-from engine.planning.kernel_shapes import shape_kernels
+from engine.ops.backends import NATIVE
+from engine.ops.kernels import REFERENCE, backend, shape_backend
 from tests.distributed.cases import Case, small_config
 from tests.support.memory_models import build_with, num_targets, packed_batches
 
@@ -56,9 +55,9 @@ def test_a_model_computes_its_loss_in_these_blocks(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_planner_knows_the_blocks_and_what_is_folded() -> None:
-    from engine.ops.triton_backend import TRITON
+    TRITON = backend("triton")
 
     for kernels, multiple in ((REFERENCE, 1), (NATIVE, 1), (TRITON, 1024)):
-        shapes = shape_kernels(kernels.name)
+        shapes = shape_backend(kernels.name)
         assert kernels.loss.tokens_multiple == shapes.loss.tokens_multiple == multiple
         assert kernels.folds is shapes.folds

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from engine.kernels.native.loader import native_status
+from engine.ops.backends import NATIVE
 from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
 from tests.support.head_norms import EPS, SHAPES, expected, problem
 
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 from engine.kernels.records import AdapterSection
 from engine.kernels.triton import launch, lora, output_gradients, swiglu
-from engine.ops.triton_backend import TRITON
-from engine.planning.kernel_shapes import shape_kernels
+from engine.ops.kernels import backend, shape_backend
+
+TRITON = backend("triton")
 
 
 class _Allocated(TorchDispatchMode):
@@ -87,7 +88,7 @@ def _sections(inputs: int, outputs: tuple[int, ...], ranks: int, count: int) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_partial_sums(tokens: int, ranks: int, dtype: torch.dtype) -> None:
     """With the sums of one product left out of the planner, or tiles of half the size, nothing here is equal."""
-    inputs, outputs, planned = 4096, (4096, 1024, 1024), shape_kernels("triton")
+    inputs, outputs, planned = 4096, (4096, 1024, 1024), shape_backend("triton")
     x, dy = _meta(tokens, inputs, dtype=dtype), _meta(tokens, sum(outputs), dtype=dtype)
     a, h = _meta(3 * ranks, inputs, dtype=dtype), _meta(tokens, 3 * ranks, dtype=dtype)
     gate_up, down = _meta(tokens, 2 * inputs, dtype=dtype), _meta(ranks, inputs, dtype=dtype)
@@ -111,8 +112,8 @@ def test_partial_sums(tokens: int, ranks: int, dtype: torch.dtype) -> None:
         }
     for name, call in calls.items():
         sizes = []
-        for backend in (TRITON, planned):
+        for kernels in (TRITON, planned):
             with _Allocated() as allocated:
-                call(backend)
+                call(kernels)
             sizes.append(sorted(allocated.sizes))
         assert sizes[0] == sizes[1], f"{name}: allocated {sizes[0]}, planned {sizes[1]}"

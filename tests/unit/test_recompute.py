@@ -24,8 +24,8 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
 from engine.layers.recompute import Level, MemoryPlan
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import RANK, Case, make_batch, relative_error, small_config
 from tests.distributed.gradient_table import EVERY_LINEAR
 from tests.distributed.stock_models import decoder_config, stock_model, stock_parameter, stock_token_losses

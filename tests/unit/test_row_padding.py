@@ -14,8 +14,8 @@ from engine.data.collate import rank_batch
 from engine.data.dataset import dataset_of
 from engine.kernels.native.loader import native_status
 from engine.layers.recompute import MemoryPlan
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
 from tests.distributed.cases import Case, small_config
 from tests.support.memory_models import build_with, num_targets
 

@@ -19,8 +19,8 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.initialise import initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
 from engine.optim.flat import FlatParameters
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, RANK = 96, 160, 6, 2, 16, 4

@@ -16,7 +16,7 @@ from engine.errors import UserError
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.native_backend import NATIVE
+from engine.ops.backends import NATIVE
 from tests.distributed.cases import Case, make_batch, small_config
 from tests.support.four_layers import CASE, CONFIG, CPU, TOKENS, every_level, needs_native, results
 from tests.support.memory_models import Recorded, build_with, long_batch, num_targets, same_bits, total_error

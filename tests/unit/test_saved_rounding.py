@@ -13,8 +13,8 @@ from engine.layers import rounding
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.rounding import FLOAT8, RoundingReport, restored, round_rows
 from engine.layers.saved import ActivationShapes
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE, Kernels
-from engine.ops.native_backend import NATIVE
 from engine.telemetry.format import format_bytes
 from tests.distributed.cases import Built
 from tests.support.four_layers import CASE, CONFIG, TOKENS, every_level, needs_native, results

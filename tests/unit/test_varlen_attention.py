@@ -21,8 +21,8 @@ from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.attention.flash import FLASH2, FLASH3, FLASH4, choose_flash
 from engine.ops.attention.varlen import AttentionChoice, VarlenAttention, choose_attention, why_not_varlen
+from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE
-from engine.ops.native_backend import NATIVE
 from tests.support.torch_attention import torch_by_document
 from tests.support.varlen_stand_in import varlen_attn
 

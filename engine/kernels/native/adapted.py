@@ -32,7 +32,7 @@ def forward(
     a_RI: Tensor,
     sections: Sequence[AdapterSection],
     *,
-    bits: Tensor | None,
+    mask: Tensor | None,
     keep_scale: float,
     h_TR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def forward(
         weight_OI: fp32, rows of any stride.
         a_RI: stacked A.
         sections: each adapter's B and place.
-        bits: packed mask of x, or None.
+        mask: packed mask of x, or None.
         keep_scale: 1 / (1 - p).
         h_TR: H where it is known already; it is then not made from x.
     """
@@ -54,9 +54,9 @@ def forward(
         else [_a_factor(a_RI, section.first_row, section.num_ranks, section.scale * keep_scale) for section in sections]
     )
     h = x_TI.new_empty(tokens, ranks) if h_TR is None else h_TR
-    mask = optional_bits(bits if h_TR is None else None, features, tokens)
+    bits = optional_bits(mask if h_TR is None else None, features, tokens)
     up = [_b_factor(section, section.b, 1.0) for section in sections]
-    return _product(x_TI, weight_OI.t(), h, left_bits=mask, down=down, up=up), h
+    return _product(x_TI, weight_OI.t(), h, left_bits=bits, down=down, up=up), h
 
 
 def backward(
@@ -66,7 +66,7 @@ def backward(
     sections: Sequence[AdapterSection],
     *,
     h_TR: Tensor,
-    bits: Tensor | None,
+    mask: Tensor | None,
     keep_scale: float,
     updates: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -74,13 +74,13 @@ def backward(
 
     Args:
         dy_TO: fp32, rows of any stride.
-        weight_OI, a_RI, sections, bits, keep_scale: as in `forward`.
+        weight_OI, a_RI, sections, mask, keep_scale: as in `forward`.
         h_TR: H, as `forward` gave it.
         updates: whether dX gets the adapters' part; else it is dY W.
     """
     tokens, (ranks, features) = dy_TO.shape[0], a_RI.shape
     dh = dy_TO.new_empty(tokens, ranks)
-    mask = optional_bits(bits if updates else None, features, tokens)
+    bits = optional_bits(mask if updates else None, features, tokens)
     up = [_a_factor(a_RI, 0, ranks, 1.0)] if updates else []
     down = [_b_factor(section, section.b, section.scale) for section in sections]
     gradients = [_b_factor(section, section.db, 1.0) for section in sections if section.db is not None]
@@ -88,7 +88,7 @@ def backward(
         dy_TO,
         weight_OI,
         dh,
-        out_bits=mask,
+        out_bits=bits,
         out_scale=keep_scale,
         down=down,
         up=up,

@@ -73,3 +73,25 @@ def gumbel_argmax(
         places.data_ptr(),
     )
     return sums, places
+
+
+def attend_pages(
+    q_NHD: Tensor,
+    keys_SKD: Tensor,
+    values_SKD: Tensor,
+    table_NP: Tensor,
+    counts_N: Tensor,
+    *,
+    page: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Computes the op's `attend`; see engine.ops.kernels.attention."""
+    assert softcap is None and sinks_H is None, "see paged_attention_lacks"
+    return paged_attention(q_NHD, keys_SKD, values_SKD, table_NP, counts_N, page=page, scale=scale)
+
+
+def paged_attention_lacks(head_dim: int, capped: bool, sinks: bool) -> str | None:
+    """Returns the feature that the kernel does not compute, in words."""
+    return "a soft cap on scores" if capped else "attention sinks" if sinks else None

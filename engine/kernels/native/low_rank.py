@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.kernels.native.arguments import (
@@ -146,3 +147,27 @@ def accumulate_b(dy_TO: Tensor, h_TR: Tensor, sections: Sequence[AdapterSection]
         len(packed),
         b"".join(packed),
     )
+
+
+def project_into(x: Tensor, a_RI: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
+    """Computes scale * (mask * x) A^T into `out`."""
+    project(x, mask, a_RI, scale=scale, out=out)
+
+
+def a_gradient(dh_TR: Tensor, x: Tensor, mask: Tensor | None, scale: float, sections: Sequence[AdapterSection]) -> None:
+    """Computes the op of this name; see engine.ops.kernels.low_rank."""
+    accumulate_a(dh_TR, x, mask, sections, scale=scale)
+
+
+def norm_a_gradient(
+    dh_TR: Tensor,
+    u: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sections: Sequence[AdapterSection],
+) -> None:
+    """Computes the op of this name; see engine.ops.kernels.low_rank."""
+    columns = weight.to(torch.float32)
+    accumulate_a(dh_TR, u, mask, sections, scale=scale, row_scale_T=rstd, column_scale_I=columns)

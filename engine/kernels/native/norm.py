@@ -84,3 +84,15 @@ def rmsnorm_backward(
         optional_vector(weight_gradient, features),
     )
     return dx
+
+
+def norm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    """Computes the op of this name; see engine.ops.kernels.norm."""
+    return rmsnorm_forward(x, weight, eps, out=out)[1]
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+) -> Tensor:
+    """Computes the op of this name; see engine.ops.kernels.norm."""
+    return rmsnorm_backward(dy, x, weight, rstd, update=update, weight_gradient=weight_gradient)

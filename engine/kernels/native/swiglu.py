@@ -20,7 +20,7 @@ from engine.kernels.native.low_rank import sections_of_a
 from engine.kernels.records import AdapterSection, InputUpdate
 
 
-def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+def swiglu_forward(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """Computes silu(gate) * up.
 
     Args:
@@ -44,9 +44,9 @@ def swiglu_forward(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
 def swiglu_backward(
     dy: Tensor,
     gate_up: Tensor,
-    *,
     update: InputUpdate | None = None,
     y: Tensor | None = None,
+    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """Computes [dgate | dup], in one pass.
@@ -120,3 +120,16 @@ def swiglu_backward_adapted(
         *sections_of_a(sections, ranks, features, scale),
     )
     return gradient
+
+
+def backward_adapted(
+    dy: Tensor,
+    gate_up: Tensor,
+    update: InputUpdate | None,
+    dh_TR: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sections: Sequence[AdapterSection],
+) -> Tensor:
+    """Computes the op swiglu_backward_adapted; see engine.ops.kernels.swiglu."""
+    return swiglu_backward_adapted(dy, gate_up, dh_TR, mask, sections, scale=scale, update=update)

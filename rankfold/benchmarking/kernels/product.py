@@ -10,7 +10,7 @@ here.
 
 What to do in backward alone is decided by all of it, dB included: the fold has dH from its product and reads dY again
 for dB, while otherwise one read of dY gives both. The fold's dX lies in rows that are wider than dX; where attention
-reads it, it is copied, again a contestant of its own. `engine.ops.kernels.gpu_folds` is the table that follows.
+reads it, it is copied, again a contestant of its own. `engine.ops.kernels.product` has the rule that follows.
 
 Legend: T tokens, I input features, O output features of all sections, R rows of the stacked A, r of each section.
 """

@@ -1,0 +1,53 @@
+"""RMSNorm, y = x / sqrt(mean(x^2) + eps) * w.
+
+norm_forward(x [..., F], weight [F], eps, out) -> 1 / rms [..., 1]: y into `out`.
+
+norm_backward(dy, x, weight, rstd, update, weight_gradient) -> dx [..., F], for a gradient dy that still lacks `update`,
+an `InputUpdate` or None. Adds the weight's gradient to `weight_gradient` [F], fp32, if given.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.native import norm
+from engine.kernels.records import InputUpdate
+from engine.ops.kernels.op import Op, like, wide
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    y, rstd = reference.rmsnorm_forward(x, weight, eps)
+    out.copy_(y)
+    return rstd
+
+
+def forward_shape(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    """Allocates the statistics."""
+    return wide(x, (*x.shape[:-1], 1))
+
+
+NORM_FORWARD = Op(
+    reference=_forward,
+    native=norm.norm_forward,
+    triton="engine.kernels.triton.ops:norm_forward",
+    shape=forward_shape,
+)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, update: InputUpdate | None, weight_gradient: Tensor | None
+) -> Tensor:
+    if update is not None:
+        dy = reference.apply_update(dy, update)
+    if weight_gradient is not None:
+        weight_gradient.add_(reference.rmsnorm_weight_gradient(dy, x, rstd))
+    return reference.rmsnorm_backward(dy, x, weight, rstd)
+
+
+NORM_BACKWARD = Op(
+    reference=_backward,
+    native=norm.norm_backward,
+    triton="engine.kernels.triton.ops:norm_backward",
+    shape=lambda dy, x, *_: like(x),
+)

@@ -1,0 +1,25 @@
+"""The choice of a token: the largest sum, of a score and a Gumbel number drawn for it, in each row.
+
+gumbel_argmax(scores_NV, rows_N, positions_N, *, first_id, key) -> the sum, fp64 [N], and its column, int64 [N]; None
+for torch's operations one after the other. engine.inference.sampling specifies the draw.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kernels.native import generation
+from engine.ops.kernels.op import Op
+
+
+class GumbelArgmax(Protocol):
+    """See above."""
+
+    def __call__(
+        self, scores_NV: Tensor, rows_N: Tensor, positions_N: Tensor, *, first_id: int, key: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+GUMBEL_ARGMAX = Op(native=generation.gumbel_argmax)

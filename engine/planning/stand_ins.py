@@ -1,0 +1,74 @@
+"""Stand-ins on the meta device for what is no op of a backend: encoded weights, blocks of ring attention, and torch's
+attention in plain modules. They allocate results and buffers, and compute nothing; those of ops are beside the ops
+(`engine.ops.kernels`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.codec import PLAIN
+from engine.ops.attention.blocks import AttentionBlocks, choose_attention_blocks, one_by_one
+from engine.ops.encoded_weight import BaseEncoding
+from engine.ops.kernels.op import codes, like, row_codes, wide, write_in_place
+from engine.ops.quantized_products import PLAIN_OPERANDS, OperandKernels, gpu_product
+from engine.quantization.encoding import encoding
+
+
+def shape_base(name: str | None, kernels: str) -> BaseEncoding | None:
+    """Returns how frozen weights are stored, and read by the backend `kernels`; `name` None is the model's dtype."""
+    if name is None:
+        return None
+    arithmetic, operands = PLAIN, PLAIN_OPERANDS
+    if kernels != "reference":
+        arithmetic = replace(PLAIN, nf4_decode=write_in_place, row_decode=write_in_place)
+    if kernels == "triton":
+        operands = OperandKernels(
+            quantize_rows=lambda x, scales: row_codes(x),
+            quantize_matrix=lambda x, scales: (codes(x), wide(x, ())),
+            transpose=lambda codes: codes.new_empty(codes.shape[::-1]),
+            multiply=gpu_product,
+        )
+    return BaseEncoding(encoding=encoding(name, arithmetic), operands=operands)
+
+
+def shape_blocks(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBlocks:
+    """Returns the blocks of ring attention on a device."""
+    chosen = choose_attention_blocks("auto", device=torch.device(device_type), dtype=dtype, head_dim=head_dim)
+    if chosen.name == "reference":
+        return chosen
+    if chosen.name == "native":
+        return AttentionBlocks(name=chosen.name, forward=_block_forward, backward=_block_backward)
+    return one_by_one(chosen.name, _block_forward, _block_backward)
+
+
+def _block_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return like(q), wide(q, q.shape[:2])
+
+
+def _block_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return like(q), like(k), like(v)
+
+
+class _TorchAttention(torch.autograd.Function):
+    """torch's attention of [..., heads, tokens, features] by a kernel that keeps no scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), wide(q, q.shape[:-1])
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return like(q), like(k), like(v)
+
+
+def shape_torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns [..., heads, tokens, features] of the shape of torch's attention to all keys."""
+    out: Tensor = _TorchAttention.apply(q, k, v)
+    return out

@@ -147,6 +147,7 @@ class Tree:
 
     def defines(self, module: str, name: str) -> bool:
         """Whether a name is bound at the top level of a module."""
+        module = self.plain(module)
         source = self.sources.get(module)
         if source is None or self.lookup(module, name) is not None:
             return source is not None

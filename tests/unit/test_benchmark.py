@@ -28,6 +28,7 @@ from rankfold.benchmarking.remote import RemoteSide
 from rankfold.benchmarking.sides import Alone
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, interleave, paired_ratio, summarise
+from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -36,32 +37,36 @@ TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48
 SMALL = StepOptions(**TINY, rows=2, length=9, repeats=2, warmup=1, device="cpu")
 
 
-@pytest.fixture(scope="module")
-def tables() -> Iterator[tuple[Table, dict]]:
-    """One whole run, child processes included, and its JSON."""
-    table = step.run(SMALL)
-    yield table, json.loads(table.json("the command"))
+@pytest.fixture(scope="module", params=sampled(["peft", "all"], ["peft"]))
+def tables(request: pytest.FixtureRequest) -> Iterator[tuple[Table, dict, list[str]]]:
+    """One whole run, child processes included, its JSON, and the sides it has; each takes seconds to import."""
+    table = step.run(replace(SMALL, peers=request.param))
+    yield (
+        table,
+        json.loads(table.json("the command")),
+        [step.ENGINE, step.PEER, *([KEPT] if request.param == "all" else [])],
+    )
 
 
-def test_a_run_reports_every_contestant(tables: tuple[Table, dict]) -> None:
-    table, record = tables
-    names = [step.ENGINE, step.PEER, KEPT, step.FLOOR, "square product"]
+def test_a_run_reports_every_contestant(tables: tuple[Table, dict, list[str]]) -> None:
+    table, record, sides = tables
+    names = [*sides, step.FLOOR, "square product"]
     assert [row[0] for row in table.rows] == names
     assert {name: len(taken) for name, taken in record["seconds"].items()} == dict.fromkeys(names, 2)
-    assert set(record["first_seconds"]) == {step.ENGINE, step.PEER, KEPT}
+    assert set(record["first_seconds"]) == {*sides}
     assert all(value > 0 for taken in record["seconds"].values() for value in taken)
     assert any(sentence.startswith("Same computation") for sentence in table.findings)
 
 
-def test_a_run_says_where_and_with_what(tables: tuple[Table, dict]) -> None:
-    _, record = tables
+def test_a_run_says_where_and_with_what(tables: tuple[Table, dict, list[str]]) -> None:
+    _, record, _ = tables
     assert record["machine"]["torch"] == torch.__version__
     assert {"date", "CPU", "threads", "transformers", "peft"} <= set(record["machine"])
     assert record["options"]["hidden"] == 32 and record["command"] == "the command"
 
 
-def test_ratio_is_that_of_the_samples(tables: tuple[Table, dict]) -> None:
-    _, record = tables
+def test_ratio_is_that_of_the_samples(tables: tuple[Table, dict, list[str]]) -> None:
+    _, record, _ = tables
     ratios = sorted(p / e for p, e in zip(record["seconds"][step.PEER], record["seconds"][step.ENGINE], strict=True))
     assert record["speedup_over_peft"]["median"] == pytest.approx(sum(ratios) / 2)
 
@@ -83,9 +88,9 @@ def test_the_sides_of_a_mixture_compute_the_same(side: type[PeftSide]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
-def test_memory_is_measured(tables: tuple[Table, dict]) -> None:
-    _, record = tables
-    assert set(record["peak_bytes"]) == {step.ENGINE, step.PEER, KEPT}
+def test_memory_is_measured(tables: tuple[Table, dict, list[str]]) -> None:
+    _, record, sides = tables
+    assert set(record["peak_bytes"]) == {*sides}
     assert all(peak > 0 for peak in record["peak_bytes"].values())
 
 

@@ -138,13 +138,9 @@ def export_peft(
         _verify(staging, tensors)
         if proof is not None:
             notes.append(proof(staging))
+    files, count = (ADAPTER_WEIGHTS,), len(tensors)
     return ConversionReport(
-        out=out,
-        files=(ADAPTER_WEIGHTS,),
-        num_tensors=len(tensors),
-        num_bytes=num_bytes,
-        verified=True,
-        notes=tuple(notes),
+        out=out, files=files, num_tensors=count, num_bytes=num_bytes, verified=True, notes=tuple(notes)
     )
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.codec import PLAIN
 from engine.kernels.records import AdapterPlace, AdapterSection, Documents, InputUpdate
@@ -28,6 +27,7 @@ from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.kernels import Kernels, in_two_for_many_ranks, ops
 from engine.ops.kernels.op import write_in_place
+from engine.planning.recording import EagerMode
 from engine.planning.stand_ins import shape_torch_attention
 from engine.quantization.encoding import encoding
 
@@ -90,7 +90,7 @@ class PieceLaunches:
     exchanged_backward: tuple[int, ...] = ()
 
 
-class LaunchCounter(TorchDispatchMode):
+class LaunchCounter(EagerMode):
     """Counts what is launched inside its block.
 
     Args:

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.planning.ledger import LOGITS, PARTS, TEMPORARY, Parts
+from engine.planning.meta_results import result_on_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,16 @@ class Event:
     nbytes: int
 
 
-class Recording(TorchDispatchMode):
+class EagerMode(TorchDispatchMode):
+    """A mode that sees eager operations alone, as all of the engine's are."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from wrapping the mode for its compiler, whose import takes seconds."""
+        return False
+
+
+class Recording(EagerMode):
     """Records the storages that operations allocate inside its block, autograd functions included.
 
     Attributes:
@@ -49,15 +58,7 @@ class Recording(TorchDispatchMode):
         self._alive: dict[int, Event] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_mm.out and args[0].is_meta:
-            out = kwargs["out"]  # the meta device has no such operation
-        elif func is torch.ops.aten._scaled_mm.default and args[0].is_meta:
-            # the meta device's refuses sizes that only a GPU's does; the seventh argument is the dtype of the product
-            out = torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[6], device=args[0].device)
-        elif func is torch.ops.aten._foreach_add_.List and args[0][0].is_meta:
-            return None  # allocates nothing, and the meta device adds one by one
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = result_on_meta(func, args, kwargs or {})
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
                 self._see(value)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.batch import Batch
 from engine.config.rules import data_parallel_size, gradient_accumulation_steps
 from engine.config.run import RunConfig
 from engine.data.collate import context_part
+from engine.planning.recording import EagerMode
 from engine.preferences.batch_parts import Answers
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
@@ -29,7 +29,7 @@ from engine.training.start_model import check_model, model_source
 from engine.vision.made_up_images import with_made_up_images
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(EagerMode):
     """Counts the bytes of all storages that operations have made and that are still alive.
 
     Attributes:

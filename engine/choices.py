@@ -29,7 +29,7 @@ ExpertFactors = Literal["per_expert", "shared_outer", "shared"]
 
 AdapterForm = Literal["per_expert", "stacked", "shared_outer"]
 ADAPTER_FORMS: tuple[AdapterForm, ...] = get_args(AdapterForm)
-"""How an exported adapter has the experts' factors; see `engine.experts.conversion.peft_experts`."""
+"""How an exported adapter has the experts' factors; see `engine.conversion.peft_experts`."""
 AdapterReader = Literal["peft", "vllm", "sglang"]
 ADAPTER_READERS: tuple[AdapterReader, ...] = get_args(AdapterReader)
 

@@ -46,8 +46,8 @@ from engine.conversion.model_card import training_facts
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter, prove_model
+from engine.conversion.shared_factors import EachExpert
 from engine.errors import UserError
-from engine.experts.conversion.expert_factors import EachExpert
 from engine.kernels.checksum import slow_checksums
 from engine.printable import printable
 from engine.sentences import listed

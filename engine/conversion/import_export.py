@@ -28,9 +28,9 @@ from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
+from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
-from engine.experts.conversion.stacked_content import Member, StackedContent
 from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of

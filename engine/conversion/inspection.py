@@ -18,11 +18,11 @@ from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.run.training_state import TrainingCheckpoint, best_step, list_checkpoints, open_run
 from engine.checkpoint.safetensors_file import dtype_name, num_bytes
 from engine.conversion.commands import is_training
+from engine.conversion.expert_stacks import is_stack
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_config import PeftSettings, read_settings
 from engine.conversion.peft_read import adapter_file, stored_adapter
 from engine.errors import UserError
-from engine.experts.conversion.expert_stacks import is_stack
 from engine.files.documents import read_json
 from engine.printable import printable
 from engine.telemetry.format import counted, format_bytes, format_count

@@ -30,11 +30,7 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
 from engine.checkpoint.untied import SHARED, untied
 from engine.choices import VISION
-from engine.conversion.lora_scales import Scale, one_or_each
-from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
-from engine.conversion.peft_config import read_settings
-from engine.errors import UserError
-from engine.experts.conversion.expert_stacks import (
+from engine.conversion.expert_stacks import (
     GATE_UP,
     StoredStack,
     expert_module,
@@ -44,6 +40,10 @@ from engine.experts.conversion.expert_stacks import (
     router_key,
     stored_stacks,
 )
+from engine.conversion.lora_scales import Scale, one_or_each
+from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
+from engine.conversion.peft_config import read_settings
+from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import FUSED, NameMap, fused_parts, fused_rows, part_rows
 

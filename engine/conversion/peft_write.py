@@ -22,6 +22,16 @@ from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, compl
 from engine.checkpoint.untied import SHARED
 from engine.choices import VISION, AdapterForm, AdapterReader
 from engine.config.lora import adapter_scale
+from engine.conversion.expert_stacks import (
+    PEFT_LEAVES,
+    expert_module,
+    in_turns,
+    live_name,
+    outer_tensors,
+    peft_tensors,
+    routed_layers,
+    stack,
+)
 from engine.conversion.import_export import ConversionReport, Proof, stored_names
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import (
@@ -36,20 +46,7 @@ from engine.conversion.merged_model import (
 )
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
-from engine.errors import UserError
-from engine.experts.conversion.expert_factors import EachExpert
-from engine.experts.conversion.expert_stacks import (
-    PEFT_LEAVES,
-    expert_module,
-    in_turns,
-    live_name,
-    outer_tensors,
-    peft_tensors,
-    routed_layers,
-    stack,
-)
-from engine.experts.conversion.peft_experts import (
+from engine.conversion.peft_experts import (
     TrainedAdapters,
     advice,
     fitting_form,
@@ -57,6 +54,9 @@ from engine.experts.conversion.peft_experts import (
     obstacle,
     readers_line,
 )
+from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
+from engine.conversion.shared_factors import EachExpert
+from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
 from engine.models.families import family_named

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,11 @@ from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.inference.model_part import Chosen, InferenceStage
 from engine.inference.options import Limits
+from engine.inference.prompt_coordinates import PromptCoordinates, text_coordinates
 from engine.inference.text import TextStream, TokenDecoder, push_all
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder_config import DecoderConfig
-from engine.vision.data.columns import PlacedImage
-from engine.vision.data.family import VisionFamily
-from engine.vision.inference import prompt_coordinates
+from engine.seams import resolve
 
 Ending = Literal["stop_token", "stop_text", "length"]
 
@@ -50,7 +49,7 @@ class Request:
 
     row: int
     ids: tuple[int, ...]
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +180,7 @@ class Generator:
         limits: Limits,
         tokenizer: TokenDecoder | None,
         *,
-        family: VisionFamily | None = None,
+        family: Any = None,
         speed: Speed | None = None,
         in_step_with: Axis | None = None,
         ahead: int | None = None,
@@ -342,16 +341,20 @@ class Generator:
     def _room(self, prompt: Request, *, waits: bool) -> int:
         return self.stage.cache.room(len(prompt.ids), self._limits.max_new_tokens, waits=waits)
 
+    def _coordinates(self, prompts: Sequence[Request]) -> PromptCoordinates:
+        lengths, images = [len(request.ids) for request in prompts], [request.images for request in prompts]
+        if self._family is None:
+            assert not any(images), "images need a family that reads them"
+            return text_coordinates(lengths)
+        found: PromptCoordinates = resolve("engine.vision.inference:prompt_coordinates")(self._family, lengths, images)
+        return found
+
     def _prefill(self, starting: list[list[Request]], rows: list[_Row]) -> _Pass:
         """Runs prompts; their rows are the last of `rows`."""
         prompts = [members[0] for members in starting]
         began = self.stage.now()
         # ranks that encode nothing read images too, so that a broken one ends all of them
-        coordinates = prompt_coordinates(
-            self._family,
-            [len(request.ids) for request in prompts],
-            [request.images for request in prompts],
-        )
+        coordinates = self._coordinates(prompts)
         chosen = self.stage.prefill(
             [request.ids for request in prompts],
             coordinates,

@@ -4,15 +4,14 @@ A layer has a pool of pages, [places, K, D] of keys and of values, and a row's t
 `engine.inference.pages` say. Its capacity is the length that rows may reach, or the layer's window where that is
 shorter: then keys that have left the window are overwritten, and every kept key is visible. Keys are rotated before
 they are kept, so their order does not matter to attention. Rows that continue one prompt share its pages, so that it
-is run once. Keys and values of encoded images, which layers with cross attention attend to, are kept beside the
-pools as long as each prompt has them.
+is run once. What a layer needs of a row beside its tokens, such as keys and values of encoded images, is kept beside
+the pools until the row ends.
 
 Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
 it (`Kernels.paged_attention`), attention reads the pages where they are; else they are gathered, as long as the longest
 row is, and a mask hides what a shorter row does not have. `KeyValues.gathered` says why.
 
-Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, L longest row, S places of a pool. In
-cross attention N are heads and K encoded rows.
+Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, L longest row, S places of a pool.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from engine.kernels.records import Documents
 from engine.layers.host_copies import sent
 from engine.models.decoder_layer import DecoderLayer
 from engine.ops.kernels import AttendPages, Attention, Kernels
-from engine.vision.ops.cross_attention import EncodedRows, EncodedSpan, cross_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +41,6 @@ class _LayerCache:
     sinks_H: Tensor | None
     attend: AttendPages | None
     """Reads pages where they are; None where they are gathered."""
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedImages:
-    """The keys and values of a layer with cross attention for the tokens of a row: [encoded rows, H, D] of each."""
-
-    keys: Tensor
-    values: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
 
 
 class KeyValues:
@@ -114,13 +100,13 @@ class KeyValues:
             keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers[attention.prefix] = _LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
-        self._encoded: dict[str, dict[int, _EncodedImages]] = {}
+        self._beside: dict[str, dict[int, tuple[Tensor, ...]]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all pools, and of encoded images."""
+        """The bytes of all pools, and of what is kept beside them."""
         pools = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
-        return pools + sum(kept.num_bytes for layer in self._encoded.values() for kept in layer.values())
+        return pools + sum(_num_bytes(kept) for layer in self._beside.values() for kept in layer.values())
 
     @property
     def used_bytes(self) -> int:
@@ -132,8 +118,8 @@ class KeyValues:
         total = 0
         for layer in self.layers.values():
             total += 2 * layer.keys[0].nbytes * sum(min(length, layer.table.capacity) for length in lengths)
-        for encoded in self._encoded.values():
-            total += sum(kept.num_bytes for slot, kept in encoded.items() if slot < len(lengths))
+        for beside in self._beside.values():
+            total += sum(_num_bytes(kept) for slot, kept in beside.items() if slot < len(lengths))
         return total
 
     def room(self, prompt: int, new: int, *, waits: bool) -> int:
@@ -170,27 +156,27 @@ class KeyValues:
         """Ends a row."""
         for table in self._tables.values():
             table.free(slot)
-        for encoded in self._encoded.values():
-            encoded.pop(slot, None)
+        for beside in self._beside.values():
+            beside.pop(slot, None)
 
     def move(self, source: int, target: int) -> None:
         """Gives a row another slot, which is free."""
         for table in self._tables.values():
             table.move(source, target)
-        for encoded in self._encoded.values():
-            if source in encoded:
-                encoded[target] = encoded.pop(source)
+        for beside in self._beside.values():
+            if source in beside:
+                beside[target] = beside.pop(source)
 
-    def keep_encoded(self, layer: str, slot: int, images: _EncodedImages | None) -> None:
-        """Takes the encoded rows that a row attends to beside its tokens; None for none."""
-        kept = self._encoded.setdefault(layer, {})
+    def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
+        """See `KeyValueCache`."""
+        kept = self._beside.setdefault(layer, {})
         kept.pop(slot, None)
-        if images is not None:
-            kept[slot] = images
+        if beside is not None:
+            kept[slot] = beside
 
-    def encoded(self, layer: str, slot: int) -> _EncodedImages | None:
-        """Returns the encoded rows of `keep_encoded`."""
-        return self._encoded.get(layer, {}).get(slot)
+    def kept(self, layer: str, slot: int) -> tuple[Tensor, ...] | None:
+        """See `KeyValueCache`."""
+        return self._beside.get(layer, {}).get(slot)
 
     def first_pass(self, slots: Sequence[int], lengths: Sequence[int], *, fill: int = 0) -> FirstPass:
         """Returns the pass of whole prompts, one after the other along T, which `begin` gave the pages of these slots;
@@ -206,13 +192,26 @@ class KeyValues:
         return sent(torch.from_numpy(values), self._device)
 
 
-class FirstPass:
+class _Pass:
+    """A pass through the layers.
+
+    Args:
+        cache: of all rows.
+    """
+
+    def __init__(self, cache: KeyValues) -> None:
+        self._cache = cache
+        self.keep, self.kept = cache.keep, cache.kept
+
+
+class FirstPass(_Pass):
     """A prefill pass: attention within each prompt, as in training; keys and values are kept. See `KeyValueCache`."""
 
     def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int], fill: int) -> None:
-        self._cache, self._prompts, self._fill = cache, [*zip(slots, lengths, strict=True)], fill
+        super().__init__(cache)
+        self._prompts, self._fill = [*zip(slots, lengths, strict=True)], fill
         ends = np.cumsum(lengths).tolist()
-        self._slot_of = {end - length: slot for end, (slot, length) in zip(ends, self._prompts, strict=True)}
+        self.starts = {end - length: slot for end, (slot, length) in zip(ends, self._prompts, strict=True)}
         self._places = {capacity: self._place(table) for capacity, table in cache._tables.items()}
 
     def _place(self, table: PageTable) -> tuple[Tensor | None, Tensor]:
@@ -245,16 +244,6 @@ class FirstPass:
             pool.index_copy_(0, places, new if chosen is None else new[chosen])
         return whole(q_THD, k_TKD, v_TKD, documents, scale=scale)
 
-    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        for slot in self._slot_of.values():
-            self._cache.keep_encoded(layer, slot, None)
-        if rows is None:
-            return torch.zeros_like(q_TND)
-        for span in rows.spans:  # of whole prompts; what is kept must not keep the other prompts' with it
-            own = _EncodedImages(rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone())
-            self._cache.keep_encoded(layer, self._slot_of[span.tokens.start], own)
-        return cross_attention(q_TND, rows)
-
 
 class _Rows(NamedTuple):
     """A decode pass's rows, for layers of one capacity.
@@ -274,14 +263,17 @@ class _Rows(NamedTuple):
     mask: Tensor | None
 
 
-class NextPass:
+class NextPass(_Pass):
     """A decode pass: one token per row attends to all that was kept of the row.
 
     See `engine.ops.attention.cache_protocol.KeyValueCache`.
     """
 
+    starts = None
+
     def __init__(self, cache: KeyValues, positions: Sequence[int], fill: int) -> None:
-        self._cache, self._num_rows = cache, len(positions)
+        super().__init__(cache)
+        self._num_rows = len(positions)
         self._rows = {capacity: self._place(table, positions, fill) for capacity, table in cache._tables.items()}
 
     def _place(self, table: PageTable, positions: Sequence[int], fill: int) -> _Rows:
@@ -353,17 +345,9 @@ class NextPass:
             out = _capped_attention(q_NKGD, keys, values, rows.mask, scale, kept.softcap)
         return out.reshape(q_THD.shape)
 
-    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        assert rows is None, "images belong to prompts"
-        parts = []
-        for slot, q_1ND in enumerate(q_TND.split(1)):
-            kept = self._cache.encoded(layer, slot)
-            if kept is None:
-                parts.append(torch.zeros_like(q_1ND))
-            else:
-                whole = (EncodedSpan(slice(0, 1), slice(0, kept.keys.shape[0])),)
-                parts.append(cross_attention(q_1ND, EncodedRows(kept.keys, kept.values, whole)))
-        return torch.cat(parts)
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _lack(kernels: Kernels, head_dim: int, *, capped: bool, sinks: bool) -> str | None:

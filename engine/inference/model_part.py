@@ -24,11 +24,11 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.collectives import Handle, all_gather, all_reduce, local_part, post_async
 from engine.distributed.mesh import Axis
 from engine.inference.key_value_cache import KeyValues
+from engine.inference.prompt_coordinates import PromptCoordinates
 from engine.inference.sampling import Chooser, Sampling
 from engine.layers.host_copies import HostCopy, sent
 from engine.models.decoder import Decoder
 from engine.ops.attention.cache_protocol import KeyValueCache
-from engine.vision.inference import PromptCoordinates
 
 
 @dataclass(frozen=True, slots=True)

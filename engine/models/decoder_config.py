@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from engine.batch import Batch, BatchPart
@@ -16,7 +17,7 @@ from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
 from engine.layers.context import LayerContext, TrainingPlan
 from engine.layers.module import ShardedModule, ShardEntry
-from engine.ops.attention.token_context import ContextPart
+from engine.ops.attention.token_context import AuxiliaryLoss, ContextPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +188,10 @@ class LayerVariant:
 
     def context_part(self, batch: Batch) -> ContextPart | None:
         """Returns what its branches read of a micro-batch."""
+        return None
+
+    def auxiliary_loss(self, coefficient: float, device: torch.device) -> AuxiliaryLoss | None:
+        """Returns the loss of its branches, on one rank."""
         return None
 
     def examples(self, config: DecoderConfig, rows: ExampleRows) -> tuple[BatchPart, ...]:

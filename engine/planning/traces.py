@@ -23,7 +23,6 @@ from engine.config.parallel import ParallelOptions
 from engine.distributed.mesh import Axis, ExpertAxes, ExpertRows, Unconnected, shape_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
-from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.context import TensorLayout
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
@@ -381,11 +380,10 @@ class _Tracer:
     def _context(self, model: Decoder, batch: Batch) -> TokenContext:
         """Makes the coordinates; pieces behind the embedding find the encoded images there."""
         step = torch.zeros((), dtype=torch.int64, device=META)
-        balances: tuple[LoadBalance, ...] = ()
-        if self._workload.balances and (count := self._workload.decoder.num_experts):
-            balance = LoadBalance(1.0, count, device=META)
-            balance.begin(rehearses=False)
-            balances = (balance,)
+        variants = self._workload.decoder.variants if self._workload.balances else ()
+        balances = [loss for one in variants if (loss := one.auxiliary_loss(1.0, META)) is not None]
+        for loss in balances:
+            loss.begin(rehearses=False)
         if model.embedding is not None:  # no layer reads it
             return model.context(replace(batch, parts=()), step, training=True, parts=balances)
         carried: list[Tensor | None] = []

@@ -22,9 +22,9 @@ from engine.choices import AdapterReader
 from engine.config.run import RunConfig
 from engine.conversion.peft_read import ADAPTER_WEIGHTS
 from engine.conversion.peft_write import export_peft, form_for
+from engine.conversion.shared_factors import EachExpert
 from engine.distributed.collectives import all_reduce, gather_objects
 from engine.errors import UserError
-from engine.experts.conversion.expert_factors import EachExpert
 from engine.training.build import Training
 from engine.training.state import once
 

@@ -9,8 +9,8 @@ from engine.checkpoint.untied import SHARED
 from engine.config.run import RunConfig
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_read import AdapterSource
+from engine.conversion.shared_factors import CommonFactors
 from engine.errors import UserError
-from engine.experts.conversion.expert_factors import CommonFactors
 from engine.models.names import own_names
 from engine.training.start_model import ModelPlan, ModelSource
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
-from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.module import ShardEntry
 from engine.models.decoder import Decoder
+from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
@@ -46,7 +46,7 @@ class Stages:
         stages: Mapping[int, ModelStage],
         axis: Axis | None = None,
         choice: ScheduleChoice | None = None,
-        balance: LoadBalance | None = None,
+        balance: AuxiliaryLoss | None = None,
     ) -> None:
         self.balance = balance
         self._stages = dict(sorted(stages.items()))
@@ -54,7 +54,7 @@ class Stages:
         self._runners: dict[tuple[int, bool], Runner] = {}
 
     @classmethod
-    def whole(cls, stage: ModelStage, balance: LoadBalance | None = None) -> Stages:
+    def whole(cls, stage: ModelStage, balance: AuxiliaryLoss | None = None) -> Stages:
         """One stage that is the whole model."""
         return cls({0: stage}, balance=balance)
 
@@ -181,7 +181,7 @@ class Stages:
         if self._last.objective.compares_with_base and not all(batch.brings_reference for batch in batches):
             self._forward(batches, BASE_REFERENCE)
 
-    def _count_choices(self, batches: list[Batch], balance: LoadBalance) -> None:
+    def _count_choices(self, batches: list[Batch], balance: AuxiliaryLoss) -> None:
         """Counts what routers choose in the whole batch before the first backward: where a backward comes before some
         forward, in a pass of its own. Collective."""
         one_pass = len(batches) == 1 and self._axis.size == 1

@@ -7,8 +7,8 @@ pass through the whole of its row, with its images. A few short samples cost as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from engine.batch import Batch
 from engine.config.run import RunConfig
 from engine.data.collate import rank_batch, round_up
 from engine.data.dataset import dataset_of
-from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
@@ -28,14 +27,10 @@ from engine.inference.text import TextStream, push_all
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
+from engine.seams import resolve
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
 from engine.training.generation import end_tokens
-from engine.vision.data.columns import Extras, PlacedImage, vision_columns
-from engine.vision.data.family import VisionFamily
-from engine.vision.data.reader import ImageReader
-from engine.vision.data.records import ImageSample, plain_conversation, prompt_sample
-from engine.vision.data.row_images import Decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class SamplePrompt:
     """The tokens of a prompt, and its images in their order."""
 
     ids: list[int]
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,13 +49,11 @@ class _Row:
     ended: bool = False
 
 
-def read_prompts(
-    config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig, family: VisionFamily | None
-) -> list[SamplePrompt]:
+def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig, family: Any) -> list[SamplePrompt]:
     """Tokens of train.sample_prompts.
 
     Args:
-        family: of a vision-language model, which writes its conversations.
+        family: of a vision-language model, which writes its conversations; None for a model of text alone.
 
     Raises:
         UserError: the model needs an image in each; one has no tokens, or no room in the model's context for
@@ -68,12 +61,11 @@ def read_prompts(
             a model of text alone.
     """
     options = config.train
-    reader = None if family is None else ImageReader(family, config.data.image_folder)
-    if reader is None and any(options.sample_images):
+    if family is None and any(options.sample_images):
         raise UserError(
             "train.sample_images names an image, but the model reads text alone: remove train.sample_images."
         )
-    if options.sample_chat and reader is None and not tokenizer.has_chat_template:
+    if options.sample_chat and family is None and not tokenizer.has_chat_template:
         raise UserError(
             "train.sample_chat is true, but the tokenizer has no chat template: set data.chat_template, or "
             "train.sample_chat to false."
@@ -83,9 +75,9 @@ def read_prompts(
     for number, text in enumerate(options.sample_prompts, 1):
         image = options.sample_images[number - 1] if options.sample_images else ""
         # a model whose layers attend to an image has no other prompts
-        needs_image = reader is not None and reader.family.cross_patch_features is not None
-        if reader is not None and (options.sample_chat or image or needs_image):
-            prompt = _conversation(reader, text, image, number)
+        if family is not None and (options.sample_chat or image or decoder.needs_images):
+            read = resolve("engine.vision.data.prompts:sample_conversation")
+            prompt = SamplePrompt(*read(family, config.data.image_folder, text, image, number))
         elif options.sample_chat:
             prompt = SamplePrompt(list(tokenizer.chat_prompt([{"role": "user", "content": text}])))
         else:
@@ -98,18 +90,6 @@ def read_prompts(
             )
         prompts.append(prompt)
     return prompts
-
-
-def _conversation(reader: ImageReader, text: str, image: str, number: int) -> SamplePrompt:
-    """A user's message, with its image if it has one, as the model's family writes it."""
-    place, messages = Place(Path("train.sample_prompts"), "number", number), [{"role": "user", "content": text}]
-    sample = ImageSample(place, plain_conversation(messages), ())
-    if image:
-        sample = prompt_sample(place, {"images": [image]}, messages)
-        named = tuple(replace(image, option="train.sample_images") for image in sample.images)
-        sample = replace(sample, images=named)
-    ids, images = reader.prompt(sample)
-    return SamplePrompt(list(ids), images)
 
 
 class TextSamples:
@@ -128,7 +108,7 @@ class TextSamples:
         training: Training,
         tokenizer: Tokenizer,
         prompts: list[SamplePrompt],
-        family: VisionFamily | None,
+        family: Any,
     ) -> None:
         self._training, self._tokenizer, self._prompts, self._family = training, tokenizer, prompts, family
         self._texts = config.train.sample_prompts
@@ -145,7 +125,7 @@ class TextSamples:
     def run(self) -> list[tuple[str, str]]:
         """Each prompt and what it is continued with; the same on all ranks."""
         rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
-        decoded: Decoded = {}  # each image once, though every token takes a pass over all of its text
+        decoded: dict[Any, Any] = {}  # each image once, though every token takes a pass over all of its text
         while active := [row for row in rows if not row.ended]:
             found = list(zip(active, self._next(active, decoded), strict=True))
             push_all([(row.stream, token) for row, token in found if token not in self._ends])
@@ -156,7 +136,7 @@ class TextSamples:
             row.stream.finish()
         return list(zip(self._texts, (row.stream.text for row in rows), strict=True))
 
-    def _next(self, rows: list[_Row], decoded: Decoded) -> list[int]:
+    def _next(self, rows: list[_Row], decoded: dict[Any, Any]) -> list[int]:
         """The most likely token after each row's text, all of which go through the pipeline together."""
         mesh, stages = self._training.mesh, self._training.stages
         texts = [row.prompt.ids + row.ids for row in rows]
@@ -165,7 +145,7 @@ class TextSamples:
         dataset = dataset_of(
             [(ids, [False] * len(ids)) for ids in texts],
             seq_length=longest,
-            vision=vision_columns([Extras(own) if own else None for own in images]),
+            vision=resolve("engine.vision.data.columns:columns_of_images")(images) if any(images) else None,
         )
         dataset.read_with(self._family, decoded)
         batches = [

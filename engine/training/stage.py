@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.distributed.operations import LOG
-from engine.experts.ops.load_balance import LoadBalance
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
+from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.schedule import Kind
 from engine.training.cuda_graph.capture import Capture
 from engine.training.cuda_graph.layer_graphs import StageGraphs
@@ -46,7 +46,7 @@ class ModelStage:
         gives_gradient: bool = False,
         step: Tensor | None = None,
         loss_scale: Tensor | None = None,
-        balance: LoadBalance | None = None,
+        balance: AuxiliaryLoss | None = None,
     ) -> None:
         self.model, self._balance = model, balance
         self.objective, self._device = objective, device

@@ -21,6 +21,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits, ModelChoice, Sampling
+from engine.inference.prompt_coordinates import PromptCoordinates
 from engine.inference.text import TextStream
 from engine.models.decoder import Decoder
 from engine.runtime.launch import Launch
@@ -32,7 +33,6 @@ from engine.vision.data import row_images as row_images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Tiles, VisionFamily
 from engine.vision.data.reader import ImageReader
-from engine.vision.inference import PromptCoordinates
 from rankfold.generating.prompts import Prompt, Writer, requests_of
 from tests.parity.test_vision_models import make_batch
 from tests.support import cogvlm_cases

@@ -23,12 +23,12 @@ from engine.checkpoint.run.training_state import open_run
 from engine.choices import AdapterForm, AdapterReader
 from engine.conversion.import_export import export_hf
 from engine.conversion.merged_model import MergedSource, recorded_scale
+from engine.conversion.peft_experts import TrainedAdapters, obstacle
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
 from engine.conversion.proof import prove_adapter
+from engine.conversion.shared_factors import CommonFactors, EachExpert
 from engine.errors import UserError
-from engine.experts.conversion.expert_factors import CommonFactors, EachExpert
-from engine.experts.conversion.peft_experts import TrainedAdapters, obstacle
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.experts.ops.routing import RoutingRule
 from engine.models.names import own_names

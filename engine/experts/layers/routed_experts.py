@@ -102,6 +102,9 @@ class RoutedSizes(LayerVariant):
         met = 3 * (rule.per_token * self.intermediate + self.shared) + rule.num_experts + int(self.shared > 0)
         return config.hidden * met
 
+    def auxiliary_loss(self, coefficient: float, device: torch.device) -> LoadBalance:
+        return LoadBalance(coefficient, self.num_experts, device=device)
+
     def fused_places(self, fused: str) -> tuple[str, ...]:
         if fused != GATE_UP:
             return (fused,)

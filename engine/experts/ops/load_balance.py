@@ -22,10 +22,10 @@ from torch import Tensor
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
 from engine.experts.ops.routing import Slots
-from engine.ops.attention.token_context import ContextPart
+from engine.ops.attention.token_context import AuxiliaryLoss
 
 
-class LoadBalance(ContextPart):
+class LoadBalance(AuxiliaryLoss):
     """What a step's routers chose, and the gradient that follows from it.
 
     Args:

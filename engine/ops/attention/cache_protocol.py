@@ -5,6 +5,7 @@ Only the interface is here: the cache decides which rows there are, and how much
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +16,20 @@ from engine.ops.kernels import Attention
 
 class KeyValueCache(Protocol):
     """Keys and values of earlier tokens, as one pass through the layers sees them."""
+
+    @property
+    def starts(self) -> Mapping[int, int] | None:
+        """First token of each prompt of the pass -> the prompt's slot; None where token i continues the row of slot
+        i."""
+        ...
+
+    def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
+        """Keeps what a layer needs of a row beside its tokens, in place of what it kept before; None for nothing."""
+        ...
+
+    def kept(self, layer: str, slot: int) -> tuple[Tensor, ...] | None:
+        """Returns what `keep` took."""
+        ...
 
     def attend(
         self,

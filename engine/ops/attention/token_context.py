@@ -24,6 +24,24 @@ class ContextPart:
         return ()
 
 
+class AuxiliaryLoss(ContextPart):
+    """A loss of the layers, whose gradient follows from counts over the global batch: these come first."""
+
+    __slots__ = ()
+
+    def begin(self, *, rehearses: bool) -> None:
+        """Counts from now on, until `settle`.
+
+        Args:
+            rehearses: the pass that goes forward is for counting alone.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Puts the ranks' counts together, if they have been counting. Collective."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class PaddingTokens(ContextPart):
     """The tokens that are padding.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.run import RunConfig
+from engine.conversion.peft_experts import TrainedAdapters, advice, obstacle
 from engine.distributed.ranks import RankGrid
-from engine.experts.conversion.peft_experts import TrainedAdapters, advice, obstacle
 from engine.models.describe import num_parameters
 from engine.models.families import family_of
 from engine.models.names import is_shared_factor, own_names
@@ -121,6 +121,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
 def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
     """Returns the reason why a mixture's adapters cannot be exported as each expert's, and what can be done then."""
     plan, decoder = training.plan.modules, training.source.model.decoder
+    if not decoder.num_experts:
+        return None
     modules = {own.rpartition(".")[0] for name in training.plan.trained for own in own_names(name, decoder)}
     adapters = {module: settings for module in modules if (settings := plan.adapter(module)) is not None}
     if not adapters:

@@ -173,6 +173,11 @@ def vision_columns(documents: Sequence[Extras | None]) -> VisionColumns | None:
     return VisionColumns.of([extras or Extras() for extras in documents])
 
 
+def columns_of_images(images: Sequence[Sequence[PlacedImage]]) -> VisionColumns | None:
+    """Returns the columns of documents that have these images; None where none has any."""
+    return vision_columns([Extras(tuple(own)) if own else None for own in images])
+
+
 def joined(parts: Sequence[VisionColumns | None], counts: Sequence[int]) -> VisionColumns | None:
     """Returns the columns of several data sets, one after another; None where none has any.
 

@@ -10,7 +10,6 @@ Gradients of keys and values are partial there, as all gradients are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,10 +22,11 @@ from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Sectio
 from engine.layers.norm import RMSNorm
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import FUSED, KEY_VALUE
+from engine.ops.attention.cache_protocol import KeyValueCache
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.vision.layers.fronts import images_change
-from engine.vision.ops.cross_attention import Encoded, EncodedCache, EncodedRows, cross_attention
+from engine.vision.ops.cross_attention import Encoded, EncodedRows, EncodedSpan, cross_attention
 
 
 class CrossAttention(JoiningBranch):
@@ -77,7 +77,7 @@ class CrossAttention(JoiningBranch):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         """Returns what is added to the residual stream; where encoded rows are in the micro-batch or the cache."""
-        encoded, cache = context.part(Encoded), cast(EncodedCache | None, context.cache)
+        encoded, cache = context.part(Encoded), context.cache
         q = self.query(u, source, context).unflatten(1, (self.num_heads, self.head_dim))
         rows = None
         if encoded is not None:
@@ -87,11 +87,34 @@ class CrossAttention(JoiningBranch):
             k, v = (x.unflatten(1, (self.num_heads, self.head_dim)) for x in key_value.chunk(2, dim=1))
             rows = EncodedRows(k, v, encoded.spans)
         if cache is not None:
-            attended = cache.attend_encoded(self.prefix, q, rows)
+            attended = self._cached(cache, q, rows)
         else:
             assert rows is not None
             attended = cross_attention(q, rows)
         return self.dense(attended.flatten(1), GivenInput(), context)
+
+    def _cached(self, cache: KeyValueCache, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
+        """Keeps keys and values of encoded images, and attends to those of each row, now or before; zeros where a row
+        has none."""
+        if cache.starts is not None:
+            for slot in cache.starts.values():
+                cache.keep(self.prefix, slot, None)
+            if rows is None:
+                return torch.zeros_like(q_TND)
+            for span in rows.spans:  # of whole prompts; what is kept must not keep the other prompts' with it
+                own = rows.k_KND[span.rows].clone(), rows.v_KND[span.rows].clone()
+                cache.keep(self.prefix, cache.starts[span.tokens.start], own)
+            return cross_attention(q_TND, rows)
+        assert rows is None, "images belong to prompts"
+        parts = []
+        for slot, q_1ND in enumerate(q_TND.split(1)):
+            if (kept := cache.kept(self.prefix, slot)) is None:
+                parts.append(torch.zeros_like(q_1ND))
+            else:
+                keys, values = kept
+                whole = (EncodedSpan(slice(0, 1), slice(0, keys.shape[0])),)
+                parts.append(cross_attention(q_1ND, EncodedRows(keys, values, whole)))
+        return torch.cat(parts)
 
     def joined(self, x: Tensor, context: TokenContext, multiplier: float) -> Tensor:
         if context.part(Encoded) is None and context.cache is None:

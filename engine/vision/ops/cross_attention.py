@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,23 +49,6 @@ class EncodedRows(NamedTuple):
     k_KND: Tensor
     v_KND: Tensor
     spans: tuple[EncodedSpan, ...]
-
-
-class EncodedCache(Protocol):
-    """A `KeyValueCache` that keeps keys and values of encoded images too."""
-
-    def attend_encoded(self, layer: str, q_TND: Tensor, rows: EncodedRows | None) -> Tensor:
-        """Caches keys and values of encoded images, and attends to those of each row, now or before.
-
-        Args:
-            layer: the cross attention's name, such as `layers.3.cross_attention`.
-            q_TND: [T, N, D].
-            rows: of the images of these tokens; None where they have none.
-
-        Returns:
-            [T, N, D], zeros where a row has no images.
-        """
-        ...
 
 
 def document_spans(lengths: Sequence[int]) -> tuple[Span, ...]:

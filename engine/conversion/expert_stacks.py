@@ -23,9 +23,8 @@ from torch import Tensor
 
 from engine.checkpoint.reader import TensorReader
 from engine.errors import UserError
-from engine.experts.layers.routed_experts import RoutedSizes
 from engine.models.decoder_config import DecoderConfig
-from engine.models.names import NameMap
+from engine.models.names import EXPERT_GATE_UP, FUSED, NameMap, part_rows
 from engine.models.stacked_parts import StackedPart
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
@@ -58,15 +57,12 @@ def expert_module(layer: int, expert: int, leaf: str) -> str:
 
 def routed_layers(decoder: DecoderConfig) -> list[int]:
     """Returns the layers that have a mixture of experts."""
-    sizes = decoder.variant(RoutedSizes)
-    return [] if sizes is None else [index for index in range(decoder.num_layers) if sizes.applies(index)]
+    return [index for index in range(decoder.num_layers) if any(one.num_experts for one in decoder.variants_at(index))]
 
 
 def expert_sizes(decoder: DecoderConfig) -> tuple[int, int]:
     """Returns how many experts there are, and their inner features."""
-    sizes = decoder.variant(RoutedSizes)
-    assert sizes is not None
-    return sizes.num_experts, sizes.intermediate
+    return decoder.num_experts, part_rows(decoder)[FUSED[EXPERT_GATE_UP][0]]
 
 
 def in_turns(names: NameMap) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.choices import AdapterForm, AdapterReader
-from engine.experts.conversion.expert_stacks import expert_module, routed_layers
+from engine.conversion.expert_stacks import expert_module, routed_layers
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import fused_parts, is_shared_factor
 

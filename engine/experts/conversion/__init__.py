@@ -1,1 +1,0 @@
-"""Adapters and weights of experts, in and out."""

@@ -269,10 +269,10 @@ def _defaults(table: str) -> dict[str, Default | Ours]:
 def _own_defaults(data: Mapping[str, Any]) -> dict[str, Default | Ours]:
     ours = {name: Ours(why) for why, names in data.get("ours", {}).items() for name in names.split()}
     entries = data.get("defaults", {}).items()
-    return {name: Default(_value(value), where) for name, (value, where) in entries} | ours
+    return {name: Default(value_of(value), where) for name, (value, where) in entries} | ours
 
 
-def _value(value: Any) -> Any:
+def value_of(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return function(value["from"]) if "from" in value else Choice(value["by"], value)

@@ -184,7 +184,7 @@ class ObjectiveOptions:
     importance_min: float | None = None
 
     def __post_init__(self) -> None:
-        require_choice("objective.name", self.name, get_args(Name))
+        require_choice("objective.name", self.name, tuple(OBJECTIVES))
         require_choice("objective.reference", self.reference, get_args(Reference))
         if self.name in POLICY_GRADIENT:
             require_not_negative("objective.beta", self.divergence_weight, "use for example 0.04, or 0 for none")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config.model import ModelOptions
-from engine.config.objective import OBJECTIVES, Name, ObjectiveOptions
+from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
@@ -283,10 +283,6 @@ def _built(**options: Any) -> Objective:
     """The objective of a run with these options."""
     config = RunConfig(model=ModelOptions(path="x"), objective=ObjectiveOptions(**options))
     return build_objective(config, cp=ALONE, dp=ALONE)
-
-
-def test_every_name_has_its_parts() -> None:
-    assert OBJECTIVES.keys() == set(get_args(Name))
 
 
 def test_options_become_the_objective() -> None:

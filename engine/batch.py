@@ -155,15 +155,15 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        return self.tokens_BS.shape[0]
+        return int(self.tokens_BS.shape[0])
 
     @property
     def row_length(self) -> int:
-        return self.tokens_BS.shape[1]
+        return int(self.tokens_BS.shape[1])
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens_BS.numel()
+        return int(self.tokens_BS.numel())
 
     def rotary_positions(self, axes: Tensor | None) -> Tensor:
         """Returns [T], or [T, pairs of features], the positions that a rotary embedding turns by.

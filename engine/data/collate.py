@@ -115,7 +115,7 @@ def build_batch(
                 row=b,
                 start=start,
                 first_token=b * length + start,
-                index=int(slots[b]) * dataset.seq_length + start,
+                dropout_index=int(slots[b]) * dataset.seq_length + start,
                 labels=labels_BS[b, start:end],
             )
             for collector in collecting:

@@ -24,7 +24,7 @@ class PlacedDocument(NamedTuple):
         number: its number in `Batch.document_lengths`.
         row, start: its row, and its first column there.
         first_token: its first token among the T of the micro-batch.
-        index: the dropout coordinate of its first token.
+        dropout_index: the dropout coordinate of its first token.
         labels: int64 [length], what its positions must predict; a collector may write other labels.
     """
 
@@ -33,7 +33,7 @@ class PlacedDocument(NamedTuple):
     row: int
     start: int
     first_token: int
-    index: int
+    dropout_index: int
     labels: NDArray[np.int64]
 
     @property

@@ -33,7 +33,9 @@ def prompt_coordinates(
     labels_T, positions, start = np.zeros(sum(lengths), dtype=np.int64), list[NDArray[np.int64]](), 0
     for number, length in enumerate(lengths):
         own = labels_T[start : start + length]
-        placed = PlacedDocument(number, number=number, row=0, start=start, first_token=start, index=0, labels=own)
+        placed = PlacedDocument(
+            number, number=number, row=0, start=start, first_token=start, dropout_index=0, labels=own
+        )
         positions.append(collector.add(placed))
         start += length
     positions_DBS = np.concatenate(positions, axis=-1).reshape(-1, 1, start)

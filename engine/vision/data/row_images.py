@@ -83,7 +83,7 @@ class RowImages:
         spans: list[Span] = []
         sizes: list[Size] = []
         for image in self._columns.images(placed.document):
-            self._images.append(_Placed(image, placed.number, placed.index + image.spans[0][0]))
+            self._images.append(_Placed(image, placed.number, placed.dropout_index + image.spans[0][0]))
             spans += image.spans
             sizes.append(image.size)
         places, odd = self._columns.odd_labels(placed.document)

@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         # where memory comes and goes, an activation may be given an address that a weight had
         self._resident = [parameter for parameter in self.layers.parameters() if weights.is_resident(parameter)]
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
-        self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        self.embedding_multiplier = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
         self.inverse_frequencies = tuple(
             rotary_frequencies(rope, config.rotary_dim or config.head_dim).to(
                 "cpu" if device.type == "meta" else device

@@ -63,6 +63,26 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Multipliers:
+    """The numbers that the residual stream is multiplied by, or divided, in some families.
+
+    Args:
+        embedding: on looked-up embeddings, rounded to the compute dtype.
+        branch: on what attention and MLP add to the stream.
+        logits_divisor: logits are divided by it.
+        head_input_divisor: what the head takes is divided by it. An adapter's bias on the head tells the two apart.
+    """
+
+    embedding: float = 1.0
+    branch: float = 1.0
+    logits_divisor: float = 1.0
+    head_input_divisor: float = 1.0
+
+
+PLAIN_MULTIPLIERS = Multipliers()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
     """The ways in which layers differ.
 
@@ -357,8 +377,7 @@ class DecoderConfig:
         hidden, intermediate: widths of the residual stream and of the MLP.
         num_layers, num_heads, num_kv_heads, head_dim, vocab_size: counts; head_dim need not be hidden / num_heads.
         norm_eps: epsilon of every RMSNorm.
-        rope_theta, rope_scaling: rotary embedding base and optional scaling.
-        rope_axes: of that embedding, for a model that rotates tokens of images by time, height and width; see `Rope`.
+        ropes: rotary embeddings: the main one, and one for the layers whose kind asks for it.
         tied_embeddings: lm_head shares the embedding's matrix.
         qkv_bias, out_bias, mlp_bias: whether q/k/v, o, and the MLP's linears have biases.
         qk_norm: RMSNorm on queries and keys before rotation.
@@ -368,14 +387,10 @@ class DecoderConfig:
         norm_offset: a norm multiplies by its weight plus this.
         norms: where a layer has norms: on the inputs of attention and MLP, on their outputs before these are added to
             the residual stream, or both.
-        embedding_multiplier: on looked-up embeddings, rounded to the compute dtype.
-        residual_multiplier: on what attention and MLP add to the residual stream.
-        logits_divisor: logits are divided by it.
-        head_input_divisor: what the head takes is divided by it. An adapter's bias on the head tells the two apart.
+        multipliers: of the residual stream.
         attention_scale: on scores; None for head_dim ** -0.5.
         attention_softcap, logits_softcap: x becomes cap * tanh(x / cap), for scores and for logits; None for none.
         rotary_dim: the first features of a head that are rotated; None for all.
-        second_rope: another rotary embedding, for the layers whose kind asks for it.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
         variants: what layers compute with in place of plain attention and MLPs.
@@ -391,9 +406,7 @@ class DecoderConfig:
     head_dim: int
     vocab_size: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None = None
-    rope_axes: tuple[int, ...] = ()
+    ropes: tuple[Rope, ...]
     tied_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -404,15 +417,11 @@ class DecoderConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norm_offset: float = 0.0
     norms: Literal["inputs", "outputs", "both"] = "inputs"
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
-    head_input_divisor: float = 1.0
+    multipliers: Multipliers = PLAIN_MULTIPLIERS
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     rotary_dim: int | None = None
-    second_rope: Rope | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
     variants: tuple[LayerVariant, ...] = ()
@@ -421,17 +430,16 @@ class DecoderConfig:
     @property
     def context_length(self) -> int:
         """The longest sequence of positions: the length of pretraining, or more where rotary scaling stretches it."""
-        scaling = self.rope_scaling
+        scaling = self.ropes[0].scaling
         if scaling is None or scaling.kind == "longrope":  # whose length is the config's own
             return self.max_length
         made_for = self.max_length if scaling.kind == "linear" else scaling.original_length
         return max(self.max_length, round(made_for * scaling.factor))
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings, the main one first."""
-        main = Rope(theta=self.rope_theta, scaling=self.rope_scaling, axes=self.rope_axes)
-        return (main,) if self.second_rope is None else (main, self.second_rope)
+    def rope_axes(self) -> tuple[int, ...]:
+        """Those of the main rotary embedding, for a model that rotates tokens of images by time, height and width."""
+        return self.ropes[0].axes
 
     def layer_kind(self, index: int) -> LayerKind:
         """Returns the kind of a layer, by its index in the whole model."""

@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         place = LayerPlace(index=index, config=config, build=build)
         variants = config.variants_at(index)
-        self.residual_multiplier = config.residual_multiplier
+        self.residual_multiplier = config.multipliers.branch
         inner = build
         for variant in variants:
             inner = variant.norm_context(inner)

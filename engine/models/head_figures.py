@@ -42,14 +42,14 @@ def head_input(config: DecoderConfig, norm: RMSNorm, divisor: float) -> NormInpu
 
     The division of [T, hidden] in place of [T, V] leaves out an adapter's bias, which the head is told to divide.
     """
-    return norm.as_input(config.head_input_divisor * divisor)
+    return norm.as_input(config.multipliers.head_input_divisor * divisor)
 
 
 def scaled_logits(
     config: DecoderConfig, norm: RMSNorm, head: ColumnParallelLinear, x: Tensor, context: TokenContext
 ) -> Tensor:
     """Returns [T, V / tp] logits before the soft cap, of what the last layer gave."""
-    divisor = config.logits_divisor
+    divisor = config.multipliers.logits_divisor
     return head(x, head_input(config, norm, divisor), context, output_divisor=divisor)
 
 
@@ -75,7 +75,7 @@ def head_figures(
         temperature: logits are divided by it.
         entropies: whether the entropies are wanted.
     """
-    operands, divisor, cap = head.operands, config.logits_divisor, config.logits_softcap
+    operands, divisor, cap = head.operands, config.multipliers.logits_divisor, config.logits_softcap
     if temperature != 1.0 and cap is not None:  # it divides what is capped
         loss = capped_loss(cap, operands.kernels.loss.tokens_multiple, temperature)
         operands = replace(operands, kernels=replace(operands.kernels, loss=loss))

@@ -23,7 +23,7 @@ from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.encoded_weight import BaseEncoding
 from engine.ops.quantized_backends import choose_quantized
@@ -44,7 +44,7 @@ def small_config(**changes: object) -> DecoderConfig:
     """8 heads, 2 key/value heads, an odd vocabulary, head_dim that is not hidden / heads."""
     sizes = {
         "family": "llama", "hidden": 32, "intermediate": 48, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2,
-        "head_dim": 6, "vocab_size": 131, "norm_eps": 1e-5, "rope_theta": 10000.0,
+        "head_dim": 6, "vocab_size": 131, "norm_eps": 1e-5, "ropes": (Rope(theta=10000.0),),
     }  # fmt: skip
     return DecoderConfig(**{**sizes, **changes})  # type: ignore[arg-type]
 

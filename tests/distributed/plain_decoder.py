@@ -82,7 +82,7 @@ class PlainDecoder:
 
     def _rotate(self, x_THD: Tensor, positions: Tensor) -> Tensor:
         dim = self.config.head_dim
-        frequencies = self.config.rope_theta ** (-torch.arange(0, dim, 2).double() / dim)
+        frequencies = self.config.ropes[0].theta ** (-torch.arange(0, dim, 2).double() / dim)
         turns = torch.polar(torch.ones(()).double(), positions.double()[:, None, None] * frequencies)
         pairs = torch.complex(*x_THD.double().chunk(2, dim=-1)) * turns
         return torch.cat((pairs.real, pairs.imag), dim=-1).to(x_THD.dtype)

@@ -25,7 +25,7 @@ from engine.layers.host_copies import host_memory
 from engine.layers.recompute import Level, MemoryPlan
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part
-from engine.models.decoder_config import DecoderConfig, LayerKind
+from engine.models.decoder_config import DecoderConfig, LayerKind, Multipliers, Rope
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.blocks import CPU_BLOCKS
 from engine.ops.backends import NATIVE
@@ -68,6 +68,7 @@ GLOBAL_ROWS = 8
 SEQ_LENGTH = 24
 CLIP = 0.3
 
+_TRIPLED = Multipliers(embedding=3.0)
 EVERY_EXPERT = r"layers\..*_proj|lm_head|embed_tokens"
 FUSED_EXPERTS = r"layers\..*experts\.\d+\.(gate_up_proj|down_proj)"
 EXPERTS_AND_ROUTER = r"layers\..*experts\.\d+\.(gate|up|down)_proj|layers\..*router"
@@ -76,9 +77,11 @@ BLOCKS = small_config(num_layers=2, hidden=128, intermediate=256, head_dim=16)
 """Two ranks cut it at multiples of 64."""
 WIDE = small_config(num_layers=3, hidden=96, intermediate=160, vocab_size=259)
 """So wide that padding is less than a hundredth of what a rank holds."""
-IMAGES = small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=ToyVisionConfig()),))
+IMAGES = small_config(num_layers=2, multipliers=_TRIPLED, fronts=(ImageTower(model=ToyVisionConfig()),))
 DEEPSTACK = small_config(
-    num_layers=4, rope_axes=(2, 0, 1), fronts=(ImageTower(model=ToyVisionConfig(hidden=4 * 32), deepstack=3),)
+    num_layers=4,
+    ropes=(Rope(theta=10000.0, axes=(2, 0, 1)),),
+    fronts=(ImageTower(model=ToyVisionConfig(hidden=4 * 32), deepstack=3),),
 )
 """Rotated by time, height and width, with images' features for three layers."""
 EXPERTS = small_config(num_layers=2, variants=(TokenExperts(qkv_bias=True),))
@@ -165,15 +168,15 @@ QWEN3_VL = Qwen3VisionConfig(
     width=24, mlp_width=20, num_heads=2, num_layers=3, patch=2, merge=2, table_side=3, deepstack=(1, 0), hidden=32,
     theta=100.0,
 )  # fmt: skip
-_BY_GRID: dict[str, Any] = {"rope_axes": (2, 0, 1)}
+_BY_GRID: dict[str, Any] = {"ropes": (Rope(theta=10000.0, axes=(2, 0, 1)),)}
 TOWERS: dict[str, DecoderConfig] = {
-    "llava": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=LLAVA),)),
-    "internvl": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=INTERNVL),)),
-    "llava_next": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=NEXT),)),
-    "llava_onevision": small_config(num_layers=2, embedding_multiplier=3.0, fronts=(ImageTower(model=ONEVISION),)),
+    "llava": small_config(num_layers=2, multipliers=_TRIPLED, fronts=(ImageTower(model=LLAVA),)),
+    "internvl": small_config(num_layers=2, multipliers=_TRIPLED, fronts=(ImageTower(model=INTERNVL),)),
+    "llava_next": small_config(num_layers=2, multipliers=_TRIPLED, fronts=(ImageTower(model=NEXT),)),
+    "llava_onevision": small_config(num_layers=2, multipliers=_TRIPLED, fronts=(ImageTower(model=ONEVISION),)),
     "gemma3": small_config(
         num_layers=2,
-        embedding_multiplier=3.0,
+        multipliers=_TRIPLED,
         fronts=(ImageTower(model=GEMMA3),),
         variants=(BidirectionalImages(),),
         layer_kinds=(LayerKind(window=3), LayerKind()),

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.ops.kernels import REFERENCE, Kernels
 from tests.support.small_training import SmallTraining
 
 CONFIG = DecoderConfig(
     family="llama", hidden=24, intermediate=36, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=6, vocab_size=41,
-    norm_eps=1e-5, rope_theta=1e4,
+    norm_eps=1e-5, ropes=(Rope(theta=1e4),),
 )  # fmt: skip
 WRONG_GRADIENT = "its gradient is off"
 """In the sentence of a check that failed because of a gradient."""

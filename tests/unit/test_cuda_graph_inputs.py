@@ -23,7 +23,7 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.kernels.reference_quantize import dynamic_map, nf4_values
 from engine.layers.recompute import MemoryPlan
-from engine.models.decoder_config import LayerKind
+from engine.models.decoder_config import LayerKind, Rope
 from engine.ops.attention.varlen import AttentionChoice
 from engine.ops.kernels import REFERENCE
 from engine.pipeline.schedules import make_schedule
@@ -254,7 +254,7 @@ def test_attention_that_masks_by_lengths_on_the_host_is_refused():
     [
         ({"fronts": (ImageTower(model=ToyVisionConfig()),)}, ("layer",)),
         ({"variants": (TokenExperts(qkv_bias=False),), "fronts": (ImageTower(model=ToyVisionConfig()),)}, ()),
-        ({"rope_axes": (0, 1, 2), "fronts": (ImageTower(model=ToyVisionConfig()),)}, ()),
+        ({"ropes": (Rope(theta=1e4, axes=(0, 1, 2)),), "fronts": (ImageTower(model=ToyVisionConfig()),)}, ()),
         ({"fronts": (ImageTower(model=ToyVisionConfig(), deepstack=1),)}, ()),
         ({"variants": (CrossAttentionSizes(encoded=12, width=32),)}, ()),
     ],

@@ -180,7 +180,7 @@ def test_dynamic_scaling_changes_nothing_up_to_the_last_position() -> None:
     text = {**SIZES, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}, "rope_theta": 1e6}
     family, given = family_of({"model_type": "internvl", "vision_config": {}, "text_config": text})
     config = family.config_from_hf(given)
-    assert (config.max_length, config.max_row_length, config.rope_scaling) == (160, 160, None)
+    assert (config.max_length, config.max_row_length, config.ropes[0].scaling) == (160, 160, None)
     rotary = importlib.import_module("transformers.models.qwen2.modeling_qwen2").Qwen2RotaryEmbedding(
         CONFIG_MAPPING["qwen2"](**copy.deepcopy(text))
     )

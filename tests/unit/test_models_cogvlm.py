@@ -149,7 +149,7 @@ def test_released_configs_are_known_by_their_architecture() -> None:
         assert config.family == {"cogvlm-v1": "cogvlm"}.get(name, name)
         experts = config.variant(TokenExperts)
         assert experts is not None
-        assert (config.rope_theta, experts.qkv_bias) == ((5e5, True) if name == "cogvlm2" else (1e4, False))
+        assert (config.ropes[0].theta, experts.qkv_bias) == ((5e5, True) if name == "cogvlm2" else (1e4, False))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -75,9 +75,9 @@ def read(hf: dict[str, Any]) -> DecoderConfig:
 def test_configs_as_they_are_released() -> None:
     older, newer = (read(hf) for hf in RELEASED.values())
     assert Counter(older.rope_axes) == {0: 16, 1: 24, 2: 24} and list(older.rope_axes) == sorted(older.rope_axes)
-    assert (older.rope_theta, older.qkv_bias, older.tied_embeddings) == (1e6, True, False)
+    assert (older.ropes[0].theta, older.qkv_bias, older.tied_embeddings) == (1e6, True, False)
     assert newer.rope_axes == (0, 1, 2) * 20 + (0,) * 4
-    assert (newer.rope_theta, newer.qk_norm, newer.tied_embeddings) == (5e6, True, True)
+    assert (newer.ropes[0].theta, newer.qk_norm, newer.tied_embeddings) == (5e6, True, True)
     old, new = older.front(ImageTower), newer.front(ImageTower)
     assert old is not None and new is not None and (old.deepstack, new.deepstack) == (0, 3)
     assert old.num_features((72, 48)) == new.num_features((72, 48)) == 864

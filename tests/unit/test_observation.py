@@ -22,7 +22,7 @@ from engine.distributed.mesh import build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.transfer_meter import METER, Moved, TransferMeter
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.models.flops import forward_flops, step_flops, trained_work
 from engine.telemetry import rank_file
 from engine.telemetry.rank_file import RankFile
@@ -114,7 +114,7 @@ SHAPES = {"hidden": 48, "intermediate": 80, "num_layers": 3, "num_heads": 4, "nu
 
 
 def _decoder() -> DecoderConfig:
-    return DecoderConfig(family="llama", vocab_size=70, norm_eps=1e-5, rope_theta=1e4, **SHAPES)
+    return DecoderConfig(family="llama", vocab_size=70, norm_eps=1e-5, ropes=(Rope(theta=1e4),), **SHAPES)
 
 
 def test_operations_are_those_that_torch_counts() -> None:

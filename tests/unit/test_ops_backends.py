@@ -15,7 +15,7 @@ import torch
 from engine.errors import UserError
 from engine.kernels.native import product
 from engine.kernels.native.loader import native_status
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.ops import backends
 from engine.ops.backends import NATIVE, choose_kernels
 from engine.ops.kernels import REFERENCE
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = DecoderConfig(
     family="llama", hidden=72, intermediate=100, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, vocab_size=131,
-    norm_eps=1e-5, rope_theta=1e4,
+    norm_eps=1e-5, ropes=(Rope(theta=1e4),),
 )  # fmt: skip
 
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)

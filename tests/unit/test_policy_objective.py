@@ -26,7 +26,7 @@ from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.linear_cross_entropy import LossKernels, Statistics, combine_statistics, linear_cross_entropy
 from engine.layers.context import TrainingPlan
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.objectives.build import build_objective
 from engine.ops.capped_loss import capped_loss
 from engine.ops.cross_entropy import cross_entropy
@@ -39,7 +39,7 @@ from engine.rollouts.objective.quantile import quantile
 ALONE = Axis("cp")
 SMALL: dict[str, Any] = {
     "family": "llama", "hidden": 24, "intermediate": 36, "num_layers": 2, "num_heads": 3, "num_kv_heads": 1,
-    "head_dim": 6, "vocab_size": 41, "norm_eps": 1e-5, "rope_theta": 1e4,
+    "head_dim": 6, "vocab_size": 41, "norm_eps": 1e-5, "ropes": (Rope(theta=1e4),),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from engine.kernels.native.loader import native_status
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.models.initialise import initialise_weights
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.backends import NATIVE
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def _decoder(layers: int, dropout: float, kernels: Kernels) -> Decoder:
     config = DecoderConfig(
         family="llama", hidden=HIDDEN, intermediate=INTERMEDIATE, num_layers=layers, num_heads=HEADS,
-        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=50, norm_eps=1e-5, rope_theta=1e4,
+        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=50, norm_eps=1e-5, ropes=(Rope(theta=1e4),),
     )  # fmt: skip
     settings = AdapterSettings(rank=RANK, scale=2.0, dropout=dropout)
     plan = TrainingPlan(adapter=lambda module: settings if module.endswith("_proj") else None)

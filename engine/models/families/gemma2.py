@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Multipliers
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     BOTH_NORMS_MODULES,
@@ -48,7 +48,7 @@ def gemma_switches(hf: Mapping[str, Any]) -> dict[str, Any]:
         "activation": "gelu_tanh",
         "norm_offset": 1.0,
         "norms": "both",
-        "embedding_multiplier": math.sqrt(hf["hidden_size"]),
+        "multipliers": Multipliers(embedding=math.sqrt(hf["hidden_size"])),
         "attention_scale": float(hf["query_pre_attn_scalar"]) ** -0.5,
         "logits_softcap": hf["final_logit_softcapping"],
     }

@@ -67,9 +67,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         hf,
         "gemma3_text",
         qk_norm=True,
-        rope_theta=everything.theta,
-        rope_scaling=everything.scaling,
-        second_rope=window,
+        ropes=(everything, window),
         layer_kinds=tuple(replace(kind, second_rope=kind.window is not None) for kind in kinds),
         **gemma_switches(hf),
     )

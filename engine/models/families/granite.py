@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Multipliers
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, decoder_config
 
@@ -20,10 +20,12 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         hf,
         "granite",
         mlp_bias=bool(hf.get("mlp_bias", False)),
-        embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
-        residual_multiplier=float(hf.get("residual_multiplier", 1.0)),
+        multipliers=Multipliers(
+            embedding=float(hf.get("embedding_multiplier", 1.0)),
+            branch=float(hf.get("residual_multiplier", 1.0)),
+            logits_divisor=float(hf.get("logits_scaling", 1.0)),
+        ),
         attention_scale=float(hf.get("attention_multiplier", 1.0)),
-        logits_divisor=float(hf.get("logits_scaling", 1.0)),
     )
 
 

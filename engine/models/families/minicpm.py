@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Multipliers
 from engine.models.families.family import Family
 from engine.models.families.reading import check_activation, check_required, decoder_config
 
@@ -33,9 +33,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "minicpm",
-        embedding_multiplier=float(hf["scale_emb"]),
-        residual_multiplier=float(hf["scale_depth"]) / math.sqrt(hf["num_hidden_layers"]),
-        head_input_divisor=float(hf["hidden_size"]) / float(hf["dim_model_base"]),
+        multipliers=Multipliers(
+            embedding=float(hf["scale_emb"]),
+            branch=float(hf["scale_depth"]) / math.sqrt(hf["num_hidden_layers"]),
+            head_input_divisor=float(hf["hidden_size"]) / float(hf["dim_model_base"]),
+        ),
     )
 
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.decoder_config import DecoderConfig, LayerKind, Rope, RopeScaling
 from engine.models.families.checking import rope_value
 from engine.models.families.family import Family
 from engine.models.families.reading import (
@@ -71,8 +71,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         "phi3",
         qkv_bias=False,
         out_bias=False,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        ropes=(Rope(theta=theta, scaling=scaling),),
         max_row_length=limit,
         layer_kinds=(LayerKind(window=int(window)),) * int(hf["num_hidden_layers"]) if window else (),
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig, LayerKind, RopeScaling
+from engine.models.decoder_config import DecoderConfig, LayerKind, Rope, RopeScaling
 from engine.models.families.checking import rope_value
 from engine.models.names import NameMap
 
@@ -197,8 +197,9 @@ def decoder_config(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderCo
     """
     check_required(hf, family)
     max_length = int(hf.get("max_position_embeddings", 2048))
-    if "rope_theta" not in more:
-        more["rope_theta"], more["rope_scaling"] = rope_from_hf(hf, in_limits=True)
+    if "ropes" not in more:
+        theta, scaling = rope_from_hf(hf, in_limits=True)
+        more["ropes"] = (Rope(theta=theta, scaling=scaling),)
         if _scaling(hf)[1] == "dynamic":
             more["max_row_length"] = max_length  # longer rows have other frequencies
     heads = int(hf["num_attention_heads"])

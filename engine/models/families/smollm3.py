@@ -29,13 +29,13 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     if hf.get("use_sliding_window", False):
         types = ["full_attention" if turns else "sliding_attention" for turns in turned]
         kinds = windows_from_hf(hf, types) or kinds
-    return decoder_config(
+    config = decoder_config(
         hf,
         "smollm3",
         mlp_bias=bool(hf.get("mlp_bias", False)),
-        second_rope=Rope(theta=None),
         layer_kinds=tuple(replace(kind, second_rope=not turns) for kind, turns in zip(kinds, turned, strict=True)),
     )
+    return replace(config, ropes=(*config.ropes, Rope(theta=None)))
 
 
 FAMILY = Family(config_from_hf)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder_config import DecoderConfig, Rope
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES, check_activation, decoder_config
 from engine.models.names import KEY_VALUE, QKV, VISION_QKV, NameMap
@@ -77,7 +77,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         family,
         qkv_bias=False,
         out_bias=False,
-        rope_theta=_ROPE_THETA[family],
+        ropes=(Rope(theta=_ROPE_THETA[family]),),
         variants=(TokenExperts(qkv_bias=family == "cogvlm2"), *variants),
         fronts=(ImageTower(model=CogVLMVisionConfig.from_hf(hf)), *fronts),
     )

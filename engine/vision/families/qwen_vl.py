@@ -70,7 +70,7 @@ def config_2_5(hf: dict[str, Any]) -> DecoderConfig:
             "out: correct it or copy it again."
         )
     axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return replace(text, family="qwen2_5_vl_text", rope_axes=axes)
+    return replace(text, family="qwen2_5_vl_text", ropes=(replace(text.ropes[0], axes=axes),))
 
 
 def config_3(hf: dict[str, Any]) -> DecoderConfig:
@@ -85,7 +85,7 @@ def config_3(hf: dict[str, Any]) -> DecoderConfig:
     for axis in (1, 2):  # every third pair, as far as there are enough of them
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[pair] = axis
-    return replace(text, family="qwen3_vl_text", rope_axes=tuple(axes))
+    return replace(text, family="qwen3_vl_text", ropes=(replace(text.ropes[0], axes=tuple(axes)),))
 
 
 def _complete_2_5(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:

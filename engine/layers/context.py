@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.choices import ExpertFactors
-from engine.distributed.mesh import Axis, ExpertAxes
+from engine.distributed.mesh import Axis, ExpertAxes, Mesh
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks
 from engine.ops.attention.context_parallel import Method
 from engine.ops.encoded_weight import BaseEncoding
@@ -98,6 +99,22 @@ class TensorLayout:
     attention_blocks: AttentionBlocks = REFERENCE_BLOCKS
     base: BaseEncoding | None = None
     experts: ExpertAxes | None = None
+
+    @classmethod
+    def over(cls, mesh: Mesh, **more: Any) -> TensorLayout:
+        """Returns the layout over the axes of a mesh.
+
+        Args:
+            more: fields that the mesh does not tell, or that differ from it.
+        """
+        axes = {
+            "tp": mesh.tp,
+            "kv_replica": mesh.kv_replica,
+            "pp_ends": mesh.pp_ends,
+            "cp": mesh.cp,
+            "experts": mesh.experts,
+        }
+        return cls(**{**axes, **more})
 
     @property
     def expert_axes(self) -> ExpertAxes:

@@ -32,7 +32,7 @@ def meta_model(
     """Returns the model of one tensor-parallel rank, or a part of it, on the meta device: shapes, names and specs, no
     memory. Of experts it has all."""
     mesh = shape_mesh(RankGrid(tp=tensor_size, cuts_experts=cuts_experts), tensor_rank, config.num_kv_heads)
-    layout = TensorLayout(tp=mesh.tp, kv_replica=mesh.kv_replica, base=base, experts=mesh.experts)
+    layout = TensorLayout.over(mesh, base=base)
     return Decoder(
         config,
         layout=layout,
@@ -67,6 +67,12 @@ def parameter_specs(config: DecoderConfig, *, tensor_rank: int, tensor_size: int
     Raises:
         UserError: the model's sizes do not fit `tensor_size`.
     """
+    return dict(_specs(config, tensor_rank, tensor_size))
+
+
+@lru_cache(maxsize=8)
+def _specs(config: DecoderConfig, tensor_rank: int, tensor_size: int) -> dict[str, ShardSpec]:
+    """A start asks for the same description several times: of its weights, its modules and its size."""
     model = meta_model(config, tensor_rank=tensor_rank, tensor_size=tensor_size)
     return {entry.name: entry.spec for entry in shard_entries(model)}
 

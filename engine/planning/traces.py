@@ -449,16 +449,16 @@ def _layout(
             tp=tp if parallel.cuts_experts else Axis("tp"),
             data="edp" if parallel.folds_experts else "dp_cp",
         )
-    return TensorLayout(
+    return TensorLayout.over(
+        mesh,
         tp=tp,
+        cp=joined(mesh.cp),
         experts=experts,
-        kv_replica=mesh.kv_replica,
         # a tied head lies on another pipeline rank than the embedding
         pp_ends=Axis("pp_ends", 2 if decoder.tied_embeddings and parallel.pipeline > 1 else 1),
         sequence_parallel=parallel.sequence_parallel,
         joint_reduce=parallel.lora_reduce == "joint",
         kernels=shape_backend(workload.kernels),
-        cp=joined(mesh.cp),
         context_method=parallel.context_method,
         attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dim),
         base=shape_base(workload.base_dtype, workload.kernels),

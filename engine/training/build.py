@@ -82,7 +82,8 @@ def build_training(
     decoder = source.model.decoder
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
     choices = choose_for_device(config, launch.device, decoder)
-    layout = _layout(config, mesh, plan.partition, decoder, choices, log)
+    layout = _layout(config, mesh, plan.partition, choices)
+    _log_choices(choices, decoder, log)
     places = host_places(config.memory, launch.device)
     weights = _placement(config, mesh, places.weights)
     objective = build_objective(config, cp=mesh.cp, dp=mesh.dp)
@@ -212,29 +213,27 @@ def _sharding(config: RunConfig, mesh: Mesh, weights: WeightPlacement, log: Log)
     return sharding
 
 
-def _layout(
-    config: RunConfig, mesh: Mesh, partition: Partition, decoder: DecoderConfig, choices: DeviceChoices, log: Log
-) -> TensorLayout:
+def _layout(config: RunConfig, mesh: Mesh, partition: Partition, choices: DeviceChoices) -> TensorLayout:
     """Returns how this rank's tensors are laid out, and the arithmetic behind the layers."""
-    for sentence in choices.sentences:
-        log.info(sentence)
-    if (plain := plain_torch_parts(decoder)) is not None:
-        log.warning(plain)
     # in a V the first and the last stage are on one rank and share one tensor
     ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
-    return TensorLayout(
-        tp=mesh.tp,
-        kv_replica=mesh.kv_replica,
+    return TensorLayout.over(
+        mesh,
         pp_ends=Axis("pp_ends") if ends_meet else mesh.pp_ends,
         sequence_parallel=config.parallel.sequence_parallel,
         joint_reduce=config.parallel.lora_reduce == "joint",
         kernels=choices.attention.kernels,
-        cp=mesh.cp,
         context_method=config.parallel.context_method,
         attention_blocks=choices.blocks,
         base=choices.base,
-        experts=mesh.experts,
     )
+
+
+def _log_choices(choices: DeviceChoices, decoder: DecoderConfig, log: Log) -> None:
+    for sentence in choices.sentences:
+        log.info(sentence)
+    if (plain := plain_torch_parts(decoder)) is not None:
+        log.warning(plain)
 
 
 def _build_stages(

@@ -21,6 +21,11 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
     return "".join(one if one in keep or not _is_obeyed(one) else _escaped(one) for one in text)
 
 
+def quoted(text: str) -> str:
+    """Quotes a text on one line, with what would move a terminal's cursor escaped."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in f'"{text}"')
+
+
 def _is_obeyed(one: str) -> bool:
     return unicodedata.category(one) in _UNPRINTABLE or one in _BIDIRECTIONAL
 

@@ -122,3 +122,26 @@ def _companions_at(path: Path) -> Companions:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     write_durably(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def end_tokens(folder: Path, tokenizer_end: int | None) -> frozenset[int]:
+    """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's.
+
+    Args:
+        folder: of the model.
+        tokenizer_end: the tokenizer's.
+
+    Raises:
+        UserError: a file names something else than tokens.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = read_json(path).get("eos_token_id") if path.is_file() else None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int for one in ids):
+            raise UserError(
+                f"{path} has eos_token_id {value!r}, but a token id or a list of them is expected: correct it."
+            )
+        if value is not None:
+            return frozenset(ids)
+    return frozenset(() if tokenizer_end is None else (tokenizer_end,))

@@ -7,10 +7,10 @@ from dataclasses import replace
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
-from engine.layers.recompute import MemoryPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.models.dtypes import STORED_DTYPES, TORCH_DTYPES
+from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import backend_name
+from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
 from engine.planning.planned_rows import Routing
 from engine.planning.rank_layout import Layout, Workload
@@ -62,18 +62,6 @@ def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *
 def usual_tiles(decoder: DecoderConfig, count: int) -> tuple[tuple[int, ...], ...]:
     """Returns so many tiles of the size that most images are cut into; none for a model of text alone."""
     return (decoder.fronts[0].usual_tile,) * count if decoder.fronts else ()
-
-
-def memory_plan_of(config: RunConfig) -> MemoryPlan:
-    """Returns what a configuration keeps for backward, and where."""
-    memory = config.memory
-    stored = memory.activation_dtype
-    return MemoryPlan(
-        recompute=memory.recompute,
-        recompute_layers=memory.recompute_layers,
-        offload=memory.offload_activations,
-        stored_dtype=None if stored is None else STORED_DTYPES[stored],
-    )
 
 
 def predict_peak(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.checkpoint.tokenizer_files import end_tokens
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.training.generation import end_tokens
 
 
 def completion_ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.printable import quoted
 from engine.rollouts.buffer import Buffer
 from engine.rollouts.rewards.pool import Sample
-from engine.training.samples import quoted
 
 OVERLONG = "overlong/penalty"
 """Metric name of the overlong penalty; no function has it."""

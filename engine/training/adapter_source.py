@@ -15,16 +15,6 @@ from engine.models.names import own_names
 from engine.training.start_model import ModelPlan, ModelSource
 
 
-def check_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> None:
-    """Looks into the folder of `lora.init_from`, where there is one.
-
-    Raises:
-        UserError: as `adapter_source`.
-    """
-    if config.lora.rank > 0 and config.lora.init_from is not None:
-        adapter_source(config, source, plan)
-
-
 def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> TensorReader:
     """The adapter of `lora.init_from`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,12 +28,11 @@ from engine.optim.flat import FlatParameters
 from engine.optim.loss_scale import LossScale
 from engine.optim.reduce import GradientReducer
 from engine.optim.state_sharding import Sharding
-from engine.planning.predict import memory_plan_of
+from engine.planning.memory_plan import memory_plan_of
 from engine.runtime.launch import Launch
 from engine.seams import resolve
 from engine.telemetry.log import Log
 from engine.training.base_encoding import fill_base
-from engine.training.cuda_graph.build import Graphs, build_graphs, graphs_sentence
 from engine.training.device_choices import DeviceChoices, choose_for_device
 from engine.training.host_places import host_places, host_sentence
 from engine.training.rank_stages import Stages
@@ -42,6 +41,9 @@ from engine.training.stage_layout import Partition
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.step import TrainStep
 from engine.training.weights import fill_parameters
+
+if TYPE_CHECKING:
+    from engine.training.cuda_graph.build import Graphs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +183,9 @@ def _graphs(
     log: Log,
 ) -> Graphs | None:
     """Builds and logs what replays the step, where graphs are asked for."""
-    graphs = build_graphs(
+    if config.memory.cuda_graph == "none":
+        return None
+    graphs: Graphs = resolve("engine.training.cuda_graph.build:build_graphs")(
         config,
         step,
         stages,
@@ -190,8 +194,7 @@ def _graphs(
         data_ranks=mesh.dp_cp.size,
         most_documents=documents_per_row,
     )
-    if graphs is not None:
-        log.info(graphs_sentence(graphs))
+    log.info(resolve("engine.training.cuda_graph.build:graphs_sentence")(graphs))
     return graphs
 
 

@@ -21,8 +21,8 @@ from engine.ops.attention.varlen import AttentionChoice, choose_attention
 from engine.ops.backends import choose_kernels
 from engine.ops.encoded_weight import BaseEncoding
 from engine.optim.backends import OptimizerBackend, choose_backend
+from engine.seams import resolve
 from engine.training.base_encoding import base_encoding
-from engine.training.cuda_graph.build import check_graphs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     # Images whose tokens see each other are one more document each.
     packed = config.data.fills_rows or config.objective.kind.group > 1 or decoder.attention_kind(0).bidirectional
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
-    check_graphs(config, device, attention, decoder)
+    if config.memory.cuda_graph != "none":
+        resolve("engine.training.cuda_graph.build:check_graphs")(config, device, attention, decoder)
     if config.memory.offload_activations:
         check_offload(device)
     sentences = [which_optimizer, which_kernels, attention.sentence]

@@ -12,7 +12,13 @@ from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.run.training_state import open_run
-from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
+from engine.checkpoint.tokenizer_files import (
+    BASES_OWN,
+    TrainedTokenizer,
+    adapter_template,
+    end_tokens,
+    trained_tokenizer,
+)
 from engine.checkpoint.verification import checked_together
 from engine.config.hub import instead_of
 from engine.config.model import DType, ModelOptions
@@ -26,7 +32,6 @@ from engine.conversion.proof import Live, live_model
 from engine.distributed.mesh import Axis, Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
-from engine.files.documents import read_json
 from engine.inference.options import ModelChoice
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
@@ -67,29 +72,6 @@ class OpenedModel:
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
         """The tokens that end an answer."""
         return end_tokens(self.folder, tokenizer_end)
-
-
-def end_tokens(folder: Path, tokenizer_end: int | None) -> frozenset[int]:
-    """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's.
-
-    Args:
-        folder: of the model.
-        tokenizer_end: the tokenizer's.
-
-    Raises:
-        UserError: a file names something else than tokens.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value = read_json(path).get("eos_token_id") if path.is_file() else None
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(one) is int for one in ids):
-            raise UserError(
-                f"{path} has eos_token_id {value!r}, but a token id or a list of them is expected: correct it."
-            )
-        if value is not None:
-            return frozenset(ids)
-    return frozenset(() if tokenizer_end is None else (tokenizer_end,))
 
 
 def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image: str | None = None) -> OpenedModel:

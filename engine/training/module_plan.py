@@ -9,7 +9,6 @@ from engine.choices import VISION
 from engine.config.lora import LoraOptions
 from engine.config.matching import matches_target, matches_trainable, require_matched
 from engine.config.run import RunConfig
-from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TrainingPlan
 from engine.models.decoder_config import DecoderConfig
@@ -25,6 +24,7 @@ from engine.models.names import (
     NameMap,
     fused_parts,
 )
+from engine.seams import resolve
 
 
 def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
@@ -151,7 +151,8 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
 def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[str]:
     """The modules, such as `layers.3.attention.qkv_proj`, that one adapter is to stand for."""
     if lora.fused == "auto" and lora.init_from is not None:
-        start = AdapterSource(lora.init_from, names=names, decoder=decoder, fused=None, with_saved_modules=True)
+        adapter_source = resolve("engine.conversion.peft_read:AdapterSource")
+        start = adapter_source(lora.init_from, names=names, decoder=decoder, fused=None, with_saved_modules=True)
         return [module for module in start.modules() if fused_parts(module) != [module]]
     qkv, gate_up = (QKV, VISION_QKV), (GATE_UP, VISION_GATE_UP)
     every = (*qkv, *gate_up, KEY_VALUE)

@@ -13,28 +13,29 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.checkpoint.tokenizer_files import end_tokens
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier, broadcast_object
+from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.runtime.supervision import Supervision
+from engine.seams import resolve
 from engine.telemetry.format import counted
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter, recorded_evaluation
 from engine.telemetry.progress import TrainProgress
 from engine.telemetry.trackers import Trackers, check_trackers
-from engine.training.adapter_source import check_adapter
 from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.course import Course, plan_course
-from engine.training.cuda_graph.static_batch import max_documents_per_row
 from engine.training.data import build_data, trained_tokenizer
 from engine.training.device_choices import choose_for_device
 from engine.training.evaluations import Evaluations
@@ -43,12 +44,14 @@ from engine.training.reports.run_metrics import open_metrics, open_run_trackers,
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.resuming import RunComplete, StartingPoint
 from engine.training.run_data import RunData
-from engine.training.samples import SamplePrompt, TextSamples, read_prompts
 from engine.training.saving import StateSaver, tidy
-from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source
+from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source, start_adapter
 from engine.training.state import check_state, load_state
 from engine.training.step_source import StepSource
 from engine.training.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from engine.training.samples import SamplePrompt, TextSamples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +94,7 @@ class PreparedRun:
         clock: of the run.
         reporter: reports the steps to the observers of the run too.
         forecast: the line about the predicted memory; None on other ranks than 0.
-        evaluations, samples: what is done between them.
+        evaluations, samples: what is done between them; None where no samples are asked for.
         saver: saves checkpoints.
         supervision: notices signals and hangs; not started yet.
     """
@@ -112,7 +115,7 @@ class PreparedRun:
     reporter: StepReporter
     forecast: str | None
     evaluations: Evaluations
-    samples: TextSamples
+    samples: TextSamples | None
     saver: StateSaver
     supervision: Supervision
 
@@ -182,7 +185,7 @@ def _refuse_early(config: RunConfig, launch: Launch) -> tuple[ModelSource, Model
     plan = check_model(config, source.model, launch.world_size)
     if source.weights is None:
         check_room(config, plan, launch)
-    check_adapter(config, source, plan)
+    start_adapter(config, source, plan)
     choose_for_device(config, launch.device, source.model.decoder)
     return source, plan
 
@@ -219,7 +222,7 @@ def _read_data(
     read = _CourseData(
         data=data,
         fingerprint=data.train.fingerprint(),
-        prompts=read_prompts(config, data.tokenizer, decoder, data.train.family),
+        prompts=_sample_prompts(config, data, decoder),
         course=plan_course(config, data.train.order, step=start.step, consumed=start.consumed),
     )
     if (point := start.point) is None:
@@ -234,12 +237,23 @@ def _read_data(
     return read
 
 
+def _sample_prompts(config: RunConfig, data: RunData, decoder: DecoderConfig) -> list[SamplePrompt]:
+    """Returns the tokens of train.sample_prompts."""
+    if not config.train.sample_prompts and not config.train.sample_chat:
+        return []
+    found: list[SamplePrompt] = resolve("engine.training.samples:read_prompts")(
+        config, data.tokenizer, decoder, data.train.family
+    )
+    return found
+
+
 def _build_warm(
     config: RunConfig, launch: Launch, log: Log, source: ModelSource, plan: ModelPlan, data: RunData | None
 ) -> Training:
     """Builds the model with its weights, and takes the warm-up steps, which leave no trace. Collective."""
-    rows = None if data is None else data.rows
-    documents = 1 if rows is None else max_documents_per_row(rows)
+    documents = 1
+    if config.memory.cuda_graph != "none" and data is not None and data.rows is not None:
+        documents = resolve("engine.training.cuda_graph.static_batch:max_documents_per_row")(data.rows)
     training = build_training(config, launch, source, plan, log, documents_per_row=documents)
     warm_up(config, launch, training, log)
     barrier()
@@ -309,7 +323,11 @@ def _assemble(
         )
     )
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
-    samples = TextSamples(config, training, data.tokenizer, read.prompts, data.train.family)
+    end_tokens(training.source.model.path, data.tokenizer.eos_id)  # refuses a file that generation could not read
+    samples = None
+    if read.prompts:
+        text_samples = resolve("engine.training.samples:TextSamples")
+        samples = text_samples(config, training, data.tokenizer, read.prompts, data.train.family)
     source = opened.enter_context(data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path))
     if start.resume is not None:
         source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)

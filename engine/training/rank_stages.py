@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
-from engine.training.cuda_graph.capture import Capture
-from engine.training.cuda_graph.static_batch import StaticShape
 from engine.training.passes import (
     BASE_REFERENCE,
     EVALUATION,
@@ -29,6 +27,10 @@ from engine.training.passes import (
     ReadHead,
 )
 from engine.training.stage import ModelStage
+
+if TYPE_CHECKING:
+    from engine.training.cuda_graph.capture import Capture
+    from engine.training.cuda_graph.static_batch import StaticShape
 
 
 class Stages:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.checkpoint.tokenizer_files import end_tokens
 from engine.config.run import RunConfig
 from engine.data.collate import rank_batch, round_up
 from engine.data.dataset import dataset_of
@@ -30,7 +31,6 @@ from engine.ops.attention.token_context import TokenContext
 from engine.seams import resolve
 from engine.training.build import Training
 from engine.training.data import loader_options, mesh_position
-from engine.training.generation import end_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,6 @@ class TextSamples:
             tokens = all_reduce(torch.cat(found), mesh.cp)
         chosen: list[int] = all_reduce(tokens, mesh.pp).tolist()
         return chosen
-
-
-def quoted(text: str) -> str:
-    """Quotes a text on one line, with what would move a terminal's cursor escaped."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in f'"{text}"')
 
 
 def _chooser(model: Decoder, device: torch.device) -> Chooser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
 from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.schedule import Kind
-from engine.training.cuda_graph.capture import Capture
-from engine.training.cuda_graph.layer_graphs import StageGraphs
-from engine.training.cuda_graph.static_batch import StaticShape
+from engine.seams import resolve
 from engine.training.passes import TRAINING, Pass
+
+if TYPE_CHECKING:
+    from engine.training.cuda_graph.capture import Capture
+    from engine.training.cuda_graph.layer_graphs import StageGraphs
+    from engine.training.cuda_graph.static_batch import StaticShape
 
 
 class ModelStage:
@@ -218,7 +222,7 @@ class ModelStage:
         """
         in_front = [one for one in (self.model.embedding, *self.model.fronts) if one is not None]
         trains_in_front = any(entry.sink is not None for one in in_front for entry in shard_entries(one))
-        self._graphs = StageGraphs(
+        self._graphs = resolve("engine.training.cuda_graph.layer_graphs:StageGraphs")(
             self.model,
             self.step,
             shape,

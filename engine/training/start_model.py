@@ -11,6 +11,7 @@ import torch
 
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.untied import untied
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
@@ -168,3 +169,15 @@ def check_room(config: RunConfig, plan: ModelPlan, launch: Launch) -> None:
 
 _LEAST_ENCODED = 0.5
 """Bytes of an encoded weight, at least."""
+
+
+def start_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> TensorReader | None:
+    """Returns the adapter of lora.init_from, found to be what the run would train; None where it starts from none.
+
+    Raises:
+        UserError: as `engine.training.adapter_source.adapter_source`.
+    """
+    if config.lora.rank == 0 or config.lora.init_from is None:
+        return None
+    found: TensorReader = resolve("engine.training.adapter_source:adapter_source")(config, source, plan)
+    return found

@@ -14,6 +14,7 @@ from engine.config.rules import check_world
 from engine.config.run import RunConfig
 from engine.distributed.failures import CommunicationError
 from engine.errors import LostRankError
+from engine.printable import quoted
 from engine.runtime.launch import start, stop, world_size_from_environment
 from engine.runtime.supervision import Preempted
 from engine.telemetry.format import counted, first_to_last, short_path
@@ -24,7 +25,6 @@ from engine.training.observer import StepSeen
 from engine.training.prepare import PreparedRun, prepare
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
-from engine.training.samples import quoted
 from engine.training.step_figures import StepFigures
 from engine.training.step_source import StepRows
 
@@ -144,11 +144,12 @@ class Trainer:
 
     def _sample(self) -> None:
         """Shows what the model as it is makes of the prompts, where there are any and it has not been shown."""
-        if self._sampled == self.step:
+        run, samples = self._run, self._run.samples
+        if samples is None or self._sampled == self.step:
             return
-        run, self._sampled = self._run, self.step
+        self._sampled = self.step
         with run.clock.stopped():
-            for number, (prompt, text) in enumerate(run.samples.run(), 1):
+            for number, (prompt, text) in enumerate(samples.run(), 1):
                 run.metrics.text(step=self.step, name=f"sample/{number}", text=text)
                 run.progress.info(f"step {self.step}: sample {number}: {quoted(prompt)} -> {quoted(text)}")
 

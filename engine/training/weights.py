@@ -19,8 +19,7 @@ from engine.models.names import fused_parts, fused_rows
 from engine.optim.flat import FlatParameters
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
-from engine.training.adapter_source import adapter_source
-from engine.training.start_model import ModelPlan, ModelSource
+from engine.training.start_model import ModelPlan, ModelSource, start_adapter
 
 
 def fill_parameters(
@@ -58,14 +57,14 @@ def fill_parameters(
                 load_copies(alike, source.weights, mesh.axis(data), progress=progress.advance)
             load_parameters(base, source.weights, progress=progress.advance)
     if config.lora.rank > 0:
-        if config.lora.init_from is None:
+        start = start_adapter(config, source, plan)
+        if start is None:
             initialise_adapters(adapters, config.train.seed, gaussian=config.lora.init == "gaussian")
             lengths = [shard for shard in adapters if shard.name.endswith(".lora_magnitude")]
             if lengths:
                 dtype = next(entry.parameter.dtype for entry in entries if entry.name == lengths[0].name)
                 _initialise_magnitudes(lengths, config, source, dtype)
         else:
-            start = adapter_source(config, source, plan)
             load_parameters(adapters + [shard for shard in base if shard.name in start], start)
     flat.publish()
 

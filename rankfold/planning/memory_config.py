@@ -19,7 +19,8 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.planning.machine import Machine, machine_for
-from engine.planning.predict import memory_plan_of, usual_tiles, workload_of
+from engine.planning.memory_plan import memory_plan_of
+from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time

@@ -18,8 +18,9 @@ from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.models.families import family_of
 from engine.planning.machine import Machine
+from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate
-from engine.planning.predict import memory_plan_of, predict_peak, workload_of
+from engine.planning.predict import predict_peak, workload_of
 from engine.planning.rank_layout import Layout
 from engine.planning.step_time import predict_time
 from engine.runtime.launch import Launch

@@ -19,7 +19,7 @@ from engine.config.load import parse_config
 from engine.config.rules import check_config
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
-from engine.training.adapter_source import check_adapter
+from engine.training.adapter_source import adapter_source
 from engine.training.build import Training, build_training
 from engine.training.reports.summary import announce
 from engine.training.start_model import check_model, model_source
@@ -114,7 +114,7 @@ def build(folder: Path, given: dict[str, Any], launch: Launch) -> tuple[Training
     check_config(config)
     source = model_source(config)
     plan = check_model(config, source.model, launch.world_size)
-    check_adapter(config, source, plan)
+    adapter_source(config, source, plan)
     lines = io.StringIO()
     log = Log(launch.rank, lines)
     training = build_training(config, launch, source, plan, log)

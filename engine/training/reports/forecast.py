@@ -18,8 +18,9 @@ from engine.data.collate import padded_length, round_up
 from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 from engine.planning.ledger import largest_part
+from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, predict_layout
-from engine.planning.predict import memory_plan_of, usual_tiles, workload_of
+from engine.planning.predict import usual_tiles, workload_of
 from engine.planning.rank_layout import Layout, Workload
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes

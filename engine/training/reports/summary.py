@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.run import RunConfig
-from engine.conversion.peft_experts import TrainedAdapters, advice, obstacle
 from engine.distributed.ranks import RankGrid
 from engine.models.describe import num_parameters
 from engine.models.families import family_of
@@ -123,6 +122,8 @@ def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
     plan, decoder = training.plan.modules, training.source.model.decoder
     if not decoder.num_experts:
         return None
+    from engine.conversion.peft_experts import TrainedAdapters, advice, obstacle
+
     modules = {own.rpartition(".")[0] for name in training.plan.trained for own in own_names(name, decoder)}
     adapters = {module: settings for module in modules if (settings := plan.adapter(module)) is not None}
     if not adapters:

@@ -37,9 +37,9 @@ if [ "$venv" = .venv ]; then
     if [ $# -gt 0 ]; then check "mypy" "$python" -m mypy --no-error-summary; fi
 fi
 
-# Without arguments in four lanes side by side, of about the same length, with mypy beside them: a test that starts
-# several processes leaves one core idle for half of its time. What shares the cores takes longer, so a test's time limit
-# is longer too.
+# Without arguments in four lanes side by side, of about the same length, with mypy and the core's tests in a copy
+# without a wing beside them: a test that starts several processes leaves one core idle for half of its time. What shares
+# the cores takes longer, so a test's time limit is longer too.
 lanes() {
     local first=(tests/unit/test_[a-h]*.py)
     local names=("tests/kernels tests/distributed tests/faults tests/small_runs" "tests/unit, a to h" "tests/unit, i to z")
@@ -53,6 +53,12 @@ lanes() {
         "$python" -m mypy --no-error-summary >"${logs[-1]}" 2>&1 &
         running+=($!)
         titles+=("mypy")
+    fi
+    if [ "$venv" = .venv ] && [ -e .git ]; then # it copies the files that git knows
+        logs+=("$(mktemp)")
+        "$python" -m tests.without_wing -o timeout=300 >"${logs[-1]}" 2>&1 &
+        running+=($!)
+        titles+=("the core without a wing")
     fi
     for folder in ${folders[0]}; do rest+=("--ignore=$folder"); done
     for lane in "${!folders[@]}"; do

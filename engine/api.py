@@ -1,10 +1,10 @@
-"""What a Python program calls: make a configuration, train, export, generate. Only what is stable is named here.
+"""The functions for Python programs: make a configuration, train, export, generate. Only stable ones are here.
 
     from engine.api import export, generate, load_config, train
 
 In one process it needs no launcher, and can be called again and again. A script that torchrun starts is one rank of as
-many as there are, and each rank calls the same functions in the same order. What the command `rankfold` prints is
-printed here too. What cannot work raises `UserError`, whose message is one sentence.
+many as there are, and each rank calls the same functions in the same order. The output of the command `rankfold` is
+printed here too. Impossible requests raise `UserError`, whose message is one sentence.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def load_config(source: AnyPath | Mapping[str, Any] | None = None, **options: An
     Args:
         source: path of a YAML file, or a mapping as such a file has: {"model": {"path": ...}}, or {"model.path": ...}.
         options: sections, or options without one, which win over `source`: lora={"rank": 8}, trainable=["lm_head"].
-            What neither gives keeps its default; `rankfold train --help all` explains every option.
+            Options that neither gives keep their defaults; `rankfold train --help all` explains every option.
 
     Returns:
         The configuration, checked as far as it can be without knowing the number of ranks. It is frozen.
@@ -99,8 +99,8 @@ def train(config: RunConfig, listener: RunListener | None = None) -> RunSummary:
         listener: hears, on every rank, when things happen: steps, evaluations, the end.
 
     Returns:
-        What the run did. `run_dir` is its folder; `stopped` says which of a scheduler's signals stopped it, None at its
-        end.
+        The results of the run. `run_dir` is its folder; `stopped` says which of a scheduler's signals stopped it, None
+        at its end.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; where steps had been taken, after the run was saved.
@@ -134,7 +134,7 @@ def export(
     base_name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes what a run trained as a PEFT adapter or as a whole Hugging Face model.
+    """Writes a run's trained parameters as a PEFT adapter or as a whole Hugging Face model.
 
     Stock PEFT or transformers opens the result, and their logits are compared with the engine's, before it takes its
     name. Call it on one rank.
@@ -145,14 +145,14 @@ def export(
         format: "peft" for the adapter by itself, "hf" for the whole model with adapters added into its weights.
         step: checkpoint of the run, or "best" for that of the lowest evaluation loss; None takes the newest.
         base: the base of the run, where it has moved.
-        base_name: what an adapter calls its base, such as its name on the Hugging Face hub.
+        base_name: the adapter's name of its base, such as its name on the Hugging Face hub.
         overwrite: replace an adapter or a model at `out`.
 
     Returns:
         `out`.
 
     Raises:
-        UserError: there is no such run or checkpoint, it does not hold what is asked for, or `out` exists.
+        UserError: there is no such run or checkpoint, it does not hold the adapter or model, or `out` exists.
     """
     with named_as({"--base": "base", "--base-name": "base_name", "--step": "step", "--overwrite": "overwrite=True"}):
         run_export(

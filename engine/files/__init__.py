@@ -1,1 +1,1 @@
-"""Safe files and folders: system errors become sentences, and what is written is whole or absent."""
+"""Safe files and folders: system errors become sentences, and files are whole or absent."""

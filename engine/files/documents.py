@@ -23,7 +23,7 @@ def open_file(path: str | os.PathLike[str], advice: str | None = None) -> Iterat
 
     Args:
         path: of a regular file. A pipe could be read only once, and opening it would wait for a writer.
-        advice: what to change, such as "give another --source".
+        advice: the remedy, such as "give another --source".
 
     Raises:
         UserError: it is no file, or cannot be read.
@@ -68,7 +68,7 @@ def read_json(path: str | os.PathLike[str], advice: str = _COPY_AGAIN) -> dict[s
 
     Args:
         path: of the file.
-        advice: what to change where the file is damaged.
+        advice: the remedy where the file is damaged.
 
     Raises:
         UserError: as `read_bytes`; it is not JSON, is ambiguous or nested too deeply, or holds no mapping.
@@ -82,7 +82,7 @@ def parse_record(line: str | bytes, place: str, advice: str) -> dict[str, Any]:
     Args:
         line: without its end.
         place: the line's name in the sentence, such as "data.jsonl line 3".
-        advice: what to change.
+        advice: the remedy.
 
     Raises:
         UserError: it is not JSON, or holds no mapping.

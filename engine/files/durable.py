@@ -1,7 +1,7 @@
 """Writes small files that are whole or absent, and survive a power cut.
 
-A new file is created exclusively: what has its name is removed first, never followed, so a link planted under that name
-has no effect. A file that is added to, or written in place, is first parted from its other names (hard links).
+A new file is created exclusively: a file of its name is removed first, never followed, so a link planted under that
+name has no effect. A file that is added to, or written in place, is first parted from its other names (hard links).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.files.refusals import reading, writing
 
 
 def open_new(path: Path) -> int:
-    """Creates an empty file at `path` and returns its descriptor; what was there is removed (a link, not its target).
+    """Creates an empty file at `path` and returns its descriptor; an earlier file is removed (a link, not its target).
 
     Raises:
         OSError: the system does not allow it, or `path` is a device.
@@ -40,10 +40,10 @@ def _refuse_device(path: Path) -> None:
 def open_append(path: Path) -> IO[str]:
     """Opens the text file at `path` for appending, and creates it where it is missing.
 
-    Where the file has other names too, a copy is added to, and they keep what they have.
+    Where the file has other names too, a copy is added to, and they keep their contents.
 
     Raises:
-        OSError: the system does not allow it, or what has that name is no file: a pipe would block until there is a
+        OSError: the system does not allow it, or that name is no file's: a pipe would block until there is a
             reader, and a link could lead anywhere.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def sync_folder(folder: Path) -> None:
 def delete_folder(folder: Path) -> None:
     """Deletes a folder with all that is in it; where a link or a file has its name, that alone.
 
-    Does nothing where there is nothing, and skips what others delete meanwhile. Links inside are removed,
+    Does nothing where there is nothing, and skips entries that others delete meanwhile. Links inside are removed,
     not followed.
 
     Raises:

@@ -3,12 +3,12 @@
 However the process ends, `out` is absent, as before, or complete; the same command given again resumes with what the
 sibling holds, and leaves nothing beside `out`. In the order of a command's life:
 
-| on the disk                            | what it is                                                            |
+| on the disk                            | meaning                                                               |
 |----------------------------------------|-----------------------------------------------------------------------|
 | `.out.partial` without a plan          | just created, or a replaced folder being deleted: cleared             |
 | `.out.partial` with a plan, and locked | a command is writing: others are refused, with the process that does   |
 | `.out.partial` with a plan             | left by a kill or a failing disk: the same plan resumes with it       |
-| `.out.replaced` beside `out`           | what `out` was before: deleted                                        |
+| `.out.replaced` beside `out`           | the earlier `out`: deleted                                            |
 | `.out.replaced` alone                  | killed between two renames: gets its name `out` back                  |
 
 Links under these names are never followed, nor is an `out` that is a link.
@@ -50,11 +50,11 @@ def staged_folder(
 ) -> Iterator[Path]:
     """Creates a hidden sibling of `out`, held by this process, that takes the name `out` when the block ends.
 
-    A refusal (`UserError`) in the block removes what was written. A kill leaves it, and so does a failing disk
+    A refusal (`UserError`) in the block removes the written files. A kill leaves it, and so does a failing disk
     (`Unfinished`): the same plan resumes with it.
 
     Args:
-        out: the folder to make. What is there is replaced, so `check` decides.
+        out: the folder to make. An earlier one is replaced, so `check` decides.
         check: raises UserError where `out` may not be made or replaced; called before anything is changed.
         plan: identity of the work, one line; None always starts from an empty folder, and leaves nothing on failure.
         num_bytes: about how much will be written; refused before the work where the disk has less.
@@ -99,7 +99,7 @@ def _refuse_strange_names(out: Path) -> None:
 
 
 def _tidy(out: Path) -> None:
-    """Deletes what a finished command had no time to delete."""
+    """Deletes leftovers of a finished command."""
     if not out.exists():
         return
     staging = partial_folder(out)
@@ -125,7 +125,7 @@ def _restore(out: Path) -> None:
 
 @contextmanager
 def _held(out: Path) -> Iterator[Path]:
-    """Creates the sibling and locks it; what an earlier command left there stays."""
+    """Creates the sibling and locks it; leftovers of an earlier command stay."""
     staging = partial_folder(out)
     with writing(out, "give another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)

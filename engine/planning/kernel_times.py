@@ -1,4 +1,4 @@
-"""The predicted time of a step on one rank, kernel by kernel: what `step_time` sums up, before it is summed.
+"""The predicted time of a step on one rank, kernel by kernel: the terms of the sum of `step_time`.
 
 All pipeline stages count as if one rank had them. Collectives, copies from and to host memory and the update are not
 kernels of a layer, and are not here.
@@ -27,7 +27,7 @@ class KernelTime:
         launch: one of them.
         count: how many there are.
         seconds: of all.
-        limit: what takes that time: "products", "attention", "memory" or "launches".
+        limit: the resource that takes that time: "products", "attention", "memory" or "launches".
         evenness: of a product, how evenly its tiles fill the device; see engine.planning.machine.
     """
 
@@ -59,7 +59,7 @@ def kernel_times(
     Args:
         workload, layout, memory: of the step.
         machine: whose speeds count.
-        first_trainable: the first layer with a backward; None for what trains.
+        first_trainable: the first layer with a backward; None for the first trained one.
 
     Raises:
         UserError: the model's sizes do not fit the layout.

@@ -1,8 +1,8 @@
-"""Counts what a piece of the model launches: for each operation its arithmetic and the bytes that it moves.
+"""Counts the launches of a piece of the model: for each operation its arithmetic and the bytes that it moves.
 
 The engine's own code runs on the meta device while `LaunchCounter` looks on. An operation reads each of its tensors
 once and writes its result once; views and allocations launch nothing. Kernels that cannot run there are counted where
-they are called: their arguments and results, what they allocate in between (written and read again), and the arithmetic
+they are called: their arguments and results, buffers in between (written and read again), and the arithmetic
 of their products with adapters. Collectives are not among them.
 """
 
@@ -37,7 +37,7 @@ _UNTOUCHED = frozenset(
 )
 """Operations that move nothing and are not marked as views."""
 _OVERWRITE = frozenset(("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"))
-"""Operations that do not read what they write to."""
+"""Operations that do not read their destination."""
 _PICK_ROWS = frozenset(("embedding", "index", "index_select", "gather"))
 """Operations that read as much of their first tensor as they write."""
 
@@ -77,7 +77,7 @@ class PieceLaunches:
     """The launches of one piece for one micro-batch.
 
     Args:
-        forward, backward: in their order; what is recomputed is in `backward`.
+        forward, backward: in their order; recomputation is in `backward`.
         weights: of the gradients of weights that train in full.
         exchanged_forward, exchanged_backward: bytes that arrive in each all-to-all of rows for experts, those of this
             rank's own tokens among them; no launches.
@@ -91,7 +91,7 @@ class PieceLaunches:
 
 
 class LaunchCounter(EagerMode):
-    """Counts what is launched inside its block.
+    """Counts the launches inside its block.
 
     Args:
         packed: whether several documents share a row, which another kernel attends to.
@@ -186,7 +186,7 @@ class LaunchCounter(EagerMode):
         return counted
 
     def torch_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns what stands for torch's attention to all keys, counted forward and backward."""
+        """Returns the stand-in of torch's attention to all keys, counted forward and backward."""
         pairs = 2.0 * prod(q.shape[:-1]) * k.shape[-2] * q.shape[-1]
         moved = 2 * _moved((q,)) + _moved((k, v))
         back = Launch("attention backward", 2 * moved + 8 * q.numel(), 5 * pairs, kind="attention", count=3)
@@ -218,7 +218,7 @@ class LaunchCounter(EagerMode):
 
 
 def counted_kernels(kernels: Kernels, counter: LaunchCounter) -> Kernels:
-    """Returns a backend whose kernels are counted; what is plain torch in it is counted as torch's operations are."""
+    """Returns a backend whose kernels are counted; its plain torch is counted as torch's operations are."""
     attention = counter.attention(kernels.attention)
     if kernels.name == "reference":
         return replace(kernels, attention=attention)
@@ -258,7 +258,7 @@ def _no_products(*_: Any, **__: Any) -> float:
 
 
 class TorchAttention(TorchFunctionMode):
-    """Has modules in plain torch call what stands for torch's attention: on the meta device torch itself would write
+    """Has modules in plain torch call the stand-in of torch's attention: on the meta device torch itself would write
     scores, which no device's kernel does."""
 
     def __init__(self, counter: LaunchCounter) -> None:
@@ -339,7 +339,8 @@ def _operation(name: str, given: Sequence[Any], out: Any) -> Launch:
 
 
 def _read(value: Any) -> Any:
-    """Returns what a kernel reads of an argument that does not multiply by B: of adapters the gradients it adds to."""
+    """Returns the tensors that a kernel reads of an argument that does not multiply by B: of adapters the gradients it
+    adds to."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], AdapterPlace):
         return [(one.da, one.db) for one in value if isinstance(one, AdapterSection)]
     return value

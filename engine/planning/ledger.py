@@ -1,4 +1,4 @@
-"""Bytes by part: what memory is held for."""
+"""Bytes by purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPORARY = "temporary"
 PARTS = (
     WEIGHTS, ADAPTERS, MASTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS, COMMUNICATION, DECODED, TEMPORARY,
 )  # fmt: skip
-"""What bytes are held for, in the order of reports."""
+"""The purposes, in the order of reports."""
 
 Parts = Mapping[str, int]
 """Bytes by part; a part that is absent has none."""

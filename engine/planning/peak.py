@@ -1,9 +1,9 @@
 """A rank's peak memory by part: in a step, while loading and while saving.
 
 Static memory is counted on a model on the meta device: weights with their folded columns, adapters, and four fp32
-buffers over what trains. What a step allocates is traced through one micro-batch of each stage (`stage_bytes.py`), and
-put together in the order of the pipeline's schedule. Not counted: what a library allocates inside its own calls, the
-device's context and its communicators, and what a caching allocator holds without using it.
+buffers over what trains. A step's allocations are traced through one micro-batch of each stage (`stage_bytes.py`), and
+put together in the order of the pipeline's schedule. Not counted: allocations of a library inside its own calls, the
+device's context and its communicators, and memory that a caching allocator holds unused.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> li
 
 
 def predict_static(workload: Workload, layout: Layout) -> list[PeakEstimate]:
-    """Returns for each pipeline rank what it holds all the time, which no step holds less than: nothing is traced.
+    """Returns for each pipeline rank the bytes that it always holds, a lower bound of every step: nothing is traced.
 
     Raises:
         UserError: as of `predict_layout`.
@@ -195,7 +195,7 @@ class _Rank:
         return regions
 
     def _static(self) -> dict[str, int]:
-        """Counts weights in the model's dtype, and masters, gradients and two moments of what trains in fp32."""
+        """Counts weights in the model's dtype, and masters, gradients and two moments of trained ones in fp32."""
         item, groups = self._workload.dtype.itemsize, list(self._groups())
         beside = self._beside()
         whole = item * sum(one.whole for one in groups)
@@ -221,14 +221,15 @@ class _Rank:
         return added(parts)
 
     def _flat(self) -> Counter[str]:
-        """Returns the bytes of a flat fp32 buffer over what trains, by the axis that gradients are summed over."""
+        """Returns the bytes of a flat fp32 buffer over trained parameters, by the axis that gradients are summed
+        over."""
         flat = Counter[str]()
         for (data, *_), count in self._regions().items():
             flat[data] += WIDE * count
         return flat
 
     def _held(self, sharded: bool, nbytes: Mapping[str, int]) -> int:
-        """Returns what this rank holds of bytes that are counted by axis: its part, where they are sharded."""
+        """Returns this rank's share of bytes that are counted by axis: its part, where they are sharded."""
         return sum(-(-count // self._copies[data]) if sharded else count for data, count in nbytes.items())
 
     def _beside(self) -> int:
@@ -301,7 +302,7 @@ class _Rank:
             ]
             weights = max(sum(pair) for pair in zip(layers, [*layers[1:], 0], strict=True))
         if self._sharding.gradients:
-            # what one rank has all the data of is whole anyway
+            # gradients of which one rank has all the data are whole anyway
             whole = sum(count for (data, *_), count in self._regions().items() if self._copies[data] > 1)
             gradients = whole if microbatches > 1 else min(whole, (MAX_IN_FLIGHT + 2) * self._bucket())
         return {COMMUNICATION: weights, GRADIENTS: gradients * WIDE}

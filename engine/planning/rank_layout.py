@@ -65,7 +65,7 @@ class Workload:
 
     Args:
         decoder: of the model.
-        plan: what trains, and the adapters.
+        plan: trained modules, and the adapters.
         dtype: of weights and activations.
         micro_batch: rows of a micro-batch.
         global_batch: rows of a step, over all ranks.
@@ -77,7 +77,7 @@ class Workload:
         balances: the routers' auxiliary loss is trained on beside the objective's.
         base_dtype: how frozen weights of the layers are stored; None for `dtype`.
         device_type: "cuda" or "cpu".
-        beside: frozen parameters of other parts than the decoder, in `dtype`; what they compute is not counted.
+        beside: frozen parameters of other parts than the decoder, in `dtype`; their computation is not counted.
         kernels: the backend of the ops, see engine.ops.kernels.
         polls_sends: whether completed sends can be found without waiting; see engine.planning.messages.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.

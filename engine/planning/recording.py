@@ -1,8 +1,8 @@
 """Records the storages that operations allocate and free while the engine's own code runs on the meta device.
 
 Tensors on the meta device have shapes, dtypes and storages, and no numbers. Running a layer on them allocates and frees
-every storage in the order of a real step, in milliseconds whatever its size. Recorded is what torch sees: the results
-of operations, not what one allocates within itself.
+every storage in the order of a real step, in milliseconds whatever its size. Recorded are the allocations that torch
+sees: the results of operations, not their internal buffers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Recording(EagerMode):
         return held
 
     def peak(self, first: int, pinned: Collection[int] = ()) -> Parts:
-        """Returns the peak from the event `first` on, beside what was allocated before it, by part.
+        """Returns the peak from the event `first` on, beside earlier allocations, by purpose.
 
         Args:
             pinned: storages that count as never freed.

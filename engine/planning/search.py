@@ -38,12 +38,12 @@ class SearchRequest:
     """The question that a search answers.
 
     Args:
-        config: sizes of the batch and what trains; its parallel and memory sections are not read.
+        config: sizes of the batch and trained parameters; its parallel and memory sections are not read.
         devices: number of devices.
         capacity: bytes of a device that may be used.
         host_capacity: bytes of host memory that a rank may use.
         recompute: the levels to try; all by default.
-        offload: what may be offloaded to host memory: "weights", "optimizer" and "activations".
+        offload: kinds of memory that may be offloaded to the host: "weights", "optimizer" and "activations".
         stored: the dtypes to try for kept activations; None is their own.
         routing: under which a layout must fit where experts are divided over ranks; see engine.planning.planned_rows.
     """
@@ -67,7 +67,7 @@ class Candidate:
     """A layout that the rules allow.
 
     Args:
-        workload: with what of it is offloaded.
+        workload: with its offloaded parts.
         estimates: of all pipeline ranks, where tokens spread evenly over experts.
         crowded: the same where all tokens choose the experts of one rank, if that must fit.
         traced: whether the estimates are of whole steps; else they are of what is held all the time, which alone is
@@ -233,7 +233,8 @@ def _is_as_good(one: Candidate, fastest: Candidate) -> bool:
 
 
 def _traced_first(wanted: SearchRequest, too_large: list[Candidate]) -> tuple[Candidate, ...]:
-    """Returns what does not fit, smallest first, and last what was not traced, but for the smallest few of it."""
+    """Returns the layouts that do not fit, smallest first, and last those that were not traced, but for the smallest
+    few."""
     by_peak = sorted(too_large, key=lambda one: one.peak)
     traced, rest = ([one for one in by_peak if one.traced is traced] for traced in (True, False))
     few = max(0, _SHOWN_OF_A_LAYOUT - len(traced))

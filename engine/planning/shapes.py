@@ -23,7 +23,7 @@ from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat import ALIGNMENT
 
 WIDE = 4
-"""Bytes of statistics, and of what norms, losses and the optimizer compute in."""
+"""Bytes of statistics, and of the numbers in which norms, losses and the optimizer compute."""
 
 RegionKey = tuple[str, tuple[str, ...], tuple[str, ...], bool]
 """The key of one region of the optimizer, which begins with the axis that gradients are summed over; see
@@ -58,7 +58,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """Parameters of a layer or an end: elements stored in the model's dtype, and what the optimizer holds of them.
+    """Parameters of a layer or an end: elements stored in the model's dtype, and in the optimizer.
 
     Args:
         data: name of the axis of the ranks that hold copies of them, see `ShardSpec.data`.
@@ -159,8 +159,8 @@ def model_shape(
     Args:
         config, plan: of the model.
         layout: of this rank.
-        device_type: whose products must take what is stored encoded.
-        dtype: of weights and activations, on which it depends what is folded.
+        device_type: whose products must take encoded weights.
+        dtype: of weights and activations, on which folding depends.
 
     Raises:
         UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
@@ -217,7 +217,7 @@ def _check_products(model: Decoder, device_type: str) -> None:
 
 
 def _layer_parameters(layer: DecoderLayer) -> tuple[Parameters, ...]:
-    """Returns a layer's parameters, with what of it is stored encoded, by the ranks that hold copies."""
+    """Returns a layer's parameters, with those stored encoded, by the ranks that hold copies."""
     plain, memories, encoded = (
         list(each) for each in (shard_entries(layer), encoded_memories(layer), encoded_entries(layer))
     )

@@ -1,8 +1,8 @@
 """Bytes of one pipeline stage's forward and backward of one micro-batch, put together from traces of its pieces.
 
-Beside a piece's own memory a stage holds what the pieces before it keep for backward, the residual stream between two
-pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next stage sends.
-Features of images for later layers lie below the stream that enters a stage, in one memory with it.
+Beside a piece's own memory a stage holds the tensors that the pieces before it keep for backward, the residual stream
+between two pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next
+stage sends. Features of images for later layers lie below the stream that enters a stage, in one memory with it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.planning.traces import RankModel, Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBytes:
-    """Memory that one micro-batch takes on a stage, beside what is always allocated.
+    """Memory that one micro-batch takes on a stage, beside permanent allocations.
 
     Args:
         forward: at the peak of forward.
         kept: between forward and backward.
         backward: at the peak of backward; nothing where the stage has none.
-        deferred: in a split backward, what the input gradients keep for the weight gradients.
+        deferred: in a split backward, bytes that the input gradients keep for the weight gradients.
         away: bytes of activations that are offloaded, and so not in `kept`.
     """
 
@@ -58,7 +58,7 @@ class _LayerGroup:
 
 
 class _Below(NamedTuple):
-    """Bytes of features for later layers, in what enters a stage and in what leaves it."""
+    """Bytes of features for later layers, in a stage's input and output."""
 
     entering: int
     leaving: int
@@ -106,7 +106,7 @@ def _layer_groups(
     shape = model.shape
 
     def alike(index: int) -> tuple[int, Level, bool, bool, bool, bool]:
-        # what comes before the first layer that trains needs no gradient
+        # layers before the first trained one need no gradient
         own = needs or any(map(shape.needs_backward, range(stage.first, index)))
         ends = index == stage.first, index == stage.last - 1
         return shape.kinds[index], memory.level(index), own and trains, shape.needs_backward(index), *ends
@@ -127,10 +127,10 @@ def _forward(
     below: _Below,
     trains: bool,
 ) -> tuple[Parts, Parts]:
-    """Returns the peak of forward, and what is kept at its end.
+    """Returns the peak of forward, and the bytes kept at its end.
 
     Args:
-        shared: what makes the coordinates of all layers, and the encoded images.
+        shared: the pieces of the coordinates of all layers, and of encoded images.
         images: those that all layers attend to, which live as long as the coordinates.
     """
     moments, base = list[Parts](), images
@@ -138,13 +138,13 @@ def _forward(
         if trace is not None:
             moments.append(added(base, trace.forward))
             base = added(base, trace.kept)
-    # what enters the first layer lives as long as forward runs, whether the layer keeps it or not
+    # the first layer's input lives as long as forward runs, whether the layer keeps it or not
     held: Parts = {}
     flow = {ACTIVATIONS if first is not None else COMMUNICATION: stream}
     if first is not None:
         moments.append(added(base, first.forward))
         base = added(base, first.kept)
-    # the first layer keeps its input, and with it what lies below
+    # the first layer keeps its input, and with it the rows below
     base = added(base, {next(iter(flow)): below.entering})
     for run in runs:
         trace = run.trace
@@ -178,7 +178,7 @@ def _backward(
     stream: int,
     below: _Below,
 ) -> tuple[Parts, Parts]:
-    """Returns the peak of backward, and what is kept for deferred weight gradients."""
+    """Returns the peak of backward, and the bytes kept for deferred weight gradients."""
     moments, base, left = [], kept, {}
     gradient = {ACTIVATIONS: stream}
     if last is not None:

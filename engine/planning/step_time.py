@@ -1,9 +1,9 @@
 """The predicted time of a step: arithmetic over the machine's speed, bytes over its bandwidth, and the pipeline's
 bubble.
 
-What a layer and the ends launch is counted while the engine's own code runs on the meta device (`launches.py`). Each
-launch takes the longer of its arithmetic and its memory traffic, at the speed that the machine reaches; a product whose
-tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks, and
+The launches of a layer and of the ends are counted while the engine's own code runs on the meta device (`launches.py`).
+Each launch takes the longer of its arithmetic and its memory traffic, at the speed that the machine reaches; a product
+whose tiles leave multiprocessors idle in its last wave takes the longer for it. Collectives between tensor ranks, and
 exchanges of rows with the ranks of their experts, are exposed; rows are taken to spread evenly over experts. Only what
 nothing hides counts of keys of ring attention, behind the attention of a block; of gradient reductions, but for the
 last bucket, behind one backward; and of copies from and to host memory, behind a layer's arithmetic, each direction by
@@ -91,7 +91,7 @@ class StepTime:
         links: of it, the exposed communication, between ranks and with host memory, of the rank with most of it.
         hidden_links: that rank's communication that its arithmetic hides.
         reduction: of gradients over ranks, and of gathers of updated weights where only gradients are sharded.
-        exposed_reduction: of that, what neither the last backward nor the next forward hides.
+        exposed_reduction: the part of that which neither the last backward nor the next forward hides.
         update: of the optimizer.
         tokens_per_second: over all ranks.
     """
@@ -167,7 +167,7 @@ class _Times:
     def _exchange(self, sizes: Iterable[int]) -> float:
         """Returns the seconds of exchanges of rows with the ranks of their experts.
 
-        As many rows go to each rank as to any other. What goes to other nodes goes by the network, while the rest goes
+        As many rows go to each rank as to any other. Rows for other nodes go by the network, while the rest goes
         over the links within the node.
 
         Args:
@@ -180,7 +180,7 @@ class _Times:
         return max((near - 1) * rank / self._machine.link, (ranks - near) * rank / self._machine.network)
 
     def _layer(self, layer: LayerShape, launches: PieceLaunches, level: Level) -> PieceTime:
-        """Returns the work of a layer, without what comes from or goes to host memory and other data ranks."""
+        """Returns the work of a layer, without transfers from and to host memory and other data ranks."""
         forward, backward = (self._seconds(each) for each in (launches.forward, launches.backward))
         ahead, back = (
             self._seconds(one for one in each if "attention" in one.kind)

@@ -46,7 +46,7 @@ from engine.zigzag import rank_columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The memory of one piece for one micro-batch, beside what was allocated before.
+    """The memory of one piece for one micro-batch, beside earlier allocations.
 
     Args:
         forward: at the peak of forward, beside the piece's input.
@@ -56,7 +56,7 @@ class Trace:
             input, and that gradient, until backward ends.
         left: after a backward that defers the weight gradients.
         away: bytes that are offloaded to host memory.
-        launches: what its operations launch; of a backward that defers the weight gradients, without those.
+        launches: of its operations; of a backward that defers the weight gradients, without those.
     """
 
     forward: Parts
@@ -81,7 +81,7 @@ class _Start(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Stands for what follows a piece: makes the gradient of its output, and reports it."""
+    """Stands for the pieces that follow: makes the gradient of its output, and reports it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
@@ -120,7 +120,7 @@ class RankModel:
     """A model as one tensor-parallel rank has it: its sizes, and its pieces, each traced once.
 
     Args:
-        workload: what is trained.
+        workload: the training.
         parallel: of it the tensor and the context axis matter, and whether there is a pipeline.
 
     Attributes:
@@ -236,7 +236,7 @@ class RankModel:
         return self._front("the encoder", decoder, body, level, saved=saved and self.shape.carried_trains)
 
     def _front(self, name: str, decoder: DecoderConfig, body: _Body, level: Level, *, saved: bool) -> Trace:
-        """Traces what lies before the layers; where it keeps nothing, it makes no difference what is recomputed."""
+        """Traces the piece before the layers; where it keeps nothing, recomputation makes no difference."""
         part = Part(first=0, last=0, embedding=True, head=False)
         memory = MemoryPlan(recompute=level if saved else "selective")
         options = {"memory": memory, "needs": False, "saved": saved, "decoder": decoder}

@@ -1,4 +1,4 @@
-"""Checks that every adapter learns: both factors had a gradient, the masters moved, and the model uses what moved.
+"""Checks that every adapter learns: both factors had a gradient, the masters moved, and the model uses them.
 
 Nothing is added to the step for it. AdamW's first moment is zero exactly as long as no finite gradient but zeros has
 arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, however gradients are computed
@@ -47,7 +47,7 @@ class Dead(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the looks saw anywhere in the run.
+    """The looks' findings anywhere in the run.
 
     Args:
         dead: factors that do not learn.
@@ -64,7 +64,7 @@ class Look(NamedTuple):
     Args:
         size: fp32 [factors, 2] largest element and Euclidean norm of the first moment. One of them alone is now and
             then, among the factors of a model, what decay would have left of it.
-        master: int64 [factors] fingerprint of what this rank has of the masters.
+        master: int64 [factors] fingerprint of this rank's part of the masters.
         published: int64 [factors] fingerprint of the weight that the model reads.
         updates: 0-dim fp32 updates applied so far.
     """
@@ -163,9 +163,9 @@ class LivenessGuard:
 
     @torch.no_grad()
     def verdict(self) -> Verdict | None:
-        """Tells what does not learn anywhere in the run, the same on all ranks; None where fewer than two updates
-        were applied between the first step with a learning rate and the first look, so that nothing can be said.
-        Collective; waits for the device.
+        """Names the factors that do not learn anywhere in the run, the same on all ranks; None where fewer than two
+        updates were applied between the first step with a learning rate and the first look, so that nothing can be
+        said. Collective; waits for the device.
         """
         first, middle, last = self._first, self._middle, self._last
         assert middle is not None and last is not None
@@ -223,7 +223,7 @@ class LivenessGuard:
             flags[:, columns] = all_reduce(flags[:, columns].contiguous(), axis, dist.ReduceOp.MAX)
 
     def _had_no_gradient(self, size: Sequence[float], before: Sequence[float], updates: int) -> bool:
-        """Returns whether the first moment only decayed from what it was before the first of these updates."""
+        """Returns whether the first moment only decayed since before the first of these updates."""
         (largest, norm), decay = size, self._beta1**updates
         left, norm_left = (decay * one for one in before)
         return abs(largest - left) <= _ROUNDING * updates * left and abs(norm - norm_left) <= _SAME_NORM * norm_left
@@ -249,7 +249,7 @@ def _stacked(values: list[Tensor], zero: Tensor) -> Tensor:
 
 
 def sentence(step: int, dead: Sequence[Dead]) -> str:
-    """Describes what the looks saw."""
+    """Describes the findings."""
     by_fault: dict[tuple[str, str], list[int]] = {}
     for one in dead:
         by_fault.setdefault((one.name, one.what), []).append(one.rank)

@@ -2,7 +2,7 @@
 
 The second computation is the step's own, with its dropout, on weights that are at most a few updates younger (a step
 that is not finite changes none). Forward is looked at in the order of the model, then backward in the other one, in
-each rank and micro-batch; the first place of all ranks is where it began, because what is not finite spreads only
+each rank and micro-batch; the first place of all ranks is where it began, because non-finite numbers spread only
 onward. Between the linears there are norms, attention and activations: where a linear's input is not finite and
 nothing before it is, it is one of those.
 
@@ -94,7 +94,7 @@ class _Watch:
         self.first: Place | None = None
 
     def look(self, tensor: object, order: tuple[int, ...], what: str, *, phase: int = _FORWARD) -> None:
-        # what is made a second time in backward has been looked at in forward
+        # recomputed tensors have been looked at in forward
         if phase != self.phase or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             return
         if _is_finite(tensor):
@@ -135,7 +135,7 @@ def _modules(model: Decoder) -> Iterable[tuple[nn.Module, tuple[int, ...], str, 
 
 
 class _WatchedStage:
-    """A stage that says which micro-batch runs, and looks at what its end and its parameters get."""
+    """A stage that says which micro-batch runs, and looks at the gradients of its end and its parameters."""
 
     def __init__(self, stage: ModelStage, watch: _Watch) -> None:
         self._stage, self._watch = stage, watch

@@ -1,10 +1,10 @@
 """Checks that ranks that hold copies of a tensor hold the same bits.
 
-Who holds copies of what is read off each parameter's ShardSpec; what is not spread over the ranks that train on other
-data (dp x cp, or an expert's own) is a copy on all of these, too. Encoded weights are compared as they are stored,
-unless their memory is spread or waits in host memory. Fingerprints of all of these and of the run's own numbers (steps,
-data cursor, tokens, loss, norm) travel in one small all-gather an axis. Whether any rank of the whole run saw a
-difference is one more number, so that all ranks learn of it together; only then do they talk about which.
+The ranks that hold copies are read off each parameter's ShardSpec; tensors that are not spread over the ranks that
+train on other data (dp x cp, or an expert's own) is a copy on all of these, too. Encoded weights are compared as they
+are stored, unless their memory is spread or waits in host memory. Fingerprints of all of these and of the run's own
+numbers (steps, data cursor, tokens, loss, norm) travel in one small all-gather an axis. Whether any rank of the whole
+run saw a difference is one more number, so that all ranks learn of it together; only then do they talk about which.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ReplicaGuard:
     Args:
         entries: parameters of this rank, all of them.
         encoded: frozen weights that are stored encoded.
-        weights: says what is spread; None where nothing is.
+        weights: which weights are spread; None where none is.
         mesh: the axes.
         world: all ranks of the run.
         fingerprints: how.
@@ -130,7 +130,7 @@ class ReplicaGuard:
         return self._weights is not None and self._weights.storage(entry.parameter) is not None
 
     def tensors(self, entry: ShardEntry) -> list[Tensor]:
-        """Returns what of the parameter lies on this rank."""
+        """Returns this rank's part of the parameter."""
         return [entry.parameter.data] if self._weights is None else [part.tensor for part in self._weights.parts(entry)]
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class ReplicaGuard:
         Args:
             step: steps taken.
             frozen: compare frozen parameters, too.
-            numbers: what of the run must be the same on all ranks, 0-dim int64 each.
+            numbers: of the run, which must be the same on all ranks, 0-dim int64 each.
             shared_data: those of `numbers` that differ over dp x cp.
         """
         prints: dict[int, Tensor] = {}
@@ -172,7 +172,7 @@ class ReplicaGuard:
         return PendingComparison(step=step, gathered=tuple(gathered), num_different=HostCopy(different))
 
     def finish(self, pending: PendingComparison) -> list[Difference]:
-        """Returns what differs anywhere in the run, the same list on all ranks. Collective where something does."""
+        """Returns the differences anywhere in the run, the same list on all ranks. Collective where there are any."""
         if not int(pending.num_different.read()):
             return []
         mine = [difference for gathered in pending.gathered for difference in self._differences(gathered)]
@@ -205,7 +205,7 @@ class ReplicaGuard:
 
 
 def sentence(step: int, differences: Sequence[Difference]) -> str:
-    """Describes what a comparison saw."""
+    """Describes a comparison's findings."""
     named = "; ".join(difference.text() for difference in differences[:NAMED])
     more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
     when = "before the first step" if step == 0 else f"after step {step}"

@@ -46,7 +46,7 @@ class Guards(Observer):
     """Watches one run on this rank. Every rank makes the same calls.
 
     Args:
-        options: what is watched, and what follows.
+        options: the guards' section.
         step: of the run.
         optimizer: of the run, in the state of the first step to come.
         mesh: the axes.
@@ -130,7 +130,7 @@ class Guards(Observer):
         """Reads and judges the figures of all steps up to the reported one, of which `after` was told.
 
         Raises:
-            UserError: a guard saw what its policy stops at.
+            UserError: a guard's policy stops the run.
         """
         self.judge(report.step)
 
@@ -146,7 +146,7 @@ class Guards(Observer):
         """Called after the loop, when all figures are read. Collective; waits for the device.
 
         Raises:
-            UserError: a guard saw what its policy stops at.
+            UserError: a guard's policy stops the run.
         """
         guard = self._liveness
         is_short = guard is not None and self._live_from is not None and not guard.is_over
@@ -161,7 +161,7 @@ class Guards(Observer):
             self._compared = step
             self._read_comparison()
 
-    # spikes, and what is not finite
+    # spikes, and figures that are not finite
 
     def _judge(self, seen: StepSeen) -> None:
         loss, norm, scale, *_ = seen.figures.read()
@@ -230,7 +230,7 @@ class Guards(Observer):
         self._say(text)
 
     def _set_limits(self) -> None:
-        """Writes what the device will compare the next step with; a number in a tensor, without a wait."""
+        """Writes the limits of the next step to the device; a number in a tensor, without a wait."""
         if self._options.spike_policy not in ("skip", "stop"):
             return
         self._loss_limit, self._norm_limit = self._losses.limit(), self._norms.limit()
@@ -259,7 +259,7 @@ class Guards(Observer):
         self._compared = seen.step
 
     def _numbers(self, consumed: int, seen: StepSeen | None = None) -> dict[str, Tensor]:
-        """Returns what is the same on all ranks apart from parameters."""
+        """Returns the numbers beside parameters that are the same on all ranks."""
         optimizer, host = self._optimizer, torch.tensor([consumed, self._seed])
         numbers = {
             "the data cursor": host[0],

@@ -2,7 +2,7 @@
 
 The limits are numbers of the host, made of figures that have been read, and lie in 0-dim tensors on the device, where
 the optimizer compares each step's loss and norm with them. So a step is skipped without a host wait; the
-host compares the same fp32 numbers when it reads them, one report later, and says what was done.
+host compares the same fp32 numbers when it reads them, one report later, and reports the step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ LEAST_LOSS = 1.0
 LEAST_NORM = 4.0
 """Times the median that a norm may always be."""
 NO_LIMIT = 3.4028234663852886e38
-"""The largest fp32 number: only what is not finite lies above it."""
+"""The largest fp32 number: only non-finite numbers lie above it."""
 _ROBUST = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 def as_float32(value: float) -> float:
-    """The fp32 number next to `value`, which is what the device compares with."""
+    """The fp32 number next to `value`, with which the device compares."""
     return float(struct.unpack("f", struct.pack("f", min(value, NO_LIMIT)))[0])
 
 
@@ -33,7 +33,7 @@ class RunningLimit:
     Args:
         window: figures that are remembered; at least half as many are needed before there is a limit.
         deviations: robust standard deviations above the median.
-        least: what is allowed in any case: added to the median, or, for logarithms, a factor on it.
+        least: the deviation that is always allowed: added to the median, or, for logarithms, a factor on it.
         logarithms: judge the logarithm, as suits figures that vary by factors.
     """
 
@@ -43,7 +43,7 @@ class RunningLimit:
         self._logarithms, self._least = logarithms, math.log(least) if logarithms else least
 
     def add(self, figure: float) -> None:
-        """Takes one more figure; what is not finite says nothing about the usual. A spike counts as well, so that a
+        """Takes one more figure; a non-finite one says nothing about usual values. A spike counts as well, so that a
         level that stays becomes the usual one."""
         if math.isfinite(figure) and (figure > 0 or not self._logarithms):
             self._figures.append(math.log(figure) if self._logarithms else figure)

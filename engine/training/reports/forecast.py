@@ -38,7 +38,7 @@ class MemoryForecast(Observer):
     Args:
         config: of the run.
         launch: rank, ranks and device.
-        training: what is trained.
+        training: of the run.
         dataset: whose rows are trained on; None where they are not known yet.
         say: prints a line on rank 0.
     """
@@ -124,7 +124,7 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
     """Predicts the peak memory of rank 0.
 
     Raises:
-        UserError: the planner does not know what is asked for.
+        UserError: the planner does not know the configuration.
     """
     device = launch.device
     workload = workload_of(config, training.source.model.decoder, training.plan.modules, device_type=device.type)

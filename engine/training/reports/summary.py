@@ -1,4 +1,4 @@
-"""What a run logs before its first step and after its last."""
+"""The log of a run before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunSummary:
     data_stall: float = 0.0
     """Seconds that steps waited for data."""
     graphs: str | None = None
-    """What was replayed as a graph and what was not."""
+    """Micro-batches that were replayed as a graph, and others."""
     best: str | None = None
     """The best evaluation loss, and which checkpoint has it."""
     stopped: str | None = None

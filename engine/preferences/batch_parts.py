@@ -45,7 +45,7 @@ class Mismatched(BatchPart):
     """The questions of the same rows with other questions' answers, where the objective needs their likelihoods.
 
     Args:
-        batch: of rows of their own length; its parts hold as the others do.
+        batch: of rows of their own length, of which it has this context rank's columns already.
     """
 
     graphs_ignore: ClassVar[bool] = True

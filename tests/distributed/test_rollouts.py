@@ -37,7 +37,7 @@ SAME = (
     "completions/max_terminated_length", "completions/clipped_ratio", "uniform_groups",
 )  # fmt: skip
 BOUND = 4e-6
-"""Largest error of a log-probability, as the sampler and the trainer see it; see tests/unit/test_rollout_sampler.py."""
+"""Largest error of a log-probability, as the sampler and the trainer see it; see tests/rollouts/test_sampler.py."""
 STEPS = 3
 
 

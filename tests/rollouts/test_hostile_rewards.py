@@ -14,7 +14,7 @@ import pytest
 
 from engine.config.rollout import RewardSource
 from engine.rollouts.rewards.pool import RewardPool, Scores
-from tests.unit.test_rewards import is_alive, samples, score
+from tests.rollouts.test_rewards import is_alive, samples, score
 
 HOSTILE = """
 import json, os, sys, time

@@ -6,11 +6,13 @@ a text run still loads. It only shrinks; `python -m tests.house --left` writes i
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 
+from engine.config.objective import OBJECTIVES
 from tests.house import left
 from tests.house.sources import WINGS, Tree, strong_components
 
@@ -57,6 +59,25 @@ def test_the_table_of_wings_has_no_circle() -> None:
 def test_late_names_name_something(tree: Tree) -> None:
     """A wrong one would be an error only where it is first needed."""
     assert [one for one in tree.late_names() if not tree.defines(*one[1].split(":"))] == []
+
+
+@pytest.mark.parametrize("seam", ["BatchPart", "Front", "LayerVariant", "Observer"])
+def test_a_seam_has_two_implementations(tree: Tree, seam: str) -> None:
+    """Classes that are made of it, those that are only a base of others left out."""
+    classes = [
+        node for source in tree.sources.values() for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
+    ]
+    bases = {node.name: {base.id for base in node.bases if isinstance(base, ast.Name)} for node in classes}
+    below = {seam}
+    while more := {name for name, above in bases.items() if above & below} - below:
+        below |= more
+    made = {name for name in below if not any(name in above for above in bases.values())}
+    assert len(made) > 1 and seam in bases
+
+
+@pytest.mark.parametrize("field", ["loss", "data", "records", "rules"])
+def test_a_part_of_objectives_has_two_implementations(field: str) -> None:
+    assert len({getattr(kind, field) for kind in OBJECTIVES.values()} - {None}) > 1
 
 
 @pytest.mark.parametrize(

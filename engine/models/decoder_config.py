@@ -239,6 +239,11 @@ class LayerVariant:
         """Returns why a step of such a model cannot be captured in a CUDA graph; None where it can."""
         return None
 
+    def further_linears(self) -> tuple[str, ...]:
+        """Returns the names, inside a layer, of linears that a plain layer does not have and `linears` does not
+        name."""
+        return ()
+
     def linears(self, plain: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the last components of the names of a layer's linears, for those of a plain one."""
         return plain

@@ -31,7 +31,8 @@ def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
     if module.startswith(VISION):
         return module in vision_linears(decoder)
     leaf = module.rpartition(".")[2]
-    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens", "router") or ".cross_attention." in module
+    further = tuple(f".{name}" for variant in decoder.variants for name in variant.further_linears())
+    return leaf.endswith("_proj") or leaf in ("lm_head", "embed_tokens", "router") or module.endswith(further)
 
 
 def trains_apart(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> bool:

@@ -55,7 +55,7 @@ def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collectio
         num_layers=decoder.num_layers,
         head=head_in_layers(decoder),
         first_trainable_layer=_first_trainable_layer(trained, decoder.num_layers),
-        layers_are_frozen=_layers_are_frozen(trained),
+        layers_are_frozen=_layers_are_frozen(trained, decoder),
     )
     schedule = choice.schedule(gradient_accumulation_steps(config, world_size))
     return Partition(layers=layers, choice=choice, stage_rank=schedule.stage_rank)
@@ -70,7 +70,8 @@ def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
     return first
 
 
-def _layers_are_frozen(trained: Iterable[str]) -> bool:
+def _layers_are_frozen(trained: Iterable[str], decoder: DecoderConfig) -> bool:
     """Whether no matrix of a layer trains, adapters aside: then backward costs what forward costs."""
-    matrices = ("_proj.weight", *(f".cross_attention.{name}.weight" for name in ("query", "key", "value", "dense")))
+    further = (name for variant in decoder.variants for name in variant.further_linears())
+    matrices = ("_proj.weight", *(f".{name}.weight" for name in further))
     return not any(_LAYER.match(name) and name.endswith(matrices) for name in trained)

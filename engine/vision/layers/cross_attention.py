@@ -160,5 +160,8 @@ class CrossAttentionSizes(LayerVariant):
     def graph_obstacle(self, family: str) -> str:
         return images_change(family)
 
+    def further_linears(self) -> tuple[str, ...]:
+        return tuple(f"cross_attention.{name}" for name in ("query", "key", "value", "dense"))
+
     def part_rows(self, config: DecoderConfig) -> dict[str, int]:
         return dict.fromkeys(FUSED[KEY_VALUE], self.width)

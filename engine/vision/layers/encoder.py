@@ -2,7 +2,7 @@
 
     x[t] <- features[i]    for each token t that stands for feature row i
 
-Where a vision model has features for later layers too (DeepStack, arXiv 2406.04334), they lie below x: rows
+Where a vision model has features for later layers too, they lie below x: rows
 [k T, (k + 1) T) of what comes out are those of number k, and 0 at tokens of text. So they travel with the residual
 stream wherever it goes, and the gradient of each comes back in its place.
 
@@ -54,7 +54,7 @@ class VisionConfig(Protocol):
 
     def build(self) -> nn.Module:
         """Returns the model: (patches_PF, grids) -> features [K, hidden], tile after tile; with features for later
-        layers [K, (1 + deepstack) * hidden], those side by side."""
+        layers [K, levels * hidden], those side by side."""
 
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile of (rows, columns) patches."""
@@ -89,7 +89,7 @@ class VisionEncoder(FrontModule):
     Args:
         config: of the vision model.
         width: of a feature row.
-        deepstack: further features of each row, for later layers.
+        num_levels: features of each token: that which takes the place of its embedding, and those for later layers.
         first_site: dropout site of its first linear's adapter.
         build: what trains, and the ranks that tiles are dealt out to.
         recompute: whether blocks keep their inputs alone for backward.
@@ -103,12 +103,11 @@ class VisionEncoder(FrontModule):
         first_site: int,
         build: LayerContext,
         recompute: bool,
-        deepstack: int = 0,
+        num_levels: int = 1,
     ) -> None:
         super().__init__()
         self._config, self._layout, self._dtype = config, build.layout, build.dtype
-        self.num_levels = 1 + deepstack
-        """Features of each token: that which takes the place of its embedding, and those for later layers."""
+        self.num_levels = num_levels
         self._width = self.num_levels * width
         self.model = PlainModule(VISION, config.build, build=build, recompute=recompute, first_site=first_site)
         self._leaves = [entry.parameter for entry in self.model.trained]

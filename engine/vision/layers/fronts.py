@@ -109,7 +109,7 @@ class ImageTower(_VisionFront):
 
     def build(self, hidden: int, build: LayerContext, *, recompute: bool) -> VisionEncoder:
         return _Tower(
-            self.model, hidden, first_site=_TOWER_SITES, build=build, recompute=recompute, deepstack=self.deepstack
+            self.model, hidden, first_site=_TOWER_SITES, build=build, recompute=recompute, num_levels=1 + self.deepstack
         )
 
     def num_levels(self, batch: Batch, layer: int) -> int:

@@ -24,7 +24,7 @@ from rankfold.migrating.conversion import Conversion, Rule, dropped, names, othe
 from rankfold.migrating.finish import finish
 from rankfold.migrating.given import PROGRAM, PROGRAM_FILE, Given
 from rankfold.migrating.reading import read_file, read_flags
-from rankfold.migrating.recognition import check_known, recognise, sources
+from rankfold.migrating.recognition import check_known, names_objective, recognise, sources
 from rankfold.migrating.shell import BRANCHES, UNSET
 from rankfold.migrating.table import Trainer
 from rankfold.migrating.trainers.shared import OFF
@@ -153,7 +153,7 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
     if rule is None and not one.idle:
         rule = _environment(one.key)
     if rule is None and not one.idle:
-        if _names_objective(one):
+        if names_objective(one.key) and one.value not in OFF:
             raise other_objective(one, "a key that names the objective and is not known")
         conversion.miss(one, "check whether it matters, and set the option that it means")
     elif rule is None:
@@ -188,23 +188,6 @@ def _require_read(one: Given) -> None:
             f"{one.source} starts a program with the options in {one.value}, which is no file there: convert that "
             f"file, or put it where {one.source} expects it."
         )
-
-
-_OBJECTIVES = frozenset({
-    "loss", "loss_type", "loss_fn", "loss_func", "loss_function", "algorithm", "algo", "rl", "rl_algorithm", "rl_type",
-    "stage", "rlhf_type", "trainer", "trainer_type", "trainer_cls", "task_type", "task", "training_method",
-    "train_method", "training_type", "objective", "adv_estimator", "advantage_estimator", "reward_model",
-    "reward_funcs", "teacher_model", "distillation",
-})  # fmt: skip
-"""Keys, or their last parts, that name what is trained wherever they are found."""
-
-
-_OBJECTIVE_STARTS = ("teacher_model", "reward_model", "ppo_", "tpo_", "distill_")
-
-
-def _names_objective(one: Given) -> bool:
-    leaf = one.key.rpartition(".")[2].lower()
-    return (leaf in _OBJECTIVES or leaf.startswith(_OBJECTIVE_STARTS)) and one.value not in OFF
 
 
 def _environment(key: str) -> Rule | None:

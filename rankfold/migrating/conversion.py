@@ -60,30 +60,22 @@ class Conversion:
 
     def take(self, given: Given, option: str, value: Any, note: str = "") -> Row:
         """Sets `option` to `value`; the row of a key that set another value before is marked as dropped."""
-        row = Row(given, f"{option}: {_text(value)}{f' ({note})' if note else ''}", "taken")
-        earlier = self._owner.get(option)
-        if earlier is not None and self.options[option] != value:
-            earlier.became, earlier.kind = (
-                f"dropped: {given.key} of {given.source} overrides it",
-                "dropped",
-            )
-        self.options[option] = value
-        self._owner[option] = row
-        self.rows.append(row)
-        return row
+        became = f"{option}: {_text(value)}{f' ({note})' if note else ''}"
+        return self._set(self.options, option, option, value, Row(given, became, "taken"))
 
     def know(self, given: Given, fact: str, value: Any, became: str) -> None:
         """Records a fact that an option follows from once all keys are read."""
-        row = Row(given, became, "taken")
-        earlier = self._owner.get(f"({fact})")
-        if earlier is not None and self.facts[fact] != value:
-            earlier.became, earlier.kind = (
-                f"dropped: {given.key} of {given.source} overrides it",
-                "dropped",
-            )
-        self.facts[fact] = value
-        self._owner[f"({fact})"] = row
+        self._set(self.facts, fact, f"({fact})", value, Row(given, became, "taken"))
+
+    def _set(self, values: dict[str, Any], name: str, owner: str, value: Any, row: Row) -> Row:
+        earlier = self._owner.get(owner)
+        if earlier is not None and values[name] != value:
+            earlier.became = f"dropped: {row.given.key} of {row.given.source} overrides it"
+            earlier.kind = "dropped"
+        values[name] = value
+        self._owner[owner] = row
         self.rows.append(row)
+        return row
 
     def drop(self, given: Given, why: str) -> None:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
@@ -268,46 +260,23 @@ def set_dtype(conversion: Conversion, given: Given, dtype: str) -> None:
     conversion.take(given, "model.dtype", dtype)
 
 
-def _as_is(given: Given) -> Any:
-    return given.value
-
-
-def _whole_or_none(given: Given) -> int | None:
-    return None if given.value in (None, "None") else whole(given)
-
-
-def _as_text(given: Given) -> str:
-    return str(given.value)
-
-
-def _present(given: Given) -> bool:
-    return True
-
-
-def _at_least_one(given: Given) -> int:
-    return max(1, round(number(given)))
-
-
-def _minutes(given: Given) -> float:
-    return 60.0 * number(given)
-
-
-def _loss_scale(given: Given) -> float:
-    return min(number(given), 2.0**24)
-
-
 def numbers(given: Given) -> list[float]:
     """Returns the numbers in a list, or the only one."""
     values = given.value if isinstance(given.value, list) else [given.value]
     return [number(Given(source=given.source, key=given.key, value=one)) for one in values]
 
 
+_NONE: tuple[Any, ...] = (None, "None", "null", "")
 _KINDS: dict[str, Callable[[Given], Any]] = {
-    "number": number, "whole": whole, "names": names, "whole_numbers": whole_numbers, "numbers": numbers, "text": text,
-    "truth": truth, "as_is": _as_is, "as_text": _as_text, "present": _present, "at_least_one": _at_least_one,
-    "whole_or_none": _whole_or_none,
-    "minutes": _minutes, "loss_scale": _loss_scale,
-}  # fmt: skip
+    **{read.__name__: read for read in (number, whole, names, whole_numbers, numbers, text, truth)},
+    "as_is": lambda given: given.value,
+    "as_text": lambda given: str(given.value),
+    "present": lambda given: True,
+    "at_least_one": lambda given: max(1, round(number(given))),
+    "minutes": lambda given: 60.0 * number(given),
+    "loss_scale": lambda given: min(number(given), 2.0**24),
+    "whole_or_none": lambda given: None if given.value in _NONE else whole(given),
+}
 
 
 def kind_of(name: str) -> Callable[[Given], Any]:
@@ -316,3 +285,19 @@ def kind_of(name: str) -> Callable[[Given], Any]:
         return _KINDS[name]
     switched = [{"true": True, "false": False}.get(word, word) for word in name.split("/")]
     return lambda given: switched[0] if truth(given) else switched[1]
+
+
+def option_or_none(name: str, kind: str, why: str) -> Rule:
+    """Returns the rule of a key that is an option of this engine where it is given, and none for "None" or, of the kind
+    positive, for what is not above 0.
+    """
+    read = kind_of("whole" if kind == "positive" else kind)
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        value = None if given.value in _NONE or given.value is False else read(given)
+        if value is None or (kind == "positive" and value <= 0):
+            conversion.drop(given, why)
+        else:
+            conversion.take(given, name, value)
+
+    return Rule(rule, (name,))

@@ -47,10 +47,10 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
             f"--ranks: the number of processes is not given; {processes} hold one copy of the model"
         )
     facts["ranks"] = int(processes)
+    facts["trains_adapters"] = trainer.adapters(conversion)
     trainer.finish(conversion)
     launcher_rules.follow(conversion)
-    facts["trains_adapters"] = trainer.adapters(conversion)
-    adapters = facts["trains_adapters"] and conversion.options.get("lora.rank") != 0
+    adapters = trainer.adapters(conversion) and conversion.options.get("lora.rank") != 0
     if not adapters:
         _train_everything(conversion, trainer)
     if conversion.options.get("data.validation") and conversion.options.get("data.validation_split"):

@@ -75,6 +75,13 @@ def check_known(conversion: Conversion) -> None:
         )
 
 
+def names_objective(key: str) -> bool:
+    """Returns whether a key that no table has, or its last part, is one by which trainers name what they train."""
+    leaf = key.rpartition(".")[2].lower()
+    names = str(_table()["objective keys"]).split()
+    return any(leaf.startswith(name[:-1]) if name.endswith("*") else leaf == name for name in names)
+
+
 def _table() -> dict[str, Any]:
     return read_table("sources")
 

@@ -3,31 +3,7 @@
 An absent key means the other trainer's default, never this engine's. So each option that a trainer's keys can set has
 an entry in its defaults, which is written into the run's file where it differs from this engine's own default.
 
-A table has these entries, all but `read` optional; a list of keys is text, with spaces between them, and a key that
-ends in .* or _* stands for all keys that begin so:
-
-    read             the version and the files that it was read from
-    name             of a trainer, as the report calls it
-    from             tables whose keys and defaults it starts from; `defaults from` where these are others
-    without          keys of those that it does not have
-    blocks           key -> table of which all keys may stand below it
-    empty is absent  files leave keys empty that are not used
-    options          "OPTION KIND | note" -> keys that are this option; KIND says how their values are read
-    facts            "NAME KIND OPTION ... | text" -> keys that options follow from once all are read
-    functions        "module.function ARGUMENT ... | text" -> keys that a function in trainers/ converts
-    only             "VALUE | why" -> keys that have no other value here
-    lacks            why -> keys without a counterpart, by which the run differs unless they are switched off
-    only_or_refused  "VALUE | objective" -> keys that with another value train that objective, which is refused
-    refused          objective -> keys that train it, which is refused, unless they are switched off
-    because, ignored keys that no option stands for, with a reason or without one
-    installed        classes of packages; where these are installed, their fields are known and ignored, too
-    defaults         option -> [value, the trainer's own place for it]; the value may be {from: module.function}, or
-                     {by: what, word: value, ..., other: value}, where `what` is "fact NAME", "option NAME", or
-                     a function
-    ours             why -> options that keep this engine's default
-    adapters, finish functions: whether adapters train, and what follows once all keys are read
-    dropout with answers  whether adapters keep their dropout where answers are compared; trainers made from TRL's
-                     switch it off (DPOConfig.disable_dropout is true by default)
+README.md says what the entries of a table are.
 """
 
 from __future__ import annotations
@@ -45,7 +21,7 @@ import yaml
 from engine.config.option_names import sections
 from engine.config.run import RunConfig
 from engine.seams import resolve
-from rankfold.migrating.conversion import Conversion, Rule, dropped, fact, kind_of, option
+from rankfold.migrating.conversion import Conversion, Rule, dropped, fact, kind_of, option, option_or_none
 from rankfold.migrating.trainers import shared
 
 _FOLDER = Path(__file__).parent / "tables"
@@ -138,11 +114,22 @@ def trainer(table: str) -> Trainer:
         name=data["name"],
         rules=table_rules(table),
         defaults=_defaults(table),
-        adapters=function(data["adapters"]),
+        adapters=_adapters(data["adapters"]),
         finish=function(data["finish"]),
         dropout_with_answers=data.get("dropout with answers", True),
         installed=tuple(data.get("installed", "").split()),
     )
+
+
+def _adapters(entry: bool | str) -> Callable[[Conversion], bool]:
+    """Returns whether adapters train: a function says so; else the fact "lora", and without it `entry`, or whether one
+    of the keys in it was given.
+    """
+    if isinstance(entry, str) and "." in entry:
+        return function(entry)  # type: ignore[no-any-return]
+    if isinstance(entry, bool):
+        return lambda conversion: bool(conversion.facts.get("lora", entry))
+    return lambda conversion: bool(conversion.facts.get("lora", conversion.given(*entry.split())))
 
 
 @lru_cache(maxsize=32)
@@ -217,6 +204,11 @@ def _option(head: str, said: str) -> Rule:
     return option(name, kind_of(kind), said)
 
 
+def _option_or_none(head: str, said: str) -> Rule:
+    name, kind = head.split()
+    return option_or_none(name, kind, said)
+
+
 def _fact(head: str, said: str) -> Rule:
     name, kind, *options = head.split()
     return fact(name, kind_of(kind), *options, became=said)
@@ -233,6 +225,7 @@ def _function(head: str, said: str) -> Rule:
 _BUILDERS: dict[str, Callable[[str, str], Rule]] = {
     "options": _option,
     "options or auto": lambda head, said: shared.auto_or(_option(head, said)),
+    "options or none": _option_or_none,
     "facts": _fact,
     "facts or auto": lambda head, said: shared.auto_or(_fact(head, said)),
     "functions": _function,

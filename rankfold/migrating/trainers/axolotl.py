@@ -169,13 +169,6 @@ def warmup_ratio(conversion: Conversion) -> float | None:
     return None if conversion.options.get("optim.warmup_steps") is not None else 0.03
 
 
-def adapters(conversion: Conversion) -> bool:
-    """Returns whether adapters train: LoraConfig.adapter is None by default, and then everything does, whatever lora_r
-    is.
-    """
-    return bool(conversion.facts.get("lora", False))
-
-
 def finish(conversion: Conversion) -> None:
     """Lists options that depend on an epoch's steps, and adds facts that other keys imply."""
     facts = conversion.facts
@@ -199,7 +192,7 @@ def finish(conversion: Conversion) -> None:
     facts.setdefault("save_strategy", "steps" if "save_steps" in facts else "epoch")
     if facts.get("freeze_mm_modules"):
         facts["full training"] = images.LANGUAGE_MODEL
-    elif conversion.given("processor_type") and adapters(conversion):
+    elif conversion.given("processor_type") and conversion.facts["trains_adapters"]:
         conversion.to_fill.append(
             "lora.targets: names mean the language model here; where Axolotl's mean modules of the tower too, add them "
             r"as 'vision_tower\..*q_proj'"

@@ -7,10 +7,6 @@ from __future__ import annotations
 from rankfold.migrating.conversion import Conversion
 
 
-def adapters(conversion: Conversion) -> bool:
-    return False
-
-
 def finish(conversion: Conversion) -> None:
     conversion.notes.append(
         "only the launcher's side was given: the script's own options, such as the learning rate and the steps, "

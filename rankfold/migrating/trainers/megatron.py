@@ -109,10 +109,6 @@ def sharding_strategy(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "parallel.shard", levels.get(str(given.value), "none"))
 
 
-def adapters(conversion: Conversion) -> bool:
-    return bool(conversion.facts.get("lora", conversion.given("lora_rank")))
-
-
 def finish(conversion: Conversion) -> None:
     facts, options = conversion.facts, conversion.options
     batch = options.get("train.global_batch_size")

@@ -31,10 +31,6 @@ def finish(conversion: Conversion) -> None:
         conversion.notes.append("tune_llm true beside use_lora true ends the script with an error: adapters train")
 
 
-def adapters(conversion: Conversion) -> bool:
-    return bool(conversion.facts.get("lora", False))
-
-
 def evaluate(conversion: Conversion) -> None:
     """Adds the reference's evaluations, which run whatever the strategy is called."""
     conversion.facts.setdefault("eval_strategy", "steps")

@@ -7,10 +7,6 @@ from rankfold.migrating.conversion import Conversion
 _TOWER = ("vit_checkpoint_activations", "vit_no_grad", "image_length", "eva_args")
 
 
-def adapters(conversion: Conversion) -> bool:
-    return bool(conversion.facts.get("lora", conversion.given("lora_rank", "use_qlora")))
-
-
 def finish(conversion: Conversion) -> None:
     if conversion.given(*_TOWER):
         conversion.to_fill.append(

@@ -23,14 +23,7 @@ from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import accelerate
 
 CLIENT = "figures go to log.metrics, log.tensorboard, log.wandb_project and log.mlflow_experiment"
-HUB = "nothing is uploaded"
-LOCAL = "models and data are local files"
 ALWAYS = "always so"
-EVAL = "the evaluation takes train.micro_batch_size rows"
-ATTENTION = "the fastest attention that can run is used and logged"
-KERNELS = "model.kernels chooses kernels"
-SPEED = "changes the speed, not what is computed"
-REPORT = "what is reported changes nothing that is computed"
 FILES = (".jsonl", ".json", ".txt", ".bin", ".parquet")
 
 
@@ -123,14 +116,6 @@ def report_to(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, CLIENT if found else "nothing is reported by default")
 
 
-@sets("train.early_stopping_patience")
-def patience(conversion: Conversion, given: Given) -> None:
-    if given.value in (None, "", False, 0):
-        conversion.drop(given, "switched off")
-    else:
-        conversion.take(given, "train.early_stopping_patience", whole(given))
-
-
 @sets("optim.clip_grad_norm")
 def max_grad_norm(conversion: Conversion, given: Given) -> None:
     value = number(given)
@@ -141,22 +126,6 @@ def max_grad_norm(conversion: Conversion, given: Given) -> None:
     ignored = conversion.facts.get("distributed_type") == "DEEPSPEED" and configured is None
     note = "applied here; DeepSpeed without gradient_clipping ignored it" if ignored else ""
     conversion.take(given, "optim.clip_grad_norm", value, note)
-
-
-@sets("checkpoint.keep")
-def save_total_limit(conversion: Conversion, given: Given) -> None:
-    if given.value in (None, "None") or whole(given) <= 0:
-        conversion.drop(given, "all checkpoints are kept")
-    else:
-        conversion.take(given, "checkpoint.keep", whole(given))
-
-
-@sets("train.steps")
-def steps(conversion: Conversion, given: Given) -> None:
-    if given.value is None or whole(given) <= 0:
-        conversion.drop(given, "not a number of steps; epochs end the run")
-        return
-    conversion.take(given, "train.steps", whole(given))
 
 
 @sets("optim.warmup_steps", "optim.warmup_ratio")

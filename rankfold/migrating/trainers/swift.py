@@ -297,11 +297,6 @@ def objective(conversion: Conversion) -> str:
     return _LOSSES[kind][loss or usual]
 
 
-def trains_adapters(conversion: Conversion) -> bool:
-    """Returns whether adapters train: BaseArguments.tuner_type is lora by default."""
-    return bool(conversion.facts.get("lora", True))
-
-
 def dtype(conversion: Conversion) -> str:
     facts = conversion.facts
     usual = _ARITHMETIC[facts.get("torch_dtype", "bfloat16")]
@@ -317,7 +312,7 @@ def accumulation(conversion: Conversion) -> int:
 
 
 def reference(conversion: Conversion) -> str:
-    adapted = trains_adapters(conversion) and not conversion.options.get("trainable")
+    adapted = conversion.facts["trains_adapters"] and not conversion.options.get("trainable")
     return "base" if adapted and "ref_adapters" not in conversion.facts else "initial"
 
 
@@ -371,7 +366,7 @@ def set_what_trains(conversion: Conversion) -> None:
     facts["full training"] = [] if facts.get("freeze_language_model") else list(images.LANGUAGE_MODEL)
     thawed = [said for part, said in (("vision_tower", "the tower"), ("projector", "the projector"))
               if facts.get(f"freeze_{part}") is False]  # fmt: skip
-    if thawed and trains_adapters(conversion):
+    if thawed and conversion.facts["trains_adapters"]:
         conversion.to_fill.append(f"lora.targets: {' and '.join(thawed)} get adapters too; add names of their linears")
     elif thawed:
         conversion.to_fill.append(

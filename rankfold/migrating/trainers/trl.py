@@ -82,11 +82,6 @@ def margin(conversion: Conversion) -> float:
     return 0.5 if ratio is None else ratio * beta
 
 
-def adapters(conversion: Conversion) -> bool:
-    """Returns whether adapters train: ModelConfig.use_peft is false by default, whatever lora_r is."""
-    return bool(conversion.facts.get("lora", False))
-
-
 def _cpo(conversion: Conversion) -> None:
     """Refuses losses of CPOConfig that are not SimPO's; its loss_type is sigmoid, and its cpo_alpha 1 by default."""
     programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]

@@ -7,9 +7,9 @@ smaller than an optimizer step; here it is one step or several.
 from __future__ import annotations
 
 from engine.config.objective import SEQUENCE_RATIOS, WITHOUT_LIMITS
-from rankfold.migrating.conversion import Conversion, Rule, names, number, other_objective, sets, whole
+from rankfold.migrating.conversion import Conversion, names, number, other_objective, sets
 from rankfold.migrating.given import Given
-from rankfold.migrating.trainers import shared, trl
+from rankfold.migrating.trainers import shared
 
 _NO_EVALUATION = "rollouts are not evaluated"
 _ELSEWHERE = "rewards.py"
@@ -57,27 +57,6 @@ def reward_weights(conversion: Conversion, given: Given) -> None:
     found = given.value if isinstance(given.value, list) else str(given.value).strip("[]").replace(",", " ").split()
     weights = [number(Given(source=given.source, key=given.key, value=one)) for one in found]
     conversion.take(given, "rollout.reward_weights", weights)
-
-
-@sets("rollout.top_k")
-def top_k(conversion: Conversion, given: Given) -> None:
-    if given.value in (None, "None") or whole(given) <= 0:
-        conversion.drop(given, "all tokens are considered")
-    else:
-        conversion.take(given, "rollout.top_k", whole(given))
-
-
-def number_or_none(name: str) -> Rule:
-    """Returns the rule of a key whose value may be None."""
-
-    @sets(name)
-    def rule(conversion: Conversion, given: Given) -> None:
-        if given.value in (None, "None", "null"):
-            conversion.drop(given, "none")
-        else:
-            conversion.take(given, name, number(given))
-
-    return rule
 
 
 @sets("data.chat_arguments")
@@ -155,7 +134,7 @@ def _buffers(conversion: Conversion) -> None:
 
 def finish(conversion: Conversion) -> None:
     conversion.options["objective.name"] = "grpo"
-    if not trl.adapters(conversion) and conversion.options.get("objective.beta"):
+    if not conversion.facts["trains_adapters"] and conversion.options.get("objective.beta"):
         conversion.withdraw("objective.beta", "the reference is the model without its adapters, and none train")
         conversion.notes.append(
             "beta has no counterpart, and the run will differ: the reference is the model without its adapters, and "

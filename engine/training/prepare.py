@@ -323,11 +323,7 @@ def _assemble(
         )
     )
     evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
-    end_tokens(training.source.model.path, data.tokenizer.eos_id)  # refuses a file that generation could not read
-    samples = None
-    if read.prompts:
-        text_samples = resolve("engine.training.samples:TextSamples")
-        samples = text_samples(config, training, data.tokenizer, read.prompts, data.train.family)
+    samples = _text_samples(config, training, read)
     source = opened.enter_context(data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path))
     if start.resume is not None:
         source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
@@ -376,3 +372,18 @@ def _assemble(
         saver=saver,
         supervision=supervision,
     )
+
+
+def _text_samples(config: RunConfig, training: Training, read: _CourseData) -> TextSamples | None:
+    """Makes what continues train.sample_prompts; None where there are none.
+
+    Raises:
+        UserError: a file that names the tokens which end a text cannot be read.
+    """
+    data = read.data
+    end_tokens(training.source.model.path, data.tokenizer.eos_id)
+    if not read.prompts:
+        return None
+    text_samples = resolve("engine.training.samples:TextSamples")
+    samples: TextSamples = text_samples(config, training, data.tokenizer, read.prompts, data.train.family)
+    return samples

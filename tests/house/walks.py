@@ -27,6 +27,16 @@ from tests.house.sources import Definition, Function, Source, Tree
 
 Found = tuple[Source, Definition]
 REPORTING = ("engine.telemetry", "engine.sentences", "engine.printable", "engine.files.refusals", "engine.errors")
+PARTS: dict[type[ast.AST] | type[None], tuple[str, ...]] = {
+    **dict.fromkeys((ast.Attribute, ast.Subscript, ast.Starred, ast.Await, ast.NamedExpr), ("value",)),
+    **dict.fromkeys((ast.Tuple, ast.List, ast.Set), ("elts",)),
+    **dict.fromkeys((ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp), ("generators",)),
+    **dict.fromkeys((ast.Dict, ast.BoolOp), ("values",)),
+    ast.IfExp: ("body", "orelse"),
+    ast.BinOp: ("left", "right"),
+    ast.comprehension: ("iter",),
+}
+"""The parts of an expression that it carries on."""
 SCALARS = {"all", "any", "bool", "hasattr", "isinstance", "len", "type"}
 
 
@@ -66,7 +76,7 @@ def _visit(tree: Tree, visits: dict[str, None], found: Found, owner: Found | Non
 def _parameter_types(tree: Tree, found: Found, owner: Found | None) -> dict[str, Found]:
     names = _parameters(found[1])
     types = {one.arg: _annotated(tree, one.annotation, found[0]) for one in names}
-    if owner is not None and names and not _is_static(found[1]):
+    if owner is not None and names:
         types[names[0].arg] = owner
     return {name: kind for name, kind in types.items() if kind is not None}
 
@@ -124,7 +134,7 @@ class _Body:
             source, node = made[0]
             carrying = {"self"} if node.name == "__post_init__" else set()
         names = [one.arg for one in _parameters(node)]
-        if owner is not None and not _is_static(node):
+        if owner is not None:
             carrying |= {names[0]} if receives else set()
             names = names[1:]
         for place, value in enumerate(call.args):
@@ -136,29 +146,14 @@ class _Body:
 
     def carries(self, value: ast.AST | None) -> bool:
         """Whether a value carries the parameter."""
-        match value:
-            case ast.Name(id=name):
-                return name in self.names
-            case ast.Attribute() | ast.Subscript() | ast.Starred() | ast.Await() | ast.NamedExpr():
-                return self.carries(value.value)
-            case ast.IfExp():
-                return self.carries(value.body) or self.carries(value.orelse)
-            case ast.Tuple() | ast.List() | ast.Set():
-                return any(map(self.carries, value.elts))
-            case ast.Dict() | ast.BoolOp():
-                return any(map(self.carries, value.values))
-            case ast.BinOp():
-                return self.carries(value.left) or self.carries(value.right)
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                return any(self.carries(one.iter) for one in value.generators)
-            case ast.Call():
-                called = self.callee(value.func)
-                if called is not None:
-                    return False
-                if isinstance(value.func, ast.Name) and value.func.id in SCALARS:
-                    return False
-                return self.carries(value.func) or any(map(self.carries, _arguments(value)))
-        return False
+        if isinstance(value, ast.Name):
+            return value.id in self.names
+        if isinstance(value, ast.Call):
+            if self.callee(value.func) is not None or getattr(value.func, "id", "") in SCALARS:
+                return False
+            return self.carries(value.func) or any(map(self.carries, _arguments(value)))
+        parts = (getattr(value, field) for field in PARTS.get(type(value), ()))
+        return any(any(map(self.carries, part)) if isinstance(part, list) else self.carries(part) for part in parts)
 
     def _made_with(self, value: ast.AST | None) -> bool:
         """Whether a value is an object of ours that is constructed with what carries the parameter."""
@@ -264,10 +259,6 @@ def _annotated(tree: Tree, annotation: ast.AST | None, source: Source) -> Found 
 def _parameters(node: Definition) -> list[ast.arg]:
     assert isinstance(node, Function)
     return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-
-
-def _is_static(node: Definition) -> bool:
-    return any(getattr(one, "id", "") == "staticmethod" for one in node.decorator_list)
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:

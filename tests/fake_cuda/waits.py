@@ -26,7 +26,7 @@ MAY_WAIT = {
     (f"{_GUARDS}/liveness.py", "LivenessGuard._look"): Wait("twice in a run, for masters in host memory", within=True),
     (f"{_GUARDS}/nonfinite.py", "Locator.locate"): Wait("a step that was not finite is computed again", within=True),
     ("engine/layers/rounding.py", "RoundingReport.error"): Wait("once, what rounding did in the first step"),
-    (f"{_TRAINING}/router_load.py", "RouterLoad.take_rows"): Wait("with a checkpoint"),
+    ("engine/experts/router_load.py", "RouterLoad.take_rows"): Wait("with a checkpoint"),
     (f"{_TRAINING}/evaluate.py", "evaluate"): Wait("the means of an evaluation"),
     (f"{_TRAINING}/state.py", "state_contents"): Wait("a save's counters", within=True),
     (f"{_TRAINING}/state.py", "state_tensors"): Wait("a save finds masters in host memory as they are", within=True),

@@ -7,7 +7,6 @@ Legend: B rows (micro-batch), S columns (row length), D kinds of positions: one,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,54 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, WHOLE_INPUT, Batch, InputRank, Padding
+from engine.batch import IGNORE_LABEL, Batch, Padding
 from engine.data.dataset import TokenDataset
 from engine.data.parts import CollatedRows, PlacedDocument, collectors
+from engine.data.row_shape import WHOLE, RowShape
 from engine.seams import resolve
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
 _MISMATCHED = "engine.preferences.batch_parts:Mismatched"
-GPU_LENGTH_MULTIPLE = 128
-"""Row lengths on a GPU are multiples of it. torch attends to rows of one document by cuDNN, which builds a plan for
-each new length, forward and backward: rows as long as their samples would have it build them for most of a run."""
 
 
-def round_up(value: int, multiple: int) -> int:
-    """Returns the smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
-def padded_length(longest: int, *, limit: int, pad_multiple: int, length_multiple: int) -> int:
-    """Returns the length of a row whose tokens, or those of its longest neighbour, are `longest`.
-
-    Args:
-        limit: the configured row length, a multiple of `pad_multiple`.
-        pad_multiple: what lengths must be a multiple of.
-        length_multiple: what they should be a multiple of as well, where they stay within `limit`; padding adds nothing
-            to a loss.
-    """
-    least = round_up(longest, pad_multiple)
-    return max(least, min(round_up(least, math.lcm(pad_multiple, length_multiple)), limit))
-
-
-def row_length(
-    dataset: TokenDataset,
-    rows: Sequence[int | None],
-    *,
-    pad_multiple: int,
-    length_multiple: int,
-    minimum: int,
-) -> int:
+def row_length(dataset: TokenDataset, rows: Sequence[int | None], shape: RowShape) -> int:
     """Returns the row length of a batch of these rows: the longest, padded; with packing the dataset's row length."""
     if dataset.packing:
         return dataset.seq_length
     longest = max((int(dataset.row_lengths[row]) for row in rows if row is not None), default=1)
-    return padded_length(
-        max(longest, minimum),
-        limit=dataset.seq_length,
-        pad_multiple=pad_multiple,
-        length_multiple=length_multiple,
-    )
+    minimum = 2 * shape.context_size if shape.context_size > 1 else 1  # each rank holds two chunks of a row
+    return shape.padded(max(longest, minimum), dataset.seq_length)
 
 
 def build_batch(
@@ -71,8 +39,7 @@ def build_batch(
     slots: Sequence[int],
     *,
     length: int,
-    pad_token: int,
-    input_rank: InputRank = WHOLE_INPUT,
+    shape: RowShape = WHOLE,
 ) -> Batch:
     """Returns one micro-batch.
 
@@ -81,21 +48,20 @@ def build_batch(
         rows: B row numbers; None is a filler, a row of padding that carries no loss.
         slots: B slots of the global batch.
         length: S, at least the longest row.
-        pad_token: id that fills a row's end; it belongs to the row's last document, has no label, and its positions
+        shape: its `pad_token` fills a row's end, belongs to the row's last document, has no label, and its positions
             continue.
-        input_rank: this rank's place among those that share the input stage's work.
 
     Raises:
         UserError: an image that cannot be read.
     """
     assert dataset.family is not None or dataset.vision is None, "images need a family that reads them"
-    collecting = collectors(dataset, input_rank)
-    shape = (len(rows), length)
-    tokens_BS = np.full(shape, pad_token, dtype=np.int64)
-    labels_BS = np.full(shape, IGNORE_LABEL, dtype=np.int64)
+    collecting = collectors(dataset, shape.input_rank)
+    size = (len(rows), length)
+    tokens_BS = np.full(size, shape.pad_token, dtype=np.int64)
+    labels_BS = np.full(size, IGNORE_LABEL, dtype=np.int64)
     kinds = max((one.position_kinds for one in collecting), default=1)
-    padding_BS = np.zeros(shape, dtype=np.bool_)
-    positions_DBS = np.empty((kinds, *shape), dtype=np.int64)
+    padding_BS = np.zeros(size, dtype=np.bool_)
+    positions_DBS = np.empty((kinds, *size), dtype=np.int64)
     columns = np.arange(length, dtype=np.int64)
     document_lengths: list[int] = []
     for b, row in enumerate(rows):
@@ -159,43 +125,18 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
     return replace(batch, context_plan=make_plan(layout, rank), parts=parts, **held)
 
 
-def rank_batch(
-    dataset: TokenDataset,
-    rows: Sequence[int | None],
-    slots: Sequence[int],
-    *,
-    pad_multiple: int,
-    pad_token: int,
-    context_size: int,
-    context_rank: int,
-    length_multiple: int = 1,
-    input_rank: InputRank = WHOLE_INPUT,
-) -> Batch:
+def rank_batch(dataset: TokenDataset, rows: Sequence[int | None], slots: Sequence[int], shape: RowShape) -> Batch:
     """Returns a rank's part of a micro-batch, with the mismatched answers of its rows where the data set has them.
 
     Args:
-        dataset, rows, slots, pad_token, input_rank: as for `build_batch`.
-        pad_multiple, length_multiple: row lengths are multiples of both; see `padded_length`.
-        context_size, context_rank: this rank's place among those that hold parts of each row.
+        dataset, rows, slots: as for `build_batch`.
+        shape: this rank's place, and how rows are padded.
     """
-    minimum = 2 * context_size if context_size > 1 else 1  # each rank holds two chunks of a row
-    length = row_length(dataset, rows, pad_multiple=pad_multiple, length_multiple=length_multiple, minimum=minimum)
-    batch = build_batch(dataset, rows, slots, length=length, pad_token=pad_token, input_rank=input_rank)
-    batch = context_part(batch, size=context_size, rank=context_rank)
+    batch = build_batch(dataset, rows, slots, length=row_length(dataset, rows, shape), shape=shape)
+    batch = context_part(batch, size=shape.context_size, rank=shape.context_rank)
     if dataset.mismatched is None:
         return batch
-    mismatched = rank_batch(
-        dataset.mismatched,
-        rows,
-        slots,
-        pad_multiple=pad_multiple,
-        pad_token=pad_token,
-        context_size=context_size,
-        context_rank=context_rank,
-        length_multiple=length_multiple,
-        input_rank=input_rank,
-    )
-    return batch.with_parts(resolve(_MISMATCHED)(batch=mismatched))
+    return batch.with_parts(resolve(_MISMATCHED)(batch=rank_batch(dataset.mismatched, rows, slots, shape)))
 
 
 def pin(batch: Batch) -> Batch:

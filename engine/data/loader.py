@@ -18,19 +18,20 @@ from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
-from engine.batch import WHOLE_INPUT, Batch, InputRank
+from engine.batch import Batch
 from engine.config.train import LastBatch
-from engine.data.collate import pin, rank_batch, round_up
+from engine.data.collate import pin, rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
+from engine.data.row_shape import WHOLE, RowShape, round_up
 from engine.errors import UserError
 from engine.vision.data.family import VisionFamily
 
 Built = TypeVar("Built")
 
 
-def _check_lengths(dataset: TokenDataset, seq_length: int, pad_multiple: int) -> None:
-    assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
+def _check_lengths(dataset: TokenDataset, pad_multiple: int) -> None:
+    seq_length = dataset.seq_length
     if seq_length % pad_multiple:
         # A row that is padded past seq_length would share dropout coordinates with the next slot.
         given, answers = seq_length // dataset.group, ""
@@ -47,17 +48,9 @@ class DataLoader:
 
     Args:
         dataset: the rows.
-        seq_length: the dataset's.
+        shape: the part of each batch that this rank reads.
         global_batch_size: samples of one step over all data ranks.
-        micro_batch_size: rows of one batch.
-        data_rank: this rank's place among `data_size` data ranks.
-        data_size: number of data ranks.
         seed: of the order.
-        pad_multiple: row lengths are multiples of it (what divides a row among tensor ranks).
-        length_multiple: and of this, where rows are not packed and stay within `seq_length`.
-        context_rank, context_size: this rank's place among those that hold parts of each row.
-        input_rank: this rank's place among those that share the input stage's work.
-        pad_token: fills the ends of rows.
         last_batch: the last batch of an epoch, see `DataOrder`.
         shuffle: False reads in the dataset's order, in every epoch.
         num_workers: threads that build batches ahead; 0 builds them when they are asked for.
@@ -70,26 +63,18 @@ class DataLoader:
     def __init__(
         self,
         dataset: TokenDataset,
+        shape: RowShape = WHOLE,
         *,
-        seq_length: int,
         global_batch_size: int,
-        micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
         seed: int,
-        pad_multiple: int = 1,
-        length_multiple: int = 1,
-        context_rank: int = 0,
-        context_size: int = 1,
-        input_rank: InputRank = WHOLE_INPUT,
-        pad_token: int = 0,
         last_batch: LastBatch = "short",
         shuffle: bool = True,
         num_workers: int = 1,
         pin_memory: bool = False,
     ) -> None:
-        assert 0 <= data_rank < data_size and num_workers >= 0, (data_rank, data_size, num_workers)
-        _check_lengths(dataset, seq_length, pad_multiple)
+        assert num_workers >= 0, num_workers
+        _check_lengths(dataset, shape.pad_multiple)
+        micro_batch_size, data_size = shape.micro_batch_size, shape.data_size
         if not len(dataset):
             raise UserError("the dataset is empty; give data.train a file with records that can be trained on.")
         if global_batch_size < 1 or global_batch_size % (micro_batch_size * data_size):
@@ -102,18 +87,8 @@ class DataLoader:
         self.order = DataOrder(
             count=len(dataset), batch=global_batch_size, seed=seed, last_batch=last_batch, shuffle=shuffle
         )
-        self.micro_batch_size = micro_batch_size
+        self.shape = shape
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
-        self._data_rank = data_rank
-        self._data_size = data_size
-        self._shape = {
-            "pad_multiple": pad_multiple,
-            "length_multiple": length_multiple,
-            "pad_token": pad_token,
-            "context_size": context_size,
-            "context_rank": context_rank,
-            "input_rank": input_rank,
-        }
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self.stalled = 0.0
@@ -144,9 +119,8 @@ class DataLoader:
         rows += [None] * (self.order.batch - len(rows))
         batches = []
         for accumulation in range(self.num_micro_batches):
-            first = (accumulation * self._data_size + self._data_rank) * self.micro_batch_size
-            slots = range(first, first + self.micro_batch_size)
-            batch = rank_batch(self.dataset, rows[first : slots.stop], slots, **self._shape)
+            slots = self.shape.slots(accumulation)
+            batch = rank_batch(self.dataset, rows[slots.start : slots.stop], slots, self.shape)
             batches.append(pin(batch) if self._pin_memory else batch)
         return batches
 
@@ -195,45 +169,25 @@ class EvalLoader:
 
     Args:
         dataset: the rows.
-        seq_length, micro_batch_size, data_rank, data_size, pad_multiple, length_multiple, context_rank, context_size,
-            input_rank, pad_token, num_workers, pin_memory: as in `DataLoader`.
+        shape, num_workers, pin_memory: as in `DataLoader`.
         max_samples: read only this many rows, from the first.
     """
 
     def __init__(
         self,
         dataset: TokenDataset,
+        shape: RowShape = WHOLE,
         *,
-        seq_length: int,
-        micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
-        pad_multiple: int = 1,
-        length_multiple: int = 1,
-        context_rank: int = 0,
-        context_size: int = 1,
-        input_rank: InputRank = WHOLE_INPUT,
-        pad_token: int = 0,
         max_samples: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        assert 0 <= data_rank < data_size and num_workers >= 0, (data_rank, data_size, num_workers)
-        _check_lengths(dataset, seq_length, pad_multiple)
+        assert num_workers >= 0, num_workers
+        _check_lengths(dataset, shape.pad_multiple)
         self.dataset = dataset
         self.num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-        self._micro_batch_size = micro_batch_size
-        self._data_rank = data_rank
-        self._data_size = data_size
-        self._shape = {
-            "pad_multiple": pad_multiple,
-            "length_multiple": length_multiple,
-            "pad_token": pad_token,
-            "context_size": context_size,
-            "context_rank": context_rank,
-            "input_rank": input_rank,
-        }
-        self.num_micro_batches = -(-self.num_samples // (micro_batch_size * data_size))
+        self.shape = shape
+        self.num_micro_batches = -(-self.num_samples // (shape.micro_batch_size * shape.data_size))
         self._num_workers, self._pin_memory = num_workers, pin_memory
 
     def __len__(self) -> int:
@@ -251,10 +205,9 @@ class EvalLoader:
 
     def batch(self, number: int) -> Batch:
         """Builds the micro-batch of this number, from 0."""
-        first = (number * self._data_size + self._data_rank) * self._micro_batch_size
-        slots = range(first, first + self._micro_batch_size)
+        slots = self.shape.slots(number)
         rows = [row if row < self.num_samples else None for row in slots]
-        return rank_batch(self.dataset, rows, slots, **self._shape)
+        return rank_batch(self.dataset, rows, slots, self.shape)
 
     def target_count(self) -> float:
         """Returns the sum of the loss weights of all micro-batches of all data ranks."""

@@ -27,8 +27,8 @@ from engine.preferences.objectives.likelihood import answers_of
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
-from engine.training.data import loader_options, mesh_position
 from engine.training.evaluate import group_size, groups
+from engine.training.row_shape import shape_on_mesh
 
 
 def load_references(
@@ -82,10 +82,12 @@ def compute_references(
         UserError: one is not finite.
     """
     mesh, stages = training.mesh, training.stages
-    options = loader_options(config, stages.step.device, **mesh_position(mesh))
-    options["seq_length"] = dataset.seq_length
+    device = stages.step.device
     loader = EvalLoader(
-        dataset, num_workers=config.data.num_workers, pin_memory=stages.step.device.type == "cuda", **options
+        dataset,
+        shape_on_mesh(config, device, mesh),
+        num_workers=config.data.num_workers,
+        pin_memory=device.type == "cuda",
     )
     found = torch.zeros(len(dataset.lengths), dtype=torch.float32, device=stages.step.device)
     read = told = 0

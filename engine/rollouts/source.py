@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.run import RunConfig
-from engine.data.collate import round_up
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
+from engine.data.row_shape import round_up
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
@@ -43,7 +43,7 @@ from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
 from engine.telemetry.metrics import MetricsWriter
 from engine.training.build import Training
-from engine.training.data import loader_options, mesh_position
+from engine.training.row_shape import shape_on_mesh
 from engine.training.step_source import SourceState, StepRows
 
 ROLLOUT, REWARD = "rollout_seconds", "reward_seconds"
@@ -438,12 +438,12 @@ class RolloutSource:
         )
         return DataLoader(
             dataset,
+            shape_on_mesh(self._config, device, mesh),
             global_batch_size=round_up(len(dataset), micro * mesh.dp.size),
             seed=0,
             shuffle=False,
             num_workers=0,
             pin_memory=device.type == "cuda",
-            **loader_options(self._config, device, **mesh_position(mesh)),
         )
 
 

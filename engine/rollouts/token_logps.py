@@ -17,8 +17,8 @@ from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce
 from engine.layers.host_copies import HostCopy, sent
 from engine.training.build import Training
-from engine.training.data import loader_options, mesh_position
 from engine.training.evaluate import group_size, groups
+from engine.training.row_shape import shape_on_mesh
 
 
 def token_logps(
@@ -35,9 +35,13 @@ def token_logps(
     """
     mesh, stages = training.mesh, training.stages
     device = stages.step.device
-    options = loader_options(config, device, **mesh_position(mesh))
-    length = options["seq_length"] = dataset.seq_length
-    loader = EvalLoader(dataset, num_workers=config.data.num_workers, pin_memory=device.type == "cuda", **options)
+    length = dataset.seq_length
+    loader = EvalLoader(
+        dataset,
+        shape_on_mesh(config, device, mesh),
+        num_workers=config.data.num_workers,
+        pin_memory=device.type == "cuda",
+    )
     found = torch.zeros(len(dataset) * length, dtype=torch.float32, device=device)
     for group in groups(loader, group_size(mesh)):
         for batch, logps_T in zip(group, stages.references(group, adapters=adapters) or (), strict=False):

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict
 
-import torch
-
-from engine.batch import WHOLE_INPUT, InputRank
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
-from engine.config.rules import data_parallel_size
 from engine.config.run import RunConfig
-from engine.data.collate import GPU_LENGTH_MULTIPLE
 from engine.data.processor_template import processor_template
 from engine.data.store import is_store, open_store
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.distributed.mesh import Mesh
 from engine.models.families import vision_left_out
 from engine.runtime.launch import Launch
 from engine.seams import resolve
@@ -102,89 +95,3 @@ def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokeniz
     return TrainedTokenizer(
         None if path is None else Path(path).expanduser().resolve(), tokenizer.chat_template if chosen else None
     )
-
-
-class DataPosition(TypedDict):
-    """Which part of each global batch, of each row, and of a micro-batch's images a rank reads."""
-
-    data_rank: int
-    data_size: int
-    context_rank: int
-    input_rank: InputRank
-
-
-def data_position(config: RunConfig, launch: Launch) -> DataPosition:
-    """Returns which part of each global batch, and of each row, this rank reads: arguments of `loader_options`."""
-    data_size = data_parallel_size(config, launch.world_size)
-    # tensor-parallel neighbours are neighbouring ranks and share a data rank
-    tensor, context = config.parallel.tensor, config.parallel.context
-    data_rank = launch.rank // (tensor * context) % data_size
-    context_rank = launch.rank // tensor % context
-    input_rank = InputRank.at(
-        tensor=launch.rank % tensor,
-        tensor_size=tensor,
-        context=context_rank,
-        context_size=context,
-        pipeline=launch.rank // (tensor * context * data_size),
-    )
-    return {
-        "data_rank": data_rank,
-        "data_size": data_size,
-        "context_rank": context_rank,
-        "input_rank": input_rank,
-    }
-
-
-def mesh_position(mesh: Mesh) -> DataPosition:
-    """Returns the same of this rank, by its place in the mesh."""
-    input_rank = InputRank.at(
-        tensor=mesh.tp.rank,
-        tensor_size=mesh.tp.size,
-        context=mesh.cp.rank,
-        context_size=mesh.cp.size,
-        pipeline=mesh.pp.rank,
-    )
-    return {
-        "data_rank": mesh.dp.rank,
-        "data_size": mesh.dp.size,
-        "context_rank": mesh.cp.rank,
-        "input_rank": input_rank,
-    }
-
-
-class LoaderOptions(TypedDict):
-    """The options that all loaders of a run share; see `engine.data.loader.DataLoader`."""
-
-    seq_length: int
-    micro_batch_size: int
-    data_rank: int
-    data_size: int
-    pad_multiple: int
-    length_multiple: int
-    context_rank: int
-    context_size: int
-    input_rank: InputRank
-
-
-def loader_options(
-    config: RunConfig,
-    device: torch.device,
-    *,
-    data_rank: int,
-    data_size: int,
-    context_rank: int,
-    input_rank: InputRank = WHOLE_INPUT,
-) -> LoaderOptions:
-    """Returns the options that all loaders of a run on `device` share."""
-    tensor, context = config.parallel.tensor, config.parallel.context
-    return {
-        "seq_length": config.row_length,
-        "micro_batch_size": config.train.micro_batch_size,
-        "data_rank": data_rank,
-        "data_size": data_size,
-        "pad_multiple": tensor * (2 * context if context > 1 else 1) if config.parallel.divides_tokens else 1,
-        "length_multiple": GPU_LENGTH_MULTIPLE if device.type == "cuda" else 1,
-        "context_rank": context_rank,
-        "context_size": context,
-        "input_rank": input_rank,
-    }

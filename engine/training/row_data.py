@@ -32,8 +32,8 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import Progress
 from engine.training.build import Training
-from engine.training.data import data_position, loader_options
 from engine.training.node_data import NodeData
+from engine.training.row_shape import shape_of_launch
 from engine.training.step_source import RowSource
 
 
@@ -132,16 +132,16 @@ def read_rows(
     source = _Source(config, tokenizer, images, decoder, log, NodeData.of_this_process(launch))
     train, held_out = source.training_set(config.data.train)
     show_samples(config, train, tokenizer, log)
-    common = loader_options(config, launch.device, **data_position(config, launch))
+    shape = shape_of_launch(config, launch)
     workers, pinned = config.data.num_workers, launch.device.type == "cuda"
     loader = DataLoader(
         train,
+        shape,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
         last_batch=config.train.last_batch,
         num_workers=workers,
         pin_memory=pinned,
-        **common,
     )
     if config.train.num_epochs is not None:
         check_warmup(config, loader.order.steps_left(0, config.train.num_epochs))
@@ -151,7 +151,7 @@ def read_rows(
     if held_out is not None:
         kind = RowMeanLoader if config.train.eval_mean == "rows" else EvalLoader
         validation = kind(
-            held_out, max_samples=config.train.eval_samples, num_workers=workers, pin_memory=pinned, **common
+            held_out, shape, max_samples=config.train.eval_samples, num_workers=workers, pin_memory=pinned
         )
     if (too_long := context_warning(config.data.seq_length, train.lengths, decoder.context_length)) is not None:
         log.warning(too_long)

@@ -7,7 +7,7 @@ pass through the whole of its row, with its images. A few short samples cost as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.checkpoint.tokenizer_files import end_tokens
 from engine.config.run import RunConfig
-from engine.data.collate import rank_batch, round_up
+from engine.data.collate import rank_batch
 from engine.data.dataset import dataset_of
+from engine.data.row_shape import round_up
 from engine.data.tokenizer import Tokenizer
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
@@ -30,7 +31,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.token_context import TokenContext
 from engine.seams import resolve
 from engine.training.build import Training
-from engine.training.data import loader_options, mesh_position
+from engine.training.row_shape import shape_on_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,10 @@ class TextSamples:
         mesh = training.mesh
         # copies of the model on other data ranks continue the same prompts
         device = training.stages.step.device
-        shape = loader_options(config, device, **mesh_position(mesh))
-        self._pad_multiple, self._cp, self._input_rank = shape["pad_multiple"], mesh.cp, shape["input_rank"]
+        shape = shape_on_mesh(config, device, mesh)
+        self._shape, self._cp = replace(shape, length_multiple=1), mesh.cp
         # all lengths of a text, which grows by a token at a time
-        self._length_multiple = math.lcm(2 * self._pad_multiple * mesh.cp.size, shape["length_multiple"])
+        self._length_multiple = math.lcm(2 * shape.pad_multiple * mesh.cp.size, shape.length_multiple)
 
     def run(self) -> list[tuple[str, str]]:
         """Each prompt and what it is continued with; the same on all ranks."""
@@ -148,19 +149,7 @@ class TextSamples:
             vision=resolve("engine.vision.data.columns:columns_of_images")(images) if any(images) else None,
         )
         dataset.read_with(self._family, decoded)
-        batches = [
-            rank_batch(
-                dataset,
-                [row],
-                [row],
-                pad_multiple=self._pad_multiple,
-                pad_token=0,
-                context_size=self._cp.size,
-                context_rank=self._cp.rank,
-                input_rank=self._input_rank,
-            )
-            for row in range(len(texts))
-        ]
+        batches = [rank_batch(dataset, [row], [row], self._shape) for row in range(len(texts))]
         lasts = [row * longest + len(ids) - 1 for row, ids in enumerate(texts)]
 
         def choose(model: Decoder, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:

@@ -24,7 +24,7 @@ from engine.seams import resolve
 from engine.telemetry.format import counted, format_duration
 from engine.telemetry.log import Log
 from engine.training.build import Training
-from engine.training.data import data_position, loader_options
+from engine.training.row_shape import shape_of_launch
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
@@ -70,14 +70,13 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
     offsets = np.arange(rows + 1, dtype=np.int64) * length
     filled = config.data.fills_rows
     dataset = TokenDataset(contiguous(tokens.astype(np.int32), targets, offsets), seq_length=length, packing=filled)
-    place = data_position(config, launch)
     return DataLoader(
         dataset,
+        shape_of_launch(config, launch),
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
         num_workers=0,
         pin_memory=launch.device.type == "cuda",
-        **loader_options(config, launch.device, **place),
     )
 
 

@@ -78,7 +78,7 @@ def engine_logits(config: RunConfig, run: Path, dataset: TokenDataset) -> Tensor
     load_state(checkpoint, config, training)
     model, logits = training.parts[0], []
     for row in range(min(ROWS, len(dataset))):
-        batch = build_batch(dataset, [row], range(1), length=int(dataset.row_lengths[row]), pad_token=0)
+        batch = build_batch(dataset, [row], range(1), length=int(dataset.row_lengths[row]))
         context = model.context(batch, training.stages.step, training=False)
         logits.append(model.logits(model.run_layers(model.embed(batch), context), context))
     return torch.cat(logits)[:, : model.config.vocab_size]

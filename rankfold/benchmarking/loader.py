@@ -19,6 +19,7 @@ from PIL import Image
 
 from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.loader import DataLoader
+from engine.data.row_shape import RowShape
 from engine.data.template import Learn
 from engine.telemetry.processors import available_processors
 from engine.vision.data.columns import Extras, PlacedImage, vision_columns
@@ -113,9 +114,12 @@ def _dataset(files: Sequence[Path], options: LoaderOptions, family: Squares) -> 
 def _stalled(dataset: TokenDataset, options: LoaderOptions, workers: int) -> float:
     """Returns the seconds that all steps but the first waited."""
     loader = DataLoader(
-        dataset, seq_length=dataset.seq_length, global_batch_size=options.rows, micro_batch_size=options.rows,
-        data_rank=0, data_size=1, seed=1, num_workers=workers,
-    )  # fmt: skip
+        dataset,
+        RowShape(micro_batch_size=options.rows),
+        global_batch_size=options.rows,
+        seed=1,
+        num_workers=workers,
+    )
     with closing(loader.stream(0, options.steps + 1)) as stream:
         for _ in stream:
             time.sleep(options.step_ms / 1e3)

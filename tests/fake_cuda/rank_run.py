@@ -34,13 +34,13 @@ from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
 from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
-from engine.training.data import data_position, loader_options
 from engine.training.evaluate import evaluate
 from engine.training.guards.run_guards import build_guards
 from engine.training.observer import StepSeen
 from engine.training.reports.notes import RoundingNote
 from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
+from engine.training.row_shape import shape_of_launch
 from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
 from engine.training.step_figures import StepFigures
@@ -195,11 +195,11 @@ def _reporter(
     """What reports and watches the steps, and the loader."""
     loader = DataLoader(
         dataset,
+        shape_of_launch(config, launch),
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
         num_workers=0,
         pin_memory=True,
-        **loader_options(config, launch.device, **data_position(config, launch)),
     )
     stages, decoder = training.stages, training.source.model.decoder
     guards = build_guards(config, training, launch, say=lambda line: None)
@@ -241,8 +241,8 @@ def _evaluate(
         training.stages.figures(batches)
     if config.objective.name != "language_modeling":
         return
-    options = loader_options(config, launch.device, **data_position(config, launch))
-    loader = EvalLoader(dataset, max_samples=2 * training.mesh.dp.size, pin_memory=True, **options)
+    shape = shape_of_launch(config, launch)
+    loader = EvalLoader(dataset, shape, max_samples=2 * training.mesh.dp.size, pin_memory=True)
     evaluate(training.stages, loader, training.mesh)
 
 

@@ -30,7 +30,7 @@ from engine.rollouts.token_logps import token_logps
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import build_training
-from engine.training.data import loader_options, mesh_position
+from engine.training.row_shape import shape_on_mesh
 from engine.training.start_model import check_model, model_source
 from tests.support.commands import options
 
@@ -342,13 +342,13 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
         for _ in range(objective.num_iterations):
             loader = DataLoader(
                 dataset,
+                shape_on_mesh(config, launch.device, training.mesh),
                 global_batch_size=-(-len(dataset) // config.train.micro_batch_size) * config.train.micro_batch_size
                 if config.data.fills_rows
                 else config.train.global_batch_size,
                 seed=0,
                 shuffle=False,
                 num_workers=0,
-                **loader_options(config, launch.device, **mesh_position(training.mesh)),
             )
             if load is not None:
                 load.before(1)

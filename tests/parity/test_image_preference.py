@@ -15,6 +15,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.checkpoint.loading import load_parameters
 from engine.conversion.peft_read import AdapterSource
 from engine.data.collate import rank_batch
+from engine.data.row_shape import RowShape
 from engine.data.tokenizer import load_tokenizer
 from engine.preferences.data.preference_pairs import build_pairs
 from engine.vision.batch_parts import Images
@@ -55,7 +56,7 @@ def _batch(folder: Path) -> Batch:
     assert family is not None
     data = build_pairs(folder / "pairs.jsonl", tokenizer=tokenizer, seq_length=LENGTH, images=ImageReader(family))
     rows = range(len(PAIRS))
-    return rank_batch(data, rows, rows, pad_multiple=4, pad_token=0, context_size=1, context_rank=0)
+    return rank_batch(data, rows, rows, RowShape(pad_multiple=4))
 
 
 def _with_adapters(base: nn.Module, start: Path) -> nn.Module:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from engine.config.load import parse_config
 from engine.data.loader import DataLoader
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.training.trainer import train
@@ -73,10 +74,7 @@ def _follow(name: str, workspace: Path, stories_dir: Path) -> tuple[list[float],
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     dataset = build_texts(workspace / "text.txt", tokenizer=load_tokenizer(stories_dir), seq_length=LENGTH)
-    loader = DataLoader(
-        dataset, seq_length=LENGTH, global_batch_size=ROWS, micro_batch_size=ROWS, data_rank=0, data_size=1, seed=SEED,
-        num_workers=0,
-    )  # fmt: skip
+    loader = DataLoader(dataset, RowShape(micro_batch_size=ROWS), global_batch_size=ROWS, seed=SEED, num_workers=0)
     curve = []
     for step in range(STEPS):
         (batch,) = loader.batches(step * ROWS)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from engine.batch import Batch
 from engine.data.loader import DataLoader
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from tests.support.commands import losses, options, run_tool
@@ -54,16 +55,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, data_
 def _batches(workspace: Path, stories_dir: Path) -> list[tuple[list[Batch], float]]:
     tokenizer = load_tokenizer(stories_dir)
     dataset = build_texts(workspace / "text.txt", tokenizer=tokenizer, seq_length=LENGTH)
-    loader = DataLoader(
-        dataset,
-        seq_length=LENGTH,
-        global_batch_size=ROWS,
-        micro_batch_size=ROWS // 2,
-        data_rank=0,
-        data_size=1,
-        seed=SEED,
-        num_workers=0,
-    )
+    loader = DataLoader(dataset, RowShape(micro_batch_size=ROWS // 2), global_batch_size=ROWS, seed=SEED, num_workers=0)
     return [(loader.batches(step * ROWS), loader.target_count(step * ROWS)) for step in range(STEPS)]
 
 

@@ -18,6 +18,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.formats import ALPACA_PROMPT, ALPACA_RESPONSE, ChatSample, CompletionSample, read_samples
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.record_files import Place
+from engine.data.row_shape import RowShape
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers, Mismatched
@@ -221,9 +222,8 @@ def test_long_pairs_go_or_are_cut_on_both_sides(tmp_path: Path, tokenizer: Token
 
 def loader_of(dataset: TokenDataset, rows: int) -> DataLoader:
     return DataLoader(
-        dataset, seq_length=dataset.seq_length, global_batch_size=rows, micro_batch_size=rows, data_rank=0,
-        data_size=1, seed=0, shuffle=False, num_workers=0,
-    )  # fmt: skip
+        dataset, RowShape(micro_batch_size=rows), global_batch_size=rows, seed=0, shuffle=False, num_workers=0
+    )
 
 
 def answer_tokens(batch: Batch) -> list[list[int]]:
@@ -255,9 +255,11 @@ def test_batches_say_which_token_belongs_to_which_answer(packing: bool, tmp_path
 
 def test_context_parts_hold_each_token_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
     dataset = build_pairs(write(tmp_path, pairs(4)), tokenizer=tokenizer, seq_length=24)
-    common = {"pad_multiple": 4, "pad_token": 0, "context_size": 2}
-    parts = [rank_batch(dataset, [0, 3], [0, 1], **common, context_rank=rank) for rank in range(2)]
-    whole = rank_batch(dataset, [0, 3], [0, 1], pad_multiple=4, pad_token=0, context_size=1, context_rank=0)
+    parts = [
+        rank_batch(dataset, [0, 3], [0, 1], RowShape(pad_multiple=4, context_size=2, context_rank=rank))
+        for rank in range(2)
+    ]
+    whole = rank_batch(dataset, [0, 3], [0, 1], RowShape(pad_multiple=4))
     assert whole.part(Answers) is not None
     for number, expected in enumerate(answer_tokens(whole)):
         held = [token for part in parts for token in answer_tokens(part)[number]]
@@ -273,14 +275,12 @@ def test_fillers_of_the_last_evaluation_batch_have_no_answers(tmp_path: Path, to
     dataset = build_pairs(write(tmp_path, pairs(3)), tokenizer=tokenizer, seq_length=24)
     found = []
     for rank in range(2):
-        options = {"seq_length": 48, "micro_batch_size": 2, "data_rank": rank, "data_size": 2}
-        (batch,) = EvalLoader(dataset, **options)
+        (batch,) = EvalLoader(dataset, RowShape(micro_batch_size=2, data_rank=rank, data_size=2))
         assert batch.part(Answers) is not None
         found.append(batch.part(Answers))
         assert batch.loss_weights_BS.sum() == batch.part(Answers).lengths.sum()
     assert [len(answers.documents) for answers in found] == [4, 2]
-    options = {"seq_length": 48, "micro_batch_size": 2, "data_rank": 1, "data_size": 2, "max_samples": 2}
-    (empty,) = EvalLoader(dataset, **options)
+    (empty,) = EvalLoader(dataset, RowShape(micro_batch_size=2, data_rank=1, data_size=2), max_samples=2)
     assert (
         empty.part(Answers) is not None and empty.part(Answers).documents == () and len(empty.part(Answers).signs) == 0
     )

@@ -12,6 +12,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
+from engine.data.row_shape import RowShape
 from engine.rollouts.batch_parts import Completions
 from engine.rollouts.data.completions import Completion, completion_columns
 
@@ -61,7 +62,7 @@ def test_columns_lie_where_their_labels_do(packing: bool) -> None:
     data = dataset(packing=packing)
     assert packing == (len(data) < len(GIVEN))
     rows = list(range(len(data)))
-    batch = rank_batch(data, [*rows, None], [*rows, len(rows)], **_shape())
+    batch = rank_batch(data, [*rows, None], [*rows, len(rows)], _shape())
     assert held(batch) == EXPECTED
     assert batch.part(Completions) is not None
     order = batch.part(Completions).documents
@@ -71,8 +72,8 @@ def test_columns_lie_where_their_labels_do(packing: bool) -> None:
     assert moved is not None and torch.equal(moved.advantages, batch.part(Completions).advantages + 1)
 
 
-def _shape(size: int = 1, rank: int = 0) -> dict[str, int]:
-    return {"pad_multiple": 4, "pad_token": 0, "context_size": size, "context_rank": rank}
+def _shape(size: int = 1, rank: int = 0) -> RowShape:
+    return RowShape(pad_multiple=4, context_size=size, context_rank=rank)
 
 
 def test_context_ranks_hold_each_target_once() -> None:
@@ -82,9 +83,9 @@ def test_context_ranks_hold_each_target_once() -> None:
     assert columns is not None
     data.completions = replace(columns, old_logps=known, reference_logps=known - 1)
     rows = list(range(len(data)))
-    parts = [rank_batch(data, rows, rows, **_shape(2, rank)) for rank in range(2)]
+    parts = [rank_batch(data, rows, rows, _shape(2, rank)) for rank in range(2)]
     found = [held(part) for part in parts]
-    whole = rank_batch(data, rows, rows, **_shape()).part(Completions)
+    whole = rank_batch(data, rows, rows, _shape()).part(Completions)
     for number, expected in EXPECTED.items():
         assert sorted(found[0][number] + found[1][number]) == sorted(expected)
     for part in parts:
@@ -101,9 +102,7 @@ def test_context_ranks_hold_each_target_once() -> None:
 def test_rows_weigh_what_was_asked_for(row_weight: str, total: int) -> None:
     for packing in (False, True):
         data = dataset(packing=packing, row_weight=row_weight)
-        loader = DataLoader(
-            data, seq_length=LENGTH, global_batch_size=len(data), micro_batch_size=1, data_rank=0, data_size=1, seed=0
-        )
+        loader = DataLoader(data, global_batch_size=len(data), seed=0)
         assert loader.target_count(0) == total
 
 
@@ -119,6 +118,6 @@ def test_what_was_known_at_sampling_is_part_of_the_fingerprint() -> None:
 
 def test_fillers_have_no_completions() -> None:
     data = dataset(packing=False)
-    (batch,) = EvalLoader(data, seq_length=LENGTH, micro_batch_size=5, data_rank=1, data_size=2)
+    (batch,) = EvalLoader(data, RowShape(micro_batch_size=5, data_rank=1, data_size=2))
     assert batch.part(Completions) is not None and batch.part(Completions).documents == ()
     assert batch.part(Completions).advantages.shape == (0,)

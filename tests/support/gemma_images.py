@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.vision.batch_parts import Images
@@ -116,7 +117,7 @@ def batch_of(
     data = dataset(folder, packing=packing)
     rows = range(data.rows.offsets.shape[0] - 1) if rows is None else rows
     size, rank = cp
-    return rank_batch(data, rows, rows, pad_multiple=4, pad_token=5, context_size=size, context_rank=rank)
+    return rank_batch(data, rows, rows, RowShape(pad_multiple=4, pad_token=5, context_size=size, context_rank=rank))
 
 
 def stock_pixels(images: Images, document: int) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.vision.batch_parts import Images
@@ -106,7 +107,7 @@ def batch_of(folder: Path, *, packing: bool) -> Batch:
     dataset = dataset_of(folder, packing=packing)
     rows = list(range(len(dataset)))
     assert len(rows) == (1 if packing else len(RECORDS))
-    return rank_batch(dataset, rows, rows, pad_multiple=4, pad_token=0, context_size=1, context_rank=0)
+    return rank_batch(dataset, rows, rows, RowShape(pad_multiple=4))
 
 
 def stock_outputs(model: Any, batch: Batch, pad: int) -> list[tuple[slice, Tensor, Tensor]]:

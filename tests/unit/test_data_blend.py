@@ -39,15 +39,13 @@ def test_rows_are_the_sets_rows(packing: bool) -> None:
         assert found == [(tokens.tolist(), targets.tolist()) for tokens, targets in data.documents(place)]
         assert both.target_counts[row] == data.target_counts[place]
         assert both.row_lengths[row] == data.row_lengths[place]
-    batch = build_batch(both, [0, len(left)], range(2), length=6, pad_token=0)
+    batch = build_batch(both, [0, len(left)], range(2), length=6)
     assert batch.tokens_BS[:, 0].tolist() == [100, 200]
 
 
 def test_an_epoch_has_the_shares() -> None:
     both = blend([_set(100, 50), _set(200, 10)], [3.0, 1.0])
-    loader = DataLoader(
-        both, seq_length=6, global_batch_size=len(both), micro_batch_size=1, data_rank=0, data_size=1, seed=3
-    )
+    loader = DataLoader(both, global_batch_size=len(both), seed=3)
     firsts = np.array([int(next(both.documents(row))[0][0]) for row in loader.order.rows(0).tolist()])
     assert (firsts == 100).sum() == 50 and (firsts == 200).sum() == 17
     half = firsts[: len(firsts) // 2]

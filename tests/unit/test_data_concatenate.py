@@ -13,6 +13,7 @@ from engine.config.load import from_yaml, parse_config, to_yaml
 from engine.config.rules import check_objective
 from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.errors import UserError
 
@@ -53,9 +54,7 @@ def test_texts_end_to_end(tmp_path: Path):
 
 def test_a_row_is_one_document_to_attention(tmp_path: Path):
     data = _build(tmp_path / "a.jsonl", [{"text": text} for text in ("abc", "defghij", "kl")], 6)
-    loader = DataLoader(
-        data, seq_length=6, global_batch_size=3, micro_batch_size=3, data_rank=0, data_size=1, seed=0, shuffle=False
-    )
+    loader = DataLoader(data, RowShape(micro_batch_size=3), global_batch_size=3, seed=0, shuffle=False)
     (batch,) = loader.batches(0)
     assert batch.document_lengths == (6, 6, 6)
     assert batch.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5]] * 3

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
 from engine.data.loader import EvalLoader
+from engine.data.row_shape import RowShape
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers
@@ -71,7 +72,7 @@ def test_pairs_stay_together(packing: bool, tmp_path: Path, stories_dir: Path) -
     assert sorted(contents(train) + contents(held)) == sorted(contents(whole))
     assert held.group == 2 and held.report.unit == "pair" and held.compares
     assert train.target_counts.sum() + held.target_counts.sum() == 29
-    loader = EvalLoader(held, seq_length=128, micro_batch_size=2, data_rank=0, data_size=1)
+    loader = EvalLoader(held, RowShape(micro_batch_size=2))
     assert sum(len(one.documents) for batch in loader if (one := batch.part(Answers))) == 2 * held.report.documents
 
 

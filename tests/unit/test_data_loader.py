@@ -23,6 +23,7 @@ from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.order import DataOrder, permutation
 from engine.data.row_means import RowMeanLoader
+from engine.data.row_shape import RowShape
 from engine.errors import UserError
 
 SEQ = 16
@@ -45,7 +46,7 @@ def random_dataset(count: int, *, packing: bool = False) -> TokenDataset:
 
 def make_loader(dataset: TokenDataset, *, rank: int = 0, size: int = 1, micro: int = 2, **options: int) -> DataLoader:
     chosen: dict[str, Any] = {"global_batch_size": 8, "seed": 3, **options}
-    return DataLoader(dataset, seq_length=SEQ, micro_batch_size=micro, data_rank=rank, data_size=size, **chosen)
+    return DataLoader(dataset, RowShape(micro_batch_size=micro, data_rank=rank, data_size=size), **chosen)
 
 
 def same(first: Batch, second: Batch) -> bool:
@@ -233,7 +234,7 @@ def test_row_lengths_are_rounded_up_within_the_configured_one() -> None:
             assert torch.equal(getattr(batch, name)[:, :columns], getattr(shorter, name))
         assert not batch.loss_weights_BS[:, columns:].any()
         assert (batch.labels_BS[:, columns:] == IGNORE_LABEL).all()
-    evaluated = EvalLoader(dataset, seq_length=SEQ, micro_batch_size=2, data_rank=0, data_size=1, length_multiple=6)
+    evaluated = EvalLoader(dataset, RowShape(micro_batch_size=2, length_multiple=6))
     assert [batch.row_length for batch in evaluated] == [12, 16]
     packed = dataset_of(documents, seq_length=SEQ, packing=True)
     assert make_loader(packed, micro=1, global_batch_size=1, length_multiple=6).batches(0)[0].row_length == SEQ
@@ -314,8 +315,7 @@ def test_interpreter_exits_with_an_open_stream() -> None:
         "from engine.data.dataset import dataset_of\n"
         "from engine.data.loader import DataLoader\n"
         "data = dataset_of([([1, 2], [False, True])], seq_length=4)\n"
-        "loader = DataLoader(data, seq_length=4, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1,"
-        " seed=0, num_workers=2)\n"
+        "loader = DataLoader(data, global_batch_size=1, seed=0, num_workers=2)\n"
         "stream = loader.stream(0, 10**9)\n"
         "print(next(stream)[0].tokens_BS.tolist())\n"
     )
@@ -330,7 +330,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_next_that_does() -> None:
     with pytest.raises(UserError, match=r"data\.seq_length 16 is not a multiple of 3.*set data\.seq_length to 18"):
         make_loader(dataset, pad_multiple=3)
     with pytest.raises(UserError, match=r"data\.seq_length 16 is not a multiple of 3"):
-        EvalLoader(dataset, seq_length=SEQ, micro_batch_size=1, data_rank=0, data_size=1, pad_multiple=3)
+        EvalLoader(dataset, RowShape(pad_multiple=3))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -341,9 +341,7 @@ def test_evaluation_reads_every_row_once_on_any_layout(
 ) -> None:
     dataset = random_dataset(23, packing=packing)
     loaders = [
-        EvalLoader(
-            dataset, seq_length=SEQ, micro_batch_size=micro, data_rank=rank, data_size=size, max_samples=max_samples
-        )
+        EvalLoader(dataset, RowShape(micro_batch_size=micro, data_rank=rank, data_size=size), max_samples=max_samples)
         for rank in range(size)
     ]
     per_rank = [list(loader) for loader in loaders]
@@ -387,11 +385,11 @@ def test_evaluation_is_built_ahead_with_the_same_bits(
 
     monkeypatch.setattr(kind, "batch", noted)
     dataset = random_dataset(23, packing=True)
-    options = {"seq_length": SEQ, "micro_batch_size": 2, "data_rank": 1, "data_size": 2}
-    plain = list(kind(dataset, **options))
+    shape = RowShape(micro_batch_size=2, data_rank=1, data_size=2)
+    plain = list(kind(dataset, shape))
     assert builders == {"MainThread"}
     builders.clear()
-    ahead = list(kind(dataset, **options, num_workers=num_workers, pin_memory=True))
+    ahead = list(kind(dataset, shape, num_workers=num_workers, pin_memory=True))
     assert all(name.startswith("data") for name in builders)
     assert len(plain) == len(ahead) > 2
     for one, other in zip(plain, ahead, strict=True):
@@ -406,7 +404,7 @@ def test_evaluation_is_built_ahead_with_the_same_bits(
 
 def test_an_evaluation_that_is_left_ends_its_threads() -> None:
     before = {thread.ident for thread in threading.enumerate()}
-    loader = EvalLoader(random_dataset(40), seq_length=SEQ, micro_batch_size=1, data_rank=0, data_size=1, num_workers=2)
+    loader = EvalLoader(random_dataset(40), num_workers=2)
     batches = iter(loader)
     next(batches)
     assert any(thread.name.startswith("data") for thread in threading.enumerate() if thread.ident not in before)

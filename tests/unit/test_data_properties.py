@@ -107,7 +107,7 @@ def test_a_batch_holds_its_documents(case: tuple[list[tuple[list[int], list[bool
     dataset = dataset_of(given_documents, seq_length=seq_length, packing=packing)
     numbers = list(range(len(dataset)))
     rows = data.draw(st.lists(st.sampled_from([None, *numbers]), min_size=1, max_size=4))
-    batch = build_batch(dataset, rows, range(5, 5 + len(rows)), length=seq_length, pad_token=0)
+    batch = build_batch(dataset, rows, range(5, 5 + len(rows)), length=seq_length)
     lengths = list(batch.document_lengths)
     assert batch.document_offsets.tolist() == [0, *np.cumsum(lengths)]
     for b, row in enumerate(rows):
@@ -138,7 +138,7 @@ def test_a_batch_holds_its_documents(case: tuple[list[tuple[list[int], list[bool
 def test_context_ranks_hold_every_token_once(case: tuple[list[tuple[list[int], list[bool]]], int], size: int):
     given_documents, length = case[0], max(case[1], 2 * size)
     dataset = dataset_of(given_documents, seq_length=length, packing=True)
-    batch = build_batch(dataset, list(range(len(dataset))), range(len(dataset)), length=length, pad_token=0)
+    batch = build_batch(dataset, list(range(len(dataset))), range(len(dataset)), length=length)
     parts = [context_part(batch, size=size, rank=rank) for rank in range(size)]
     for name in ("tokens_BS", "labels_BS", "positions_BS"):
         whole = dict(zip(batch.token_index_BS.flatten().tolist(), getattr(batch, name).flatten().tolist(), strict=True))

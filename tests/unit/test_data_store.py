@@ -64,7 +64,7 @@ def test_store_gives_the_rows_of_the_records(
     _same(stored, read)
     assert isinstance(stored.tokens, CheckedFile) and isinstance(stored.targets, CheckedFile)
     assert stored.report.target_tokens == read.report.target_tokens
-    batch, other = (build_batch(data, [0, 3, None], range(3), length=96, pad_token=0) for data in (stored, read))
+    batch, other = (build_batch(data, [0, 3, None], range(3), length=96) for data in (stored, read))
     assert batch.tokens_BS.equal(other.tokens_BS) and batch.labels_BS.equal(other.labels_BS)
 
 

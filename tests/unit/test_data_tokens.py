@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.batch import IGNORE_LABEL
 from engine.data.dataset import TokenDataset
 from engine.data.loader import EvalLoader
 from engine.data.row_means import RowMeanLoader
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from tests.unit.test_data_loader import random_dataset
@@ -71,16 +73,16 @@ def test_wrong_tokens(tmp_path: Path, record: dict[str, object], words: str) -> 
 def test_rows_weigh_alike(micro: int, size: int, context: int) -> None:
     """The sum of weighted losses over the target count is the mean of row means, whatever the layout."""
     dataset = random_dataset(7)
-    options = {"seq_length": dataset.seq_length, "micro_batch_size": micro, "data_size": size}
-    options |= {"context_size": context, "pad_multiple": 2 * context}
+    whole = RowShape(micro_batch_size=micro, data_size=size, context_size=context, pad_multiple=2 * context)
     loss_of = torch.rand(int(dataset.tokens.max()) + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     total, rows, places = 0.0, {}, [(data, part) for data in range(size) for part in range(context)]
     for data, part in places:
-        loader = RowMeanLoader(dataset, data_rank=data, context_rank=part, **options)
+        shape = replace(whole, data_rank=data, context_rank=part)
+        loader = RowMeanLoader(dataset, shape)
         for batch in loader:
             losses = loss_of[batch.labels_BS.clamp(min=0)]
             total += float((losses * batch.loss_weights_BS).sum())
-        for batch in EvalLoader(dataset, data_rank=data, context_rank=part, **options):
+        for batch in EvalLoader(dataset, shape):
             for number, labels in zip(
                 (batch.token_index_BS[:, 0] // dataset.seq_length).tolist(), batch.labels_BS, strict=True
             ):

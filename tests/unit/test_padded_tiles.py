@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.data.collate import rank_batch
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from engine.models.families import family_of
@@ -143,9 +144,7 @@ def test_rows_of_several_conversations_have_the_longest_tile_of_each(
     records = [{"image": f"{name}.png", "conversations": chat()} for name in ("wide", "small")]
     file = write(tmp_path / "records.jsonl", records)
     dataset = build_texts(file, tokenizer=tokenizer, seq_length=192, packing=True, images=images)
-    batch = rank_batch(
-        dataset, range(len(dataset)), range(len(dataset)), pad_multiple=1, pad_token=7, context_size=1, context_rank=0
-    )
+    batch = rank_batch(dataset, range(len(dataset)), range(len(dataset)), RowShape(pad_token=7))
     assert batch.part(Images) is not None and len(set(batch.part(Images).documents)) == 2
     lengths = [rows * columns for rows, columns, _ in batch.part(Images).grids]
     assert len(set(lengths)) > 2, "tiles of one image differ"

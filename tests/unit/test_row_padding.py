@@ -12,6 +12,7 @@ import torch
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import dataset_of
+from engine.data.row_shape import RowShape
 from engine.kernels.native.loader import native_status
 from engine.layers.recompute import MemoryPlan
 from engine.ops.backends import NATIVE
@@ -33,10 +34,9 @@ def test_padding_changes_nothing(kernels: Kernels) -> None:
     tokens = np.random.default_rng(0).integers(0, case.config.vocab_size, (2, 20)).tolist()
     documents = [(ids, [False] + [True] * (len(ids) - 1)) for ids in (tokens[0], tokens[1][:17])]
     dataset = dataset_of(documents, seq_length=32)
-    place = {"pad_multiple": 1, "pad_token": 0, "context_size": 1, "context_rank": 0}
     found, results = [], []
     for multiple, length in ((1, 20), (32, 32)):
-        batch = rank_batch(dataset, [0, 1], [0, 1], length_multiple=multiple, **place)
+        batch = rank_batch(dataset, [0, 1], [0, 1], RowShape(length_multiple=multiple))
         assert batch.row_length == length
         built = build_with(case, MemoryPlan(), kernels=kernels)
         with torch.no_grad():

@@ -19,9 +19,9 @@ from engine.planning.predict import workload_of
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.build import Training
-from engine.training.data import loader_options
 from engine.training.reports import forecast
 from engine.training.reports.forecast import MemoryForecast
+from engine.training.row_shape import shape_of_launch
 from engine.vision.data.columns import Extras, PlacedImage, VisionColumns
 from engine.vision.layers.fronts import ImageTower
 from rankfold.planning import memory, memory_config
@@ -72,8 +72,7 @@ def test_rows_on_a_gpu_are_as_the_loader_pads_them(run: tuple[RunConfig, Trainin
     of_a_gpu = {length: _forecast((config, run[1]), GPU, _rows(length)).estimate.step for length in (100, 128, 510)}
     assert estimates[100] < estimates[128] and estimates[510] < estimates[512]
     assert of_a_gpu[100] == of_a_gpu[128] < of_a_gpu[510]
-    shape = {"data_rank": 0, "data_size": 1, "context_rank": 0}
-    multiples = [loader_options(config, device, **shape)["length_multiple"] for device in (CPU.device, GPU.device)]
+    multiples = [shape_of_launch(config, launch).length_multiple for launch in (CPU, GPU)]
     assert multiples == [1, 128]
 
 

@@ -16,6 +16,7 @@ from transformers.image_utils import load_image
 
 from engine.data.collate import rank_batch
 from engine.data.dataset import TokenDataset
+from engine.data.row_shape import WHOLE
 from engine.data.text_reader import build_texts
 from engine.errors import UserError
 from engine.preferences.data.judged import build_judged
@@ -39,7 +40,7 @@ def chat(question: str = "Who?", answer: str = "He.") -> list[dict[str, str]]:
 
 
 def rows(dataset: TokenDataset) -> None:
-    rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
+    rank_batch(dataset, [0], [0], WHOLE)
 
 
 def save(path: Path, size: tuple[int, int] = (40, 30), **options: Any) -> bytes:

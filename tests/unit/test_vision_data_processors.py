@@ -29,6 +29,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from engine.data.collate import rank_batch
+from engine.data.row_shape import WHOLE, RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
@@ -294,7 +295,7 @@ def test_a_image_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) ->
     rows, length = [], 512
     for _ in range(2):
         dataset = build_texts(tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, images=ImageReader(family))
-        rows.append(rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0))
+        rows.append(rank_batch(dataset, [0], [0], WHOLE))
         assert dataset.vision is not None
         length = int(dataset.vision.spans[-1, 0])  # where the second image begins
     whole, cut = (one.part(Images) for one in rows)
@@ -435,7 +436,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     dataset = build_texts(file, tokenizer=loaded, seq_length=256, packing=True, images=ImageReader(family))
-    batch = rank_batch(dataset, [0], [0], pad_multiple=1, pad_token=0, context_size=1, context_rank=0)
+    batch = rank_batch(dataset, [0], [0], WHOLE)
     assert batch.part(Images) is not None and batch.part(GridPositions) is not None
     model: Any = stock.__new__(stock)
     torch.nn.Module.__init__(model)
@@ -454,7 +455,7 @@ def test_positions_are_those_of_transformers_in_rows_of_several_documents(
         assert torch.equal(batch.part(GridPositions).positions_3BS[:, :, start : start + length], expected)
         start += length
     halves = [
-        rank_batch(dataset, [0], [0], pad_multiple=4, pad_token=0, context_size=2, context_rank=rank) for rank in (0, 1)
+        rank_batch(dataset, [0], [0], RowShape(pad_multiple=4, context_size=2, context_rank=rank)) for rank in (0, 1)
     ]
     for half in halves:
         columns = half.token_index_BS[0]

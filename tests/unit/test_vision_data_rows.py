@@ -20,6 +20,7 @@ from engine.data.hold_out import hold_out
 from engine.data.loader import DataLoader
 from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.data.preview import first_documents, preview
+from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -77,8 +78,7 @@ def minicpm(
 
 
 def batch_of(dataset: TokenDataset, rows: list[int | None], **more: Any) -> Batch:
-    common = {"pad_multiple": 1, "pad_token": 7, "context_size": 1, "context_rank": 0} | more
-    return rank_batch(dataset, rows, range(len(rows)), **common)
+    return rank_batch(dataset, rows, range(len(rows)), RowShape(**{"pad_token": 7} | more))
 
 
 def tiles_of(folder: str, sample: str) -> list[np.ndarray]:
@@ -271,9 +271,7 @@ def equal(first: Batch, second: Batch) -> bool:
 
 
 def loader(dataset: TokenDataset, **more: Any) -> DataLoader:
-    return DataLoader(
-        dataset, seq_length=LENGTH, global_batch_size=2, micro_batch_size=1, data_rank=0, data_size=1, seed=3, **more
-    )
+    return DataLoader(dataset, global_batch_size=2, seed=3, **more)
 
 
 def test_threads_resuming_and_mapped_files_give_the_same_batches(tmp_path: Path) -> None:
@@ -474,8 +472,7 @@ def test_coordinates_of_tiles_do_not_depend_on_the_micro_batch(packing: bool, tm
     rows = list(range(len(dataset)))
 
     def indices(rows: list[int], slots: list[int], **context: int) -> list[int]:
-        where = {"context_size": 1, "context_rank": 0} | context
-        images = rank_batch(dataset, rows, slots, pad_multiple=1, pad_token=7, **where).part(Images)
+        images = rank_batch(dataset, rows, slots, RowShape(pad_token=7, **context)).part(Images)
         assert images is not None and images.tile_index_N is not None
         return images.tile_index_N.tolist()
 

@@ -17,7 +17,7 @@ from engine.data.dataset import TokenDataset
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.runtime.launch import Launch
-from engine.training.data import data_position
+from engine.training.row_shape import shape_of_launch
 from engine.vision.batch_parts import CrossImages, Images
 from engine.vision.data import row_images as row_images
 from engine.vision.tile_shares import deal_out
@@ -131,6 +131,6 @@ def test_the_loaders_place_is_that_of_the_mesh() -> None:
     config = RunConfig(model=ModelOptions(path="x"), parallel=ParallelOptions(tensor=2, context=3, pipeline=2))
     for rank in range(grid.world_size):
         place = grid.coordinates(rank)
-        found = data_position(config, Launch(rank=rank, world_size=grid.world_size, device=torch.device("cpu")))
-        assert found["input_rank"] == InputRank(None if place["pp"] else 2 * place["cp"] + place["tp"], 6)
-        assert (found["data_rank"], found["context_rank"]) == (place["dp"], place["cp"])
+        found = shape_of_launch(config, Launch(rank=rank, world_size=grid.world_size, device=torch.device("cpu")))
+        assert found.input_rank == InputRank(None if place["pp"] else 2 * place["cp"] + place["tp"], 6)
+        assert (found.data_rank, found.context_rank) == (place["dp"], place["cp"])

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from engine.config.run import RunConfig
-from engine.data.collate import padded_length, round_up
 from engine.data.dataset import TokenDataset
+from engine.data.row_shape import round_up
 from engine.errors import UserError
 from engine.planning.ledger import largest_part
 from engine.planning.memory_plan import memory_plan_of
@@ -25,8 +23,8 @@ from engine.planning.rank_layout import Layout, Workload
 from engine.runtime.launch import Launch
 from engine.telemetry.format import format_bytes
 from engine.training.build import Training
-from engine.training.data import loader_options
 from engine.training.observer import Observer, StepReport
+from engine.training.row_shape import shape_of_launch
 
 TOLERANCE = 0.1
 """Share of the prediction by which the measured peak may differ before that is reported."""
@@ -131,11 +129,11 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
     data = max(1, launch.world_size // config.parallel.model_parallel_size)
     layout = Layout(parallel=config.parallel, data=data)
     if dataset is not None:
-        workload = _with_rows(workload, config, device, dataset)
+        workload = _with_rows(workload, config, launch, dataset)
     return predict_layout(workload, layout, memory_plan_of(config))[0]
 
 
-def _with_rows(workload: Workload, config: RunConfig, device: torch.device, dataset: TokenDataset) -> Workload:
+def _with_rows(workload: Workload, config: RunConfig, launch: Launch, dataset: TokenDataset) -> Workload:
     """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
     if fronts := workload.decoder.fronts:
         tiles_of_row = -(-dataset.most_features() // fronts[0].num_features(fronts[0].usual_tile))
@@ -143,12 +141,6 @@ def _with_rows(workload: Workload, config: RunConfig, device: torch.device, data
         workload = replace(workload, tiles=tiles)
     if dataset.packing or not len(dataset):
         return workload
-    options = loader_options(config, device, data_rank=0, data_size=1, context_rank=0)
-    longest = padded_length(
-        int(dataset.row_lengths.max()),
-        limit=dataset.seq_length,
-        pad_multiple=options["pad_multiple"],
-        length_multiple=options["length_multiple"],
-    )
+    longest = shape_of_launch(config, launch).padded(int(dataset.row_lengths.max()), dataset.seq_length)
     length = min(workload.seq_length, round_up(longest, 2 * config.parallel.context * config.parallel.tensor))
     return replace(workload, seq_length=length, longest_document=min(workload.document_length, length))

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from engine.data.columns import Columns
 from engine.data.dataset import TokenDataset
+from engine.data.extras import ExtraColumns
 from engine.data.packing import Packs
 from engine.errors import UserError
-from engine.vision.data.columns import joined
 
 _MOST_ROWS = 10**9
 
@@ -69,12 +69,19 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
         target_counts=np.concatenate([data.document_targets for data in datasets]),
         max_token=max(data.max_token for data in datasets),
         identity=digest.hexdigest(),
-        vision=joined([data.vision for data in datasets], [len(data.lengths) for data in datasets]),
+        extras=_joined(datasets),
     )
     rows = Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64))
     blended = TokenDataset(columns, rows, seq_length=first.seq_length, packing=first.packing)
     blended.read_with(first.family)
     return blended
+
+
+def _joined(datasets: Sequence[TokenDataset]) -> tuple[ExtraColumns, ...]:
+    """Returns the extras of all documents."""
+    kinds = {type(extra): None for data in datasets for extra in data.extras}
+    counts = [len(data.lengths) for data in datasets]
+    return tuple(kind.joined([data.extra(kind) for data in datasets], counts) for kind in kinds)
 
 
 def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:

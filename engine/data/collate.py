@@ -54,7 +54,6 @@ def build_batch(
     Raises:
         UserError: an image that cannot be read.
     """
-    assert dataset.family is not None or dataset.vision is None, "images need a family that reads them"
     collecting = collectors(dataset, shape.input_rank)
     size = (len(rows), length)
     tokens_BS = np.full(size, shape.pad_token, dtype=np.int64)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.document import Document
+from engine.data.extras import ExtraColumns, extra_columns
 from engine.data.packing import Packs, one_each, pack
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
-from engine.vision.data.columns import VisionColumns, vision_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +32,7 @@ class Columns:
         group: documents that belong together, side by side in one row: 2 for pairs of answers, else 1.
         signs: float32 [D], 1 for liked and -1 for disliked answers; None where documents are not answers that are
             compared. A group of 2 has one of each.
-        completions: what is known of the documents, where they are completions to train on; None otherwise.
-        vision: images and odd labels of the documents, of a vision-language model; None where there are none.
+        extras: what the documents have beside their tokens, at most one of each class.
     """
 
     tokens: NDArray[np.integer]
@@ -46,16 +44,11 @@ class Columns:
     identity: str | None = None
     group: int = 1
     signs: NDArray[np.float32] | None = None
-    completions: Any = None
-    vision: VisionColumns | None = None
+    extras: tuple[ExtraColumns, ...] = ()
 
     def __post_init__(self) -> None:
-        known = self.completions
         assert len(self.lengths) % self.group == 0 and (self.group == 1 or self.signs is not None), self.group
-        assert known is None or (len(known.advantages), len(known.sampled_logps)) == (
-            len(self.lengths),
-            len(self.tokens),
-        ), (len(known.advantages), len(self.lengths), len(known.sampled_logps), len(self.tokens))
+        assert all(extra.fits(len(self.lengths), len(self.tokens)) for extra in self.extras), self.extras
 
     @classmethod
     def of_documents(cls, documents: Sequence[Document], *, group: int = 1) -> Columns:
@@ -67,7 +60,7 @@ class Columns:
             np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64),
             group=group,
             signs=signs if signs.any() else None,
-            vision=vision_columns([document.extras for document in documents]),
+            extras=extra_columns([document.extras for document in documents]),
         )
 
     def rows(self, capacity: int, *, packing: bool, sizes: NDArray[np.int64] | None = None) -> Packs:
@@ -91,8 +84,7 @@ def contiguous(
     *,
     group: int = 1,
     signs: NDArray[np.float32] | None = None,
-    completions: Any = None,
-    vision: VisionColumns | None = None,
+    extras: Sequence[ExtraColumns] = (),
 ) -> Columns:
     """Returns the columns of documents that lie end to end in memory.
 
@@ -100,7 +92,7 @@ def contiguous(
         tokens: integer [T].
         targets: bool [T], false on the first token of each document.
         offsets: int64 [D + 1], where documents begin; none is empty.
-        group, signs, completions, vision: as in `Columns`.
+        group, signs, extras: as in `Columns`.
     """
     assert offsets[0] == 0 and len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
     assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
@@ -111,12 +103,11 @@ def contiguous(
         targets=targets,
         starts=offsets[:-1],
         lengths=np.diff(offsets),
-        target_counts=counts if vision is None else counts + vision.label_counts,
+        target_counts=counts + sum(extra.label_counts() for extra in extras),
         max_token=max_token,
         group=group,
         signs=signs,
-        completions=completions,
-        vision=vision,
+        extras=tuple(extras),
     )
 
 

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from engine.data.columns import Columns, contiguous, sum_rows
 from engine.data.data_report import DatasetReport
+from engine.data.extras import Extra, ExtraColumns, Span
 from engine.data.packing import Packs
-from engine.vision.data.columns import VisionColumns
-from engine.vision.data.family import VisionFamily
 
 
 class TokenDataset:
@@ -49,7 +48,7 @@ class TokenDataset:
         mismatched: TokenDataset | None = None,
         report: DatasetReport | None = None,
     ) -> None:
-        lengths, group, completions = columns.lengths, columns.group, columns.completions
+        lengths, group = columns.lengths, columns.group
         assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= seq_length, (lengths, seq_length)
         self.columns = columns
         self.tokens: NDArray[np.integer] = columns.tokens
@@ -62,12 +61,10 @@ class TokenDataset:
         self.compares = columns.signs is not None
         """Whether documents are answers that are compared."""
         self.mismatched = mismatched
-        self.completions = completions
-        """What is known of the documents, of completions to train on; replaced where log-probabilities are added."""
-        self.vision: VisionColumns | None = columns.vision
-        """What the documents have beside their tokens."""
-        self.family: VisionFamily | None = None
-        """What reads the images, of a vision-language model; see `read_with`."""
+        self.extras = columns.extras
+        """What the documents have beside their tokens; see `extra` and `put`."""
+        self.family: Any = None
+        """The family of a vision-language model, which reads the images; see `read_with`."""
         self.decoded: dict[Any, Any] | None = None
         """Images that are kept once they are decoded; None keeps none."""
         self.signs = np.ones(len(lengths), dtype=np.float32) if columns.signs is None else columns.signs
@@ -75,10 +72,9 @@ class TokenDataset:
         """float32 [D], log-likelihood of each answer under the reference, where it was computed before training."""
         self.rows = columns.rows(seq_length, packing=packing) if rows is None else rows
         in_row_order = columns.target_counts[self.rows.documents]
-        counts_documents = completions is not None and completions.row_weight == "completions"
         self.target_counts: NDArray[np.int64] = (
             np.diff(self.rows.offsets) // group
-            if self.compares or counts_documents
+            if self.compares or any(extra.counts_documents for extra in self.extras)
             else sum_rows(in_row_order, self.rows.offsets)
         )
         self.row_lengths: NDArray[np.int64] = sum_rows(lengths[self.rows.documents], self.rows.offsets)
@@ -93,14 +89,24 @@ class TokenDataset:
             packing_efficiency=tokens / max(len(self.rows) * seq_length, 1) if packing else None,
         )
 
-    @property
-    def num_without_images(self) -> int:
-        """Documents of tokens alone."""
-        if self.vision is None:
-            return len(self.lengths)
-        return int((np.diff(self.vision.image_offsets) == 0).sum())
+    def extra(self, kind: type[Extra]) -> Extra | None:
+        """Returns the extras of exactly this class; None where the documents have none."""
+        return next((extra for extra in self.extras if type(extra) is kind), None)
 
-    def read_with(self, family: VisionFamily | None, decoded: dict[Any, Any] | None = None) -> None:
+    def put(self, extra: ExtraColumns) -> None:
+        """Adds extras, in place of those of the same class; the number of targets stays."""
+        self.extras = (*(other for other in self.extras if type(other) is not type(extra)), extra)
+
+    @property
+    def feature_counts(self) -> NDArray[np.int64]:
+        """int64 [D], tokens of each document that features of images replace."""
+        return np.zeros(len(self.lengths), dtype=np.int64) + sum(extra.feature_counts() for extra in self.extras)
+
+    def feature_spans(self, document: int) -> list[Span]:
+        """Returns the tokens of a document that features of images replace."""
+        return [span for extra in self.extras for span in extra.feature_spans(document)]
+
+    def read_with(self, family: Any, decoded: dict[Any, Any] | None = None) -> None:
         """Sets the family of a vision-language model, which reads images and places features; it is no data.
 
         Args:
@@ -112,9 +118,9 @@ class TokenDataset:
 
     def most_features(self) -> int:
         """Returns how many tokens features of images replace in the row where they are most."""
-        if self.vision is None or not len(self):
+        if not self.extras or not len(self):
             return 0
-        return int(sum_rows(self.vision.feature_counts[self.rows.documents], self.rows.offsets).max())
+        return int(sum_rows(self.feature_counts[self.rows.documents], self.rows.offsets).max())
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -142,10 +148,8 @@ class TokenDataset:
             arrays += [self.tokens, self.targets]
         if self.compares:
             arrays.append(self.signs)
-        if self.completions is not None:
-            arrays += [self.completions.advantages, self.completions.sampled_logps]
-        if self.vision is not None and self.columns.identity is None:
-            arrays += self.vision.identity()
+        if self.columns.identity is None:
+            arrays += [array for extra in self.extras for array in extra.identity()]
         for array in arrays:
             digest.update(f"{array.dtype.str}{len(array)};".encode())
             digest.update(np.ascontiguousarray(array).data)
@@ -164,13 +168,13 @@ def dataset_of(
     *,
     seq_length: int,
     packing: bool = False,
-    vision: VisionColumns | None = None,
+    extras: Sequence[ExtraColumns] = (),
 ) -> TokenDataset:
     """Returns a data set of given documents: (token ids, targets) each, and what they have beside these."""
     columns = contiguous(
         np.array([token for tokens, _ in documents for token in tokens], dtype=np.int32),
         np.array([flag for _, targets in documents for flag in targets], dtype=bool),
         np.cumsum([0, *(len(tokens) for tokens, _ in documents)], dtype=np.int64),
-        vision=vision,
+        extras=extras,
     )
     return TokenDataset(columns, seq_length=seq_length, packing=packing)

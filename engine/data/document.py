@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.extras import DocumentExtras
 from engine.data.record_files import Place
-from engine.vision.data.columns import Extras
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,18 @@ class Document:
         place: the record it came from.
         tokens: int32 ids.
         targets: bool; whether the token is a target. The first never is.
-        extras: images and odd labels; None where it has neither.
+        extras: what it has beside its tokens; None where it has nothing.
         sign: 1 for an answer that was preferred, -1 for one that was not, 0 for anything else.
     """
 
     place: Place
     tokens: NDArray[np.int32]
     targets: NDArray[np.bool_]
-    extras: Extras | None = None
+    extras: DocumentExtras | None = None
     sign: int = 0
 
     def beginning(self, length: int) -> Document | None:
-        """Returns the first tokens of the document; None where the cut would go through an image."""
+        """Returns the first tokens of the document; None where its extras must not be cut there."""
         extras = self.extras
         if extras is not None and len(self.tokens) > length and (extras := extras.cut(length)) is None:
             return None

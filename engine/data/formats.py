@@ -19,6 +19,7 @@ train on something else than the record says.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,8 @@ from engine.data.chat import Message
 from engine.data.named_templates import ALPACA_TASK
 from engine.data.record_files import Place, Record, read_records, read_text
 from engine.errors import UserError
+from engine.seams import resolve
 from engine.sentences import listed
-from engine.vision.data.records import FIELDS as IMAGE_FIELDS
-from engine.vision.data.records import ImageSample, has_images, image_sample
 
 ALPACA_PROMPT = ALPACA_TASK + "\n\n### Instruction:\n{instruction}\n\n"
 ALPACA_PROMPT_WITH_INPUT = (
@@ -44,6 +44,9 @@ ALPACA_PROMPT_WITH_INPUT = (
 )
 ALPACA_RESPONSE = "### Response:\n"
 
+IMAGE_FIELDS = ("image", "images")
+"""Fields that name images."""
+_IMAGE_SAMPLE = "engine.vision.data.records:image_sample"
 _FIELDS = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -97,7 +100,21 @@ class TokenSample:
     answers: NDArray[np.bool_]
 
 
-Sample = TextSample | CompletionSample | ChatSample | ImageSample | TokenSample
+class FamilySample(ABC):
+    """A conversation that only the family of a vision-language model can lay out, because it has images.
+
+    Attributes:
+        place: of its record.
+    """
+
+    place: Place
+
+    @abstractmethod
+    def refusal(self) -> str:
+        """Returns why a model of text alone cannot read it."""
+
+
+Sample = TextSample | CompletionSample | ChatSample | FamilySample | TokenSample
 
 
 def read_samples(path: Path, data_format: str) -> tuple[int, Iterator[Sample]]:
@@ -276,7 +293,7 @@ def _token_ids(place: Place, record: Record, field: str) -> NDArray[np.int32]:
     return numbers.astype(np.int32)[: len(value)]
 
 
-def _conversation(place: Place, record: Record, data_format: str) -> ChatSample | ImageSample:
+def _conversation(place: Place, record: Record, data_format: str) -> ChatSample | FamilySample:
     field = _FIELDS[data_format][0]
     messages = conversation_turns(place, record, field, data_format)
     if all(message["role"] != "assistant" for message in messages):
@@ -286,15 +303,21 @@ def _conversation(place: Place, record: Record, data_format: str) -> ChatSample 
     return conversation_sample(place, record, messages)
 
 
-def conversation_sample(place: Place, record: Record, messages: tuple[Message, ...]) -> ChatSample | ImageSample:
+def conversation_sample(place: Place, record: Record, messages: tuple[Message, ...]) -> ChatSample | FamilySample:
     """Returns a conversation, with the images that its record names.
 
     Raises:
         UserError: an image and its place do not find each other.
     """
-    if has_images(record, messages):
-        return image_sample(place, record, messages)
+    if any(record.get(field) for field in IMAGE_FIELDS) or any(has_parts(message) for message in messages):
+        sample: FamilySample = resolve(_IMAGE_SAMPLE)(place, record, messages)
+        return sample
     return ChatSample(place, messages)
+
+
+def has_parts(message: Message) -> bool:
+    """Returns whether the content of a turn is a list of parts, of which some may be images."""
+    return isinstance(message.get("content"), list)
 
 
 def conversation_turns(place: Place, record: Record, field: str, data_format: str | None = None) -> tuple[Message, ...]:

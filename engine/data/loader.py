@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.batch import Batch
 from engine.config.train import LastBatch
@@ -25,7 +25,6 @@ from engine.data.dataset import TokenDataset
 from engine.data.order import DataOrder
 from engine.data.row_shape import WHOLE, RowShape, round_up
 from engine.errors import UserError
-from engine.vision.data.family import VisionFamily
 
 Built = TypeVar("Built")
 
@@ -101,7 +100,7 @@ class DataLoader:
         return len(self.dataset)
 
     @property
-    def family(self) -> VisionFamily | None:
+    def family(self) -> Any:
         """What reads the images, of a vision-language model."""
         return self.dataset.family
 

@@ -18,9 +18,9 @@ from engine.data.columns import Columns
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
 from engine.data.packing import Packs
-from engine.vision.data.columns import VisionColumns
+from engine.seams import resolve
 
-_FACTS, _MISMATCHED, _VISION = "facts.json", "mismatched", "vision-"
+_FACTS, _MISMATCHED, _EXTRA = "facts.json", "mismatched", "extra-"
 
 
 def save_dataset(dataset: TokenDataset, folder: Path) -> None:
@@ -44,8 +44,8 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
     }
     if dataset.compares:
         arrays["signs"] = dataset.signs
-    if dataset.vision is not None:
-        arrays |= {_VISION + name: array for name, array in dataset.vision.arrays().items()}
+    for number, extra in enumerate(dataset.extras):
+        arrays |= {f"{_EXTRA}{number}-{name}": array for name, array in extra.arrays().items()}
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
     facts = {
@@ -54,6 +54,7 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
         "group": dataset.group,
         "max_token": dataset.max_token,
         "report": asdict(dataset.report),
+        "extras": [f"{type(extra).__module__}:{type(extra).__qualname__}" for extra in dataset.extras],
     }
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
     if dataset.mismatched is not None:
@@ -70,7 +71,11 @@ def map_dataset(folder: Path) -> TokenDataset:
     arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in folder.glob("*.npy")}
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     mismatched = folder / _MISMATCHED
-    vision = {name.removeprefix(_VISION): array for name, array in arrays.items() if name.startswith(_VISION)}
+    extras = []
+    for number, kind in enumerate(facts["extras"]):
+        prefix = f"{_EXTRA}{number}-"
+        named = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        extras.append(resolve(kind)(**named))
     columns = Columns(
         tokens=arrays["tokens"],
         targets=arrays["targets"],
@@ -80,7 +85,7 @@ def map_dataset(folder: Path) -> TokenDataset:
         max_token=facts["max_token"],
         group=facts["group"],
         signs=arrays.get("signs"),
-        vision=VisionColumns(**vision) if vision else None,
+        extras=tuple(extras),
     )
     return TokenDataset(
         columns,

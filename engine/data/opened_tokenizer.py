@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config.hub import instead_of
 from engine.data.chat import Message, covered_tokens, without_tail
 from engine.data.named_templates import template_text
+from engine.data.placeholders import Placeholders
 from engine.data.processor_template import processor_template
 from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
 from engine.data.template import ChatTemplate, Learn, no_template
@@ -29,7 +30,6 @@ from engine.data.tokenizer_calls import MOST_TEMPLATE
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.sentences import as_written
-from engine.vision.data.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

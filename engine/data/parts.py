@@ -74,13 +74,11 @@ class PartCollector(Protocol):
 
 def collectors(dataset: TokenDataset, input_rank: InputRank) -> list[PartCollector]:
     """Returns a collector for each kind of data that the documents have beside their tokens."""
-    found: list[str] = []
+    found = [extra.collector for extra in dataset.extras if extra.collector is not None]
     if dataset.family is not None:
-        found.append("engine.vision.data.row_images:collect_images")
+        found.append(dataset.family.collector)
     if dataset.compares:
         found.append("engine.preferences.data.row_answers:RowAnswers")
-    if dataset.completions is not None:
-        found.append("engine.rollouts.data.row_completions:RowCompletions")
     return [resolve(name)(dataset, input_rank) for name in found]
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from engine.data.document import Document
+from engine.data.extras import Span
 from engine.data.formats import Sample, parse_record
-from engine.data.tokenize import tokenize_samples
+from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.data.work_units import plan_units, unit_records
 from engine.errors import UserError
-from engine.vision.data.family import Span
-from engine.vision.data.reader import ImageReader
 
 MOST_TOKENS = 2000
 """Maximum tokens of one sample that are shown."""
@@ -30,7 +29,7 @@ def first_documents(
     *,
     data_format: str,
     mask_prompt: bool,
-    images: ImageReader | None = None,
+    images: ConversationReader | None = None,
 ) -> Iterator[Document]:
     """Yields the first documents of some files, reading no more of these than necessary.
 

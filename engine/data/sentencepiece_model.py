@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.data.chat import Message
+from engine.data.placeholders import Placeholders
 from engine.data.template import Learn, no_template
 from engine.errors import UserError
 from engine.files.documents import read_bytes
-from engine.vision.data.placeholders import Placeholders
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor

@@ -12,9 +12,8 @@ from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import Sample, read_samples
 from engine.data.overlong import Fate, RecordKind
-from engine.data.tokenize import tokenize_samples
+from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
-from engine.vision.data.reader import ImageReader
 
 TEXT = RecordKind(
     unit="document",
@@ -44,7 +43,7 @@ class TextReader(RecordReader[Sample]):
         data_format: str = "auto",
         stream_length: int,
         mask_prompt: bool = True,
-        images: ImageReader | None = None,
+        images: ConversationReader | None = None,
     ) -> None:
         assert data_format in FORMATS, data_format
         self._tokenizer, self._format, self._images = tokenizer, data_format, images
@@ -76,7 +75,7 @@ def build_texts(
     overlong: str = "truncate",
     mask_prompt: bool = True,
     progress: Advance | None = None,
-    images: ImageReader | None = None,
+    images: ConversationReader | None = None,
 ) -> TokenDataset:
     """Reads and tokenises files of text, conversations or tokens; arguments as for `TextReader` and `build_dataset`.
 

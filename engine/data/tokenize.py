@@ -12,24 +12,48 @@ prompt may fuse with the first of the completion into a token that no prompt con
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.chat import Message
 from engine.data.document import Document
-from engine.data.formats import ChatSample, CompletionSample, Sample, TextSample, TokenSample
+from engine.data.formats import ChatSample, CompletionSample, FamilySample, Sample, TextSample, TokenSample
 from engine.data.record_files import Place
 from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.vision.data.families import IMAGE_MODELS
-from engine.vision.data.reader import ImageReader
-from engine.vision.data.records import ImageSample
 
 CHUNK = 1024
 """Samples that are tokenised together."""
 SEGMENT_CHARACTERS = 1 << 22
 """A stream is encoded in pieces of about this many characters, cut after a line end, to bound the memory."""
+
+
+class ConversationReader(Protocol):
+    """Reads the conversations of a model that has its own layout for them, with images and without."""
+
+    @property
+    def family(self) -> Any:
+        """The family of the model, which reads the images of rows."""
+        ...
+
+    def documents(self, sample: Any, learn: Learn) -> Iterator[Document]:
+        """Yields the documents of a `FamilySample`.
+
+        Raises:
+            UserError: an image that cannot be read, or a conversation that the family cannot express.
+        """
+        ...
+
+    def text_documents(self, place: Place, messages: tuple[Message, ...], learn: Learn) -> Iterator[Document]:
+        """Yields the documents of a conversation without images.
+
+        Raises:
+            UserError: as for `documents`.
+        """
+        ...
 
 
 def tokenize_samples(
@@ -39,7 +63,7 @@ def tokenize_samples(
     mask_prompt: bool,
     stream_length: int,
     last_answer: bool = False,
-    images: ImageReader | None = None,
+    images: ConversationReader | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of some samples, in order; one each, but several for a stream, and for a conversation
     whose layout has room for one answer only.
@@ -64,7 +88,7 @@ def tokenize_samples(
     conversations = [one.messages for one in samples if isinstance(one, ChatSample)] if images is None else []
     chats = iter(tokenizer.apply_chats(conversations, learn=learn) if conversations else ())
     for sample in samples:
-        if isinstance(sample, ImageSample):
+        if isinstance(sample, FamilySample):
             yield from _reader(sample, images).documents(sample, learn)
             continue
         if isinstance(sample, ChatSample) and images is not None:
@@ -103,14 +127,9 @@ def _document(place: Place, ids: NDArray[np.int32], answers: NDArray[np.bool_], 
     return Document(place, ids, targets)
 
 
-def _reader(sample: ImageSample, images: ImageReader | None) -> ImageReader:
+def _reader(sample: FamilySample, images: ConversationReader | None) -> ConversationReader:
     if images is None:
-        named = f"field '{sample.images[0].field}' names an image" if sample.images else "the turns are parts"
-        raise sample.place.error(
-            f"{named}, but only text is read here: images are read in training, by models of type "
-            f"{', '.join(IMAGE_MODELS)} (of InternVL the folder that ends in -hf); use one of these, or remove the "
-            "images."
-        )
+        raise sample.place.error(sample.refusal())
     return images
 
 

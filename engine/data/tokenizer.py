@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from engine.config.rollout import KEY_VARIABLE
 from engine.data import tokenizer_calls as calls
 from engine.data.chat import Message
+from engine.data.placeholders import Placeholders
 from engine.data.template import Learn, Runaway
 from engine.errors import UserError
 from engine.foreign.limited_process import Crashed, LimitedProcess, OutOfTime
 from engine.telemetry.torchrun import without_rank
-from engine.vision.data.placeholders import Placeholders
 
 _WORKER = "engine.data.tokenizer_worker"
 

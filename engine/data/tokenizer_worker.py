@@ -14,13 +14,13 @@ from typing import Any
 
 from engine.data import tokenizer_calls as calls
 from engine.data.opened_tokenizer import open_tokenizer
+from engine.data.placeholders import Placeholders
 from engine.data.template import Runaway
 from engine.data.tokenizer import ChatOptions, encoded_chat
 from engine.errors import UserError
 from engine.foreign.limited_process import MOST_BYTES, Messages
 from engine.foreign.limits import limited, start_limits
 from engine.sentences import on_one_line
-from engine.vision.data.placeholders import Placeholders
 
 
 def main() -> None:

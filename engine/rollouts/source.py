@@ -25,7 +25,7 @@ from engine.data.row_shape import round_up
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
-from engine.rollouts.data.completions import Completion, completion_columns
+from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.ends import completion_ends
 from engine.rollouts.figures import OVERLONG, SHOWN, step_figures, told
@@ -425,8 +425,9 @@ class RolloutSource:
             packing=config.data.packing is True,
         )
         if old:
-            assert dataset.completions is not None
-            dataset.completions = replace(dataset.completions, old_logps=np.concatenate(old))
+            columns = dataset.extra(CompletionColumns)
+            assert columns is not None
+            dataset.put(replace(columns, old_logps=np.concatenate(old)))
         return dataset
 
     def _row_loader(self, dataset: TokenDataset) -> DataLoader:

@@ -10,14 +10,15 @@ from engine.config.data import split_mix
 from engine.config.run import RunConfig
 from engine.data.processor_template import processor_template
 from engine.data.store import is_store, open_store
+from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.models.families import vision_left_out
 from engine.runtime.launch import Launch
 from engine.seams import resolve
 from engine.telemetry.log import Log
 from engine.training.run_data import DataReader, RunData
-from engine.vision.data.families import vision_family
-from engine.vision.data.reader import ImageReader
+
+_IMAGE_READER = "engine.vision.data.families:image_reader"
 
 
 def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) -> RunData:
@@ -50,12 +51,14 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     return read(config, launch, model, tokenizer, log, images=images)
 
 
-def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ImageReader | None:
+def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ConversationReader | None:
     """Returns what reads conversations for a model with a vision tower."""
     if not model.decoder.fronts:
         return None
-    family = vision_family(model.hf_config, model.path, tokenizer)
-    return None if family is None else ImageReader(family, config.data.image_folder)
+    reader: ConversationReader | None = resolve(_IMAGE_READER)(
+        model.hf_config, model.path, tokenizer, config.data.image_folder
+    )
+    return reader
 
 
 def chat_options(config: RunConfig) -> ChatOptions:

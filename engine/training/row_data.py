@@ -164,7 +164,7 @@ def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer,
         return
     for row in range(min(config.data.show, len(dataset))):
         for document, (tokens, targets) in zip(dataset.rows.row(row).tolist(), dataset.documents(row), strict=True):
-            spans = [] if dataset.vision is None else dataset.vision.spans_of(document)
+            spans = dataset.feature_spans(document)
             log.info(f"sample of row {row + 1}: {counted(len(tokens), 'token')}, {int(targets.sum()):,} trained on")
             log.info(preview(tokens, targets, tokenizer, colour=log.live, images=spans))
 
@@ -205,7 +205,7 @@ class _Source:
         """Returns the rows of a file of records, or of a token store."""
         dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
         dataset.read_with(None if self.images is None else self.images.family)
-        if self.decoder.needs_images and (count := dataset.num_without_images):
+        if self.decoder.needs_images and (count := int((dataset.feature_counts == 0).sum())):
             raise UserError(
                 f"{path} has {counted(count, 'document')} without an image, but every layer of this "
                 f"{self.decoder.family} model attends to one: give records with an image each (token stores and "

@@ -146,7 +146,7 @@ class TextSamples:
         dataset = dataset_of(
             [(ids, [False] * len(ids)) for ids in texts],
             seq_length=longest,
-            vision=resolve("engine.vision.data.columns:columns_of_images")(images) if any(images) else None,
+            extras=[resolve("engine.vision.data.columns:columns_of_images")(images)] if any(images) else (),
         )
         dataset.read_with(self._family, decoded)
         batches = [rank_batch(dataset, [row], [row], self._shape) for row in range(len(texts))]

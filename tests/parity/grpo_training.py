@@ -23,7 +23,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.experts.router_load import RouterLoad
-from engine.rollouts.data.completions import Completion, completion_columns
+from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
 from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
 from engine.rollouts.objective.policy import row_weight
 from engine.rollouts.token_logps import token_logps
@@ -336,9 +336,10 @@ def engine_steps(folder: Path | str, settings: dict[str, object], steps: int) ->
             packing=config.data.fills_rows,
         )
         if objective.num_iterations > 1:
-            assert dataset.completions is not None
+            columns = dataset.extra(CompletionColumns)
+            assert columns is not None
             old, base = (token_logps(config, training, dataset, adapters=adapters) for adapters in (True, False))
-            dataset.completions = replace(dataset.completions, old_logps=old, reference_logps=base)
+            dataset.put(replace(columns, old_logps=old, reference_logps=base))
         for _ in range(objective.num_iterations):
             loader = DataLoader(
                 dataset,

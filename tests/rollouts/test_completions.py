@@ -14,7 +14,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.loader import DataLoader, EvalLoader
 from engine.data.row_shape import RowShape
 from engine.rollouts.batch_parts import Completions
-from engine.rollouts.data.completions import Completion, completion_columns
+from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
 
 LENGTH = 16
 GIVEN = [
@@ -79,9 +79,9 @@ def _shape(size: int = 1, rank: int = 0) -> RowShape:
 def test_context_ranks_hold_each_target_once() -> None:
     data = dataset(packing=True)
     known = -np.arange(len(data.tokens), dtype=np.float32)
-    columns = data.completions
+    columns = data.extra(CompletionColumns)
     assert columns is not None
-    data.completions = replace(columns, old_logps=known, reference_logps=known - 1)
+    data.put(replace(columns, old_logps=known, reference_logps=known - 1))
     rows = list(range(len(data)))
     parts = [rank_batch(data, rows, rows, _shape(2, rank)) for rank in range(2)]
     found = [held(part) for part in parts]

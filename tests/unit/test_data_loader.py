@@ -45,8 +45,9 @@ def random_dataset(count: int, *, packing: bool = False) -> TokenDataset:
 
 
 def make_loader(dataset: TokenDataset, *, rank: int = 0, size: int = 1, micro: int = 2, **options: int) -> DataLoader:
+    fields = {name: options.pop(name) for name in RowShape.__dataclass_fields__ if name in options}
     chosen: dict[str, Any] = {"global_batch_size": 8, "seed": 3, **options}
-    return DataLoader(dataset, RowShape(micro_batch_size=micro, data_rank=rank, data_size=size), **chosen)
+    return DataLoader(dataset, RowShape(micro_batch_size=micro, data_rank=rank, data_size=size, **fields), **chosen)
 
 
 def same(first: Batch, second: Batch) -> bool:

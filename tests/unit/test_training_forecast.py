@@ -113,8 +113,8 @@ def test_tiles_are_those_of_the_row_that_has_most(run: tuple[RunConfig, Training
     spans = [[(3, 7)], [], [(2, 5), (9, 16)]]
     images = [tuple(PlacedImage("a.png", "", "", (8, 8), (span,)) for span in document) for document in spans]
     dataset = _rows(20, 20, 20)
-    dataset.vision = VisionColumns.of([Extras(own) for own in images])
-    assert dataset.vision.feature_counts.tolist() == [4, 0, 10]
+    dataset.put(VisionColumns.of([Extras(own) for own in images]))
+    assert dataset.feature_counts.tolist() == [4, 0, 10]
     rows = config.train.micro_batch_size
     assert forecast._with_rows(workload, config, CPU.device, dataset).tiles == ((4, 3),) * 3 * rows
     assert forecast._with_rows(workload, config, CPU.device, _rows(20)).tiles == ()

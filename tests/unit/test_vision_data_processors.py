@@ -34,6 +34,7 @@ from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.vision.batch_parts import GridPositions, Images
+from engine.vision.data.columns import VisionColumns
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.family import Conversation, Turn
 from engine.vision.data.reader import ImageReader
@@ -296,8 +297,8 @@ def test_a_image_whose_neighbour_is_cut_away_keeps_its_pixels(tmp_path: Path) ->
     for _ in range(2):
         dataset = build_texts(tmp_path / "x.jsonl", tokenizer=tokenizer, seq_length=length, images=ImageReader(family))
         rows.append(rank_batch(dataset, [0], [0], WHOLE))
-        assert dataset.vision is not None
-        length = int(dataset.vision.spans[-1, 0])  # where the second image begins
+        assert dataset.extra(VisionColumns) is not None
+        length = int(dataset.extra(VisionColumns).spans[-1, 0])  # where the second image begins
     whole, cut = (one.part(Images) for one in rows)
     assert whole is not None and cut is not None
     assert whole.grids == ((4, 4), (4, 4)) and cut.grids == ((4, 4),)

@@ -29,6 +29,7 @@ from engine.preferences.data.judged import build_judged
 from engine.preferences.data.preference_pairs import build_pairs
 from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.data import row_images as row_images
+from engine.vision.data.columns import VisionColumns
 from engine.vision.data.families import vision_family
 from engine.vision.data.reader import ImageReader
 from tests.support.shared_data import shared
@@ -139,7 +140,10 @@ def test_every_way_to_write_a_record_gives_the_originals_tokens(form: str, tmp_p
     dataset = minicpm(tmp_path, records=[FORMS[form]])
     ((tokens, _),) = dataset.documents(0)
     assert tokens.tolist() == case["training_input_ids"]
-    assert dataset.vision is not None and dataset.vision.spans.tolist() == case["training_image_bound"]
+    assert (
+        dataset.extra(VisionColumns) is not None
+        and dataset.extra(VisionColumns).spans.tolist() == case["training_image_bound"]
+    )
 
 
 def test_packed_rows_have_the_originals_labels_places_and_pixels(tmp_path: Path) -> None:
@@ -425,10 +429,10 @@ def test_truncation_drops_a_record_whose_image_it_would_cut(tmp_path: Path, limi
 def test_an_odd_label_behind_the_cut_is_gone(tmp_path: Path) -> None:
     record = minicpm_records()[1]
     whole = minicpm(tmp_path, records=[record])
-    assert whole.vision is not None and whole.vision.labels.tolist() == [[40, 2]]
+    assert whole.extra(VisionColumns) is not None and whole.extra(VisionColumns).labels.tolist() == [[40, 2]]
     for limit, left in ((42, [[40, 2]]), (41, [])):
         cut = minicpm(tmp_path, records=[record], seq_length=limit)
-        assert cut.vision is not None and cut.vision.labels.tolist() == left
+        assert cut.extra(VisionColumns) is not None and cut.extra(VisionColumns).labels.tolist() == left
         batch = batch_of(cut, [0])
         assert batch.labels_BS[0, -1] == IGNORE_LABEL and cut.target_counts[0] == (batch.labels_BS >= 0).sum()
 

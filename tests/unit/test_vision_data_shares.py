@@ -20,6 +20,7 @@ from engine.runtime.launch import Launch
 from engine.training.row_shape import shape_of_launch
 from engine.vision.batch_parts import CrossImages, Images
 from engine.vision.data import row_images as row_images
+from engine.vision.data.columns import VisionColumns
 from engine.vision.tile_shares import deal_out
 from tests.unit.test_vision_data_rows import batch_of, cogvlm, minicpm, minicpm_records
 
@@ -117,8 +118,8 @@ def test_a_image_that_changed_is_refused_where_it_is_decoded(tmp_path: Path) -> 
     first, second = (InputRank(rank, 2) for rank in range(2))
     whole = batch_of(dataset, [0, 1]).part(Images)
     assert whole is not None
-    assert dataset.vision is not None
-    (image,) = dataset.vision.images(1)
+    assert dataset.extra(VisionColumns) is not None
+    (image,) = dataset.extra(VisionColumns).images(1)
     Image.new("RGB", (41, 30)).save(image.file)
     with pytest.raises(UserError, match=r"line 2: field 'image' names .* is 41 x 30 now"):
         batch_of(dataset, [0, 1], input_rank=second)

@@ -16,10 +16,9 @@ from engine.data.chat import Message
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample
 from engine.data.record_files import Place, Record, read_records
-from engine.data.tokenize import tokenize_samples
+from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
-from engine.vision.data.reader import ImageReader
 from engine.vision.data.records import ImageSample
 
 AnswerSample = CompletionSample | ChatSample | ImageSample
@@ -43,7 +42,7 @@ class AnswerReader(RecordReader[ParsedRecord]):
         images: as for `engine.data.tokenize.tokenize_samples`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, images: ImageReader | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, images: ConversationReader | None = None) -> None:
         self._tokenizer, self._images = tokenizer, images
         self.family = None if images is None else images.family
 

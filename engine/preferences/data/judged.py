@@ -38,11 +38,11 @@ from engine.data.formats import (
 )
 from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
+from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
 from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
 from engine.sentences import listed
 from engine.vision.data.columns import Extras
-from engine.vision.data.reader import ImageReader
 from engine.vision.data.records import ImageSample
 
 LABELS = ("label", "kto_tag")
@@ -146,7 +146,7 @@ def build_judged(
     paths: Paths,
     *,
     tokenizer: Tokenizer,
-    images: ImageReader | None = None,
+    images: ConversationReader | None = None,
     **options: Any,
 ) -> TokenDataset:
     """Reads and tokenises files of judged answers; a row has room for `seq_length` tokens.

@@ -40,10 +40,10 @@ from engine.data.formats import (
 )
 from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
+from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
 from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
 from engine.sentences import listed
-from engine.vision.data.reader import ImageReader
 
 ANSWERS = ("chosen", "rejected")
 
@@ -154,7 +154,7 @@ def build_pairs(
     paths: Paths,
     *,
     tokenizer: Tokenizer,
-    images: ImageReader | None = None,
+    images: ConversationReader | None = None,
     **options: Any,
 ) -> TokenDataset:
     """Reads and tokenises files of pairs; a row has room for twice `seq_length` tokens.

@@ -7,14 +7,15 @@ and reaches the objective as `engine.batch.Completions`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.columns import Columns, contiguous
+from engine.data.extras import ExtraColumns
 
 RowWeight = Literal["tokens", "completions"]
 """What a row weighs in the loss: its target tokens, or its completions."""
@@ -41,7 +42,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionColumns:
+class CompletionColumns(ExtraColumns):
     """What a data set of completions has beside its tokens.
 
     Args:
@@ -59,10 +60,25 @@ class CompletionColumns:
     old_logps: NDArray[np.float32] | None = None
     reference_logps: NDArray[np.float32] | None = None
     row_weight: RowWeight = "tokens"
+    collector: ClassVar[str] = "engine.rollouts.data.row_completions:RowCompletions"
 
     def __post_init__(self) -> None:
         for column in self.of_tokens().values():
             assert column is None or column.shape == self.sampled_logps.shape, (column.shape, self.sampled_logps.shape)
+
+    @property
+    def counts_documents(self) -> bool:  # type: ignore[override]
+        return self.row_weight == "completions"
+
+    def fits(self, num_documents: int, num_tokens: int) -> bool:
+        return (len(self.advantages), len(self.sampled_logps)) == (num_documents, num_tokens)
+
+    def identity(self) -> Iterator[NDArray[np.float32]]:
+        yield from (self.advantages, self.sampled_logps)
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        known = {name: array for name, array in self.of_tokens().items() if array is not None}
+        return {"advantages": self.advantages, **known}
 
     def of_tokens(self) -> dict[str, NDArray[np.float32] | None]:
         """Returns the columns with a number for each token, by their names."""
@@ -88,9 +104,11 @@ def completion_columns(completions: Sequence[Completion], row_weight: RowWeight)
         np.array([token for one in ids for token in one], dtype=np.int32),
         np.array(flags, dtype=bool),
         np.cumsum([0, *map(len, ids)], dtype=np.int64),
-        completions=CompletionColumns(
-            advantages=np.array([one.advantage for one in completions], dtype=np.float32),
-            sampled_logps=np.array(logps, dtype=np.float32),
-            row_weight=row_weight,
-        ),
+        extras=[
+            CompletionColumns(
+                advantages=np.array([one.advantage for one in completions], dtype=np.float32),
+                sampled_logps=np.array(logps, dtype=np.float32),
+                row_weight=row_weight,
+            )
+        ],
     )

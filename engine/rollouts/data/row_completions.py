@@ -10,6 +10,7 @@ from engine.batch import IGNORE_LABEL, InputRank
 from engine.data.dataset import TokenDataset
 from engine.data.parts import CollatedRows, NumberedDocuments
 from engine.rollouts.batch_parts import Completions
+from engine.rollouts.data.completions import CompletionColumns
 
 
 class RowCompletions(NumberedDocuments):
@@ -21,7 +22,7 @@ class RowCompletions(NumberedDocuments):
 
     def finish(self, rows: CollatedRows) -> tuple[Completions]:
         """Returns the completions."""
-        columns, documents = self._dataset.completions, self.documents
+        columns, documents = self._dataset.extra(CompletionColumns), self.documents
         assert columns is not None, "documents that are no completions"
         ids_BS, lengths = self.numbered(rows)
         logps_BS: dict[str, Tensor | None] = {}

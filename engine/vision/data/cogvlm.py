@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.extras import Span
 from engine.data.template import Learn
 from engine.errors import UserError
-from engine.vision.data.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily
+from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.vision.data.writer import ChatWriter, SplitText, TextEncoder
 

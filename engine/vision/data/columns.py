@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.vision.data.family import Span
+from engine.data.extras import ExtraColumns, Span
 from engine.vision.data.pixels import Size
 
 IntArray = NDArray[np.int64]
@@ -71,9 +71,13 @@ class Extras:
         labels = {at: label for at, label in (self.odd_labels or {}).items() if at < length - 1}
         return Extras(kept, labels)
 
+    def columns(self, documents: Sequence[Extras | None]) -> VisionColumns:
+        """Returns the extras of some documents as columns."""
+        return VisionColumns.of([extras or Extras() for extras in documents])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VisionColumns:
+class VisionColumns(ExtraColumns):
     """The extras of all documents, D of them.
 
     Args:
@@ -120,15 +124,13 @@ class VisionColumns:
     def num_documents(self) -> int:
         return len(self.image_offsets) - 1
 
-    @property
     def feature_counts(self) -> IntArray:
-        """int64 [D], tokens of each document that features replace."""
+        """Returns int64 [D], tokens of each document that features replace."""
         before = np.concatenate([[0], np.cumsum(self.spans[:, 1] - self.spans[:, 0], dtype=np.int64)])
         return np.diff(before[self.span_offsets[self.image_offsets]])
 
-    @property
     def label_counts(self) -> IntArray:
-        """int64 [D], odd labels of each document."""
+        """Returns int64 [D], odd labels of each document."""
         return np.diff(self.label_offsets)
 
     def images(self, document: int) -> Iterator[PlacedImage]:
@@ -140,7 +142,7 @@ class VisionColumns:
             path, folder, where = self._texts(number)
             yield PlacedImage(path, folder, where, (width, height), spans, bool(self.alone[number]))
 
-    def spans_of(self, document: int) -> list[Span]:
+    def feature_spans(self, document: int) -> list[Span]:
         """Returns the tokens of a document that features replace."""
         return [span for image in self.images(document) for span in image.spans]
 
@@ -154,6 +156,22 @@ class VisionColumns:
         path, folder, where = (self.text[start:end].tobytes().decode() for start, end in pairwise(offsets))
         return path, folder, where
 
+    @classmethod
+    def joined(cls, parts: Sequence[VisionColumns | None], counts: Sequence[int]) -> VisionColumns:
+        """Returns the columns of several data sets, one after another; see `engine.data.extras.ExtraColumns`."""
+        whole = [part or cls.of([Extras()] * count) for part, count in zip(parts, counts, strict=True)]
+        return cls(
+            image_offsets=_chained([part.image_offsets for part in whole]),
+            sizes=np.concatenate([part.sizes for part in whole]),
+            alone=np.concatenate([part.alone for part in whole]),
+            span_offsets=_chained([part.span_offsets for part in whole]),
+            spans=np.concatenate([part.spans for part in whole]),
+            label_offsets=_chained([part.label_offsets for part in whole]),
+            labels=np.concatenate([part.labels for part in whole]),
+            text_offsets=_chained([part.text_offsets for part in whole]),
+            text=np.concatenate([part.text for part in whole]),
+        )
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Returns all columns by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -166,39 +184,9 @@ class VisionColumns:
             yield self.text[start:end]
 
 
-def vision_columns(documents: Sequence[Extras | None]) -> VisionColumns | None:
-    """Returns the extras of some documents as columns; None where none has any."""
-    if all(extras is None for extras in documents):
-        return None
-    return VisionColumns.of([extras or Extras() for extras in documents])
-
-
 def columns_of_images(images: Sequence[Sequence[PlacedImage]]) -> VisionColumns | None:
     """Returns the columns of documents that have these images; None where none has any."""
-    return vision_columns([Extras(tuple(own)) if own else None for own in images])
-
-
-def joined(parts: Sequence[VisionColumns | None], counts: Sequence[int]) -> VisionColumns | None:
-    """Returns the columns of several data sets, one after another; None where none has any.
-
-    Args:
-        parts: of each; None where documents have tokens alone.
-        counts: documents of each.
-    """
-    if all(part is None for part in parts):
-        return None
-    whole = [part or VisionColumns.of([Extras()] * count) for part, count in zip(parts, counts, strict=True)]
-    return VisionColumns(
-        image_offsets=_chained([part.image_offsets for part in whole]),
-        sizes=np.concatenate([part.sizes for part in whole]),
-        alone=np.concatenate([part.alone for part in whole]),
-        span_offsets=_chained([part.span_offsets for part in whole]),
-        spans=np.concatenate([part.spans for part in whole]),
-        label_offsets=_chained([part.label_offsets for part in whole]),
-        labels=np.concatenate([part.labels for part in whole]),
-        text_offsets=_chained([part.text_offsets for part in whole]),
-        text=np.concatenate([part.text for part in whole]),
-    )
+    return VisionColumns.of([Extras(tuple(own)) for own in images]) if any(images) else None
 
 
 def _chained(offsets: Sequence[IntArray]) -> IntArray:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.extras import Span
 from engine.data.template import Learn
 from engine.vision.data.pixels import Grid, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Span = tuple[int, int]
-"""[start, end) of tokens of a document."""
 
 Placing = Literal["in_place", "split", "parts"]
 """Where images stood in a record: markers in the text, numbered markers by which MiniCPM-V's script splits the text,
@@ -115,6 +114,8 @@ class VisionFamily(ABC):
 
     patch_features: int
     cross_patch_features: int | None = None
+    collector: ClassVar[str] = "engine.vision.data.row_images:collect_images"
+    """Collects the images of micro-batches; see `engine.data.parts.collectors`."""
     has_experts: ClassVar[bool] = False
     rotates_by_grid: bool = False
     is_bidirectional: bool = False

@@ -21,15 +21,16 @@ from einops import rearrange
 from numpy.typing import NDArray
 
 from engine.data.chat import Message
+from engine.data.extras import Span
+from engine.data.placeholders import Placeholders
 from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.size_limits import check_sizes
 from engine.vision.data.anyres import anyres_grid, most_tiles, num_features
-from engine.vision.data.family import Conversation, EncodedChat, Span, Tiles, Turn, VisionFamily, with_image_first
+from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily, with_image_first
 from engine.vision.data.pixels import Grid, Size
-from engine.vision.data.placeholders import Placeholders
 from engine.vision.tower_defaults import CLIP, whole_tower
 
 if TYPE_CHECKING:

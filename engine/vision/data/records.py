@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.data.chat import Message
+from engine.data.formats import IMAGE_FIELDS, FamilySample, has_parts
 from engine.data.record_files import Place, Record
+from engine.seams import resolve
 from engine.vision.data.family import Conversation, Turn
 
 MARKER = "<image>"
-FIELDS = ("image", "images")
 _NUMBERED = re.compile(r"(<image_\d+>)")
 _PART_FIELDS = ("image", "path", "image_url", "url")
 """Where a part names its image."""
@@ -46,21 +47,21 @@ class ImageRef:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSample:
+class ImageSample(FamilySample):
     """A conversation with images; its assistant turns are trained on."""
 
     place: Place
     conversation: Conversation
     images: tuple[ImageRef, ...]
 
-    @property
-    def num_turns(self) -> int:
-        return len(self.conversation.turns)
-
-
-def has_images(record: Record, messages: Sequence[Message]) -> bool:
-    """Returns whether a record names images, or has turns in parts."""
-    return any(record.get(field) for field in FIELDS) or any(_is_list(message) for message in messages)
+    def refusal(self) -> str:
+        """Returns why a model of text alone cannot read it."""
+        named = f"field '{self.images[0].field}' names an image" if self.images else "the turns are parts"
+        models = resolve("engine.vision.data.families:IMAGE_MODELS")
+        return (
+            f"{named}, but only text is read here: images are read in training, by models of type "
+            f"{', '.join(models)} (of InternVL the folder that ends in -hf); use one of these, or remove the images."
+        )
 
 
 def image_sample(place: Place, record: Record, messages: Sequence[Message]) -> ImageSample:
@@ -72,13 +73,13 @@ def image_sample(place: Place, record: Record, messages: Sequence[Message]) -> I
     Raises:
         UserError: an image and its place do not find each other, or a field is not what it should be.
     """
-    given = [field for field in FIELDS if record.get(field)]
+    given = [field for field in IMAGE_FIELDS if record.get(field)]
     if len(given) == 2:
         raise place.error("fields 'image' and 'images' both name images; keep one of them.")
     for message in messages:
         if message["role"] == "tool" or message.get("tool_calls"):
             raise place.error("a conversation with images calls tools, which no layout has; remove such records.")
-    if any(_is_list(message) for message in messages):
+    if any(has_parts(message) for message in messages):
         return _of_parts(place, record, messages)
     named = record[given[0]]
     if isinstance(named, Mapping):
@@ -135,7 +136,7 @@ def _of_map(place: Place, named: Mapping[str, Any], messages: Sequence[Message])
 
 
 def _of_parts(place: Place, record: Record, messages: Sequence[Message]) -> ImageSample:
-    given = next((field for field in FIELDS if record.get(field)), None)
+    given = next((field for field in IMAGE_FIELDS if record.get(field)), None)
     listed = [] if given is None else list(_refs(place, given, record[given]))
     waiting = iter(listed)
     refs: list[ImageRef] = []
@@ -219,20 +220,16 @@ def _checked(place: Place, conversation: Conversation, refs: list[ImageRef]) -> 
     return ImageSample(place, conversation, tuple(refs))
 
 
-def _is_list(message: Message) -> bool:
-    return isinstance(message.get("content"), list)
-
-
 def prompt_sample(place: Place, record: Record, messages: Sequence[Message]) -> ImageSample:
     """Returns a prompt with its images, which stand in front of the first question where it has no markers.
 
     Raises:
         UserError: as for `image_sample`.
     """
-    named = next((record[field] for field in FIELDS if record.get(field)), None)
+    named = next((record[field] for field in IMAGE_FIELDS if record.get(field)), None)
     by_marker = isinstance(named, Mapping) and not named.keys() & {"path", "url", "bytes"}
     marked = by_marker or any(MARKER in str(message.get("content")) for message in messages)
-    if marked or any(_is_list(message) for message in messages):
+    if marked or any(has_parts(message) for message in messages):
         return image_sample(place, record, messages)
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
     count = len(named) if isinstance(named, list) else 1

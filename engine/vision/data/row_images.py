@@ -21,10 +21,11 @@ from torch import Tensor
 
 from engine.batch import WHOLE_INPUT, BatchPart, InputRank
 from engine.data.dataset import TokenDataset
+from engine.data.extras import Span
 from engine.data.parts import CollatedRows, PlacedDocument
 from engine.vision.batch_parts import BidirectionalSpans, CrossImages, ExpertTokens, GridPositions, Images
 from engine.vision.data.columns import PlacedImage, VisionColumns
-from engine.vision.data.family import Span, Tiles, VisionFamily
+from engine.vision.data.family import Tiles, VisionFamily
 from engine.vision.data.files import read_image
 from engine.vision.data.pixels import Grid, Size
 from engine.vision.tile_shares import share_of
@@ -137,7 +138,7 @@ class RowImages:
 def collect_images(dataset: TokenDataset, input_rank: InputRank) -> RowImages:
     """Returns what collects the images of a data set's micro-batches."""
     assert dataset.family is not None
-    return RowImages(dataset.family, dataset.vision, input_rank, dataset.decoded)
+    return RowImages(dataset.family, dataset.extra(VisionColumns), input_rank, dataset.decoded)
 
 
 class _Tower:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Protocol
 
+from engine.data.extras import Span
 from engine.errors import UserError
-from engine.vision.data.family import EncodedChat, Span
+from engine.vision.data.family import EncodedChat
 
 
 class TextEncoder(Protocol):

@@ -48,7 +48,6 @@ class Columns:
 
     def __post_init__(self) -> None:
         assert len(self.lengths) % self.group == 0 and (self.group == 1 or self.signs is not None), self.group
-        assert all(extra.fits(len(self.lengths), len(self.tokens)) for extra in self.extras), self.extras
 
     @classmethod
     def of_documents(cls, documents: Sequence[Document], *, group: int = 1) -> Columns:
@@ -96,6 +95,7 @@ def contiguous(
     """
     assert offsets[0] == 0 and len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
     assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
+    assert all(extra.fits(len(offsets) - 1, len(tokens)) for extra in extras), extras
     counts = sum_rows(targets, offsets)
     max_token = int(tokens.max()) if len(tokens) else -1
     return Columns(

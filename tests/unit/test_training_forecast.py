@@ -116,8 +116,8 @@ def test_tiles_are_those_of_the_row_that_has_most(run: tuple[RunConfig, Training
     dataset.put(VisionColumns.of([Extras(own) for own in images]))
     assert dataset.feature_counts.tolist() == [4, 0, 10]
     rows = config.train.micro_batch_size
-    assert forecast._with_rows(workload, config, CPU.device, dataset).tiles == ((4, 3),) * 3 * rows
-    assert forecast._with_rows(workload, config, CPU.device, _rows(20)).tiles == ()
+    assert forecast._with_rows(workload, config, CPU, dataset).tiles == ((4, 3),) * 3 * rows
+    assert forecast._with_rows(workload, config, CPU, _rows(20)).tiles == ()
 
 
 def test_kernels_of_one_configuration(run: tuple[RunConfig, Training], tmp_path: Path) -> None:

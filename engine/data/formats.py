@@ -20,7 +20,7 @@ train on something else than the record says.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -309,10 +309,15 @@ def conversation_sample(place: Place, record: Record, messages: tuple[Message, .
     Raises:
         UserError: an image and its place do not find each other.
     """
-    if any(record.get(field) for field in IMAGE_FIELDS) or any(has_parts(message) for message in messages):
+    if has_images(record, messages):
         sample: FamilySample = resolve(_IMAGE_SAMPLE)(place, record, messages)
         return sample
     return ChatSample(place, messages)
+
+
+def has_images(record: Record, messages: Sequence[Message]) -> bool:
+    """Returns whether a record names images, or has turns in parts."""
+    return any(record.get(field) for field in IMAGE_FIELDS) or any(has_parts(message) for message in messages)
 
 
 def has_parts(message: Message) -> bool:

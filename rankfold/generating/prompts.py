@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from engine.data.formats import conversation_turns
+from engine.data.formats import IMAGE_FIELDS, conversation_turns, has_images
 from engine.data.record_files import Place
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -22,9 +22,7 @@ from engine.sentences import listed
 from engine.vision.data.columns import PlacedImage
 from engine.vision.data.reader import ImageReader
 from engine.vision.data.records import (
-    FIELDS,
     ImageSample,
-    has_images,
     image_sample,
     plain_conversation,
     prompt_sample,
@@ -49,7 +47,7 @@ class PromptRecord(NamedTuple):
     @property
     def image(self) -> str | None:
         """The place of an image that it names; None where it has text alone."""
-        for field in FIELDS:
+        for field in IMAGE_FIELDS:
             if self.fields.get(field):
                 return f"{self.place}: field '{field}'"
         for at, message in enumerate(self.fields.get("messages", ())):

@@ -40,6 +40,8 @@ _FULL: dict[str, object] = {
     "lora.rank": 0, "lora.dropout": 0, "trainable": '["*"]', "optim.lr": 0.001, "optim.weight_decay": 0.1,
 }  # fmt: skip
 _LONGER: dict[str, object] = {"data.seq_length": 192}
+_EPOCH: dict[str, object] = {"train.global_batch_size": 16}
+"""More rows than the files of records have."""
 _PACKED: dict[str, object] = {"data.packing": "true"}
 _EXPERTS: dict[str, object] = {**_PACKED, "lora.targets": r"q_proj,v_proj,o_proj,.*\.experts\.\d+\..*"}
 _IMAGES: dict[str, object] = {"data.seq_length": 256}
@@ -69,14 +71,18 @@ RUNS: dict[str, Run] = {
         },
     ),
     "drop": Run(
-        data="messages", options={"data.overlong": "drop", "data.validation_split": 0.2, "train.eval_every": 4}
+        data="messages",
+        options={**_EPOCH, "data.overlong": "drop", "data.validation_split": 0.2, "train.eval_every": 4},
     ),
-    "cut": Run(data="tokens", options={"data.overlong": "cut", "data.seq_length": 30, "data.packing": "concatenate"}),
+    "cut": Run(data="tokens", options={**_EPOCH, "data.overlong": "cut", "data.seq_length": 30}),
+    "concatenate": Run(data="tokens", options={"data.packing": "concatenate", "data.seq_length": 30}),
     "mix": Run(
         store="text",
-        options={**_PACKED, "data.overlong": "cut", "data.mix": '["{at}/more_text.jsonl=0.5", "{store}=0.7"]'},
+        options={
+            **_EPOCH, **_PACKED, "data.overlong": "cut", "data.mix": '["{at}/more_text.jsonl=0.5", "{store}=0.7"]',
+        },
     ),
-    "whole_epoch": Run(data="alpaca", options={"data.mask_prompt": "false", "train.global_batch_size": 16}),
+    "whole_epoch": Run(data="alpaca", options={**_EPOCH, "data.mask_prompt": "false"}),
     # preferences and policy gradients
     "dpo": Run(data="pairs", options={**_PACKED, "objective.name": "dpo", "data.seq_length": 60}),
     "dpo_initial": Run(

@@ -71,6 +71,18 @@ def arrows(tree: Tree) -> Iterator[Row]:
     for wing in WINGS:
         if each := [path for path, module in found if tree.wing(module) == wing]:
             yield f"  {wing}", f"{len(each)} ({len(set(each))})", ""
+    core = {source.path for source in tree.sources.values() if tree.is_core(source.module)}
+    late = [name for path, name in tree.late_names() if path in core and tree.wing(name.partition(":")[0])]
+    code = [
+        call.args[0].value
+        for source in tree.sources.values()
+        for call in ast.walk(source.tree)
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", "") == "resolve"
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    yield "names of wings in the core, resolved late", len(late), "-"
+    yield "  in code rather than in tables", sum(name in code for name in late), ""
     circles = tree.circles()
     yield "import circles", len(circles), "0"
     for circle in circles:

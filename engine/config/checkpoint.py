@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.checks import require, require_at_least, require_positive
+from engine.config.option import IGNORED, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +27,14 @@ class CheckpointOptions:
             afresh; anything else is the path of a run or checkpoint to resume from.
     """
 
-    dir: str | None = None
-    every: int = 0
-    keep: int = 3
-    keep_every: int = 0
-    keep_best: bool = False
-    asynchronous: bool = True
-    timeout: float = 300.0
-    resume: str = "auto"
+    dir: str | None = option(None, IGNORED)
+    every: int = option(0, IGNORED)
+    keep: int = option(3, IGNORED)
+    keep_every: int = option(0, IGNORED)
+    keep_best: bool = option(False, IGNORED)
+    asynchronous: bool = option(True, IGNORED)
+    timeout: float = option(300.0, IGNORED)
+    resume: str = option("auto", IGNORED)
 
     def __post_init__(self) -> None:
         require(self.dir != "", "checkpoint.dir is empty, but a folder is expected: give one, or null for a fresh one.")

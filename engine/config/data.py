@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice
+from engine.config.option import IGNORED, REPORTED, option
 
 Format = Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"]
 Packing = bool | Literal["concatenate"]
@@ -53,22 +54,22 @@ class DataOptions:
         tokenizer: Folder or sentencepiece .model file of the tokenizer; null takes the one in model.path.
     """
 
-    train: str | None = None
-    mix: tuple[str, ...] = ()
-    validation: str | None = None
-    validation_split: float | None = None
-    image_folder: str | None = None
-    format: Format = "auto"
-    seq_length: int = 2048
-    packing: Packing = False
-    overlong: Overlong = "truncate"
-    mask_prompt: bool = True
-    chat_template: str | None = None
-    chat_arguments: dict[str, Any] | None = None
-    learn_after_end: bool = True
-    show: int = 0
-    num_workers: int = 1
-    tokenizer: str | None = None
+    train: str | None = option(None, IGNORED)  # its content is compared by fingerprint
+    mix: tuple[str, ...] = option((), REPORTED)
+    validation: str | None = option(None, REPORTED)
+    validation_split: float | None = option(None, REPORTED)
+    image_folder: str | None = option(None, IGNORED)  # images are in that fingerprint
+    format: Format = option("auto", REPORTED)
+    seq_length: int = option(2048, REPORTED)
+    packing: Packing = option(False, REPORTED)
+    overlong: Overlong = option("truncate", REPORTED)
+    mask_prompt: bool = option(True, REPORTED)
+    chat_template: str | None = option(None, REPORTED)
+    chat_arguments: dict[str, Any] | None = option(None, REPORTED)
+    learn_after_end: bool = option(True, REPORTED)
+    show: int = option(0, IGNORED)  # printed
+    num_workers: int = option(1, IGNORED)  # processes
+    tokenizer: str | None = option(None, IGNORED)  # so is what it makes of texts
 
     @property
     def evaluates(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.option import IGNORED, REPORTED, option
 
 Policy = Literal["warn", "stop"]
 SpikePolicy = Literal["off", "warn", "skip", "stop"]
@@ -34,15 +35,15 @@ class GuardOptions:
         locate_non_finite: Recompute such a step to name the module where it began, at most three times in a run.
     """
 
-    liveness_steps: int = 5
-    liveness_policy: Policy = "stop"
-    replicas_every: int = 100
-    replicas_policy: Policy = "stop"
-    spike_policy: SpikePolicy = "warn"
-    spike_deviations: float = 8.0
-    spike_window: int = 64
-    non_finite_policy: NonFinitePolicy = "skip"
-    locate_non_finite: bool = True
+    liveness_steps: int = option(5, IGNORED)
+    liveness_policy: Policy = option("stop", IGNORED)
+    replicas_every: int = option(100, IGNORED)
+    replicas_policy: Policy = option("stop", IGNORED)
+    spike_policy: SpikePolicy = option("warn", REPORTED)
+    spike_deviations: float = option(8.0, REPORTED)
+    spike_window: int = option(64, REPORTED)
+    non_finite_policy: NonFinitePolicy = option("skip", REPORTED)
+    locate_non_finite: bool = option(True, IGNORED)
 
     def __post_init__(self) -> None:
         require(

@@ -21,8 +21,8 @@ from jsonargparse import Namespace
 
 from engine.config.keys import check_argument_names, check_file, check_text
 from engine.config.option_help import answer_help
-from engine.config.option_names import option_types, sections
-from engine.config.option_parser import build_parser, option_fields
+from engine.config.option_names import option_fields, option_types, sections
+from engine.config.option_parser import build_parser
 from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.checks import require, require_at_least, require_not_negative
+from engine.config.option import IGNORED, option
 from engine.config.run_files import is_taken
 
 
@@ -28,14 +29,14 @@ class LogOptions:
             0 reports no utilisation.
     """
 
-    every: int = 1
-    metrics: str | None = "metrics.jsonl"
-    tensorboard: bool = False
-    wandb_project: str | None = None
-    mlflow_experiment: str | None = None
-    communication: bool = False
-    profile_steps: tuple[int, ...] = ()
-    peak_tflops: float | None = None
+    every: int = option(1, IGNORED)
+    metrics: str | None = option("metrics.jsonl", IGNORED)
+    tensorboard: bool = option(False, IGNORED)
+    wandb_project: str | None = option(None, IGNORED)
+    mlflow_experiment: str | None = option(None, IGNORED)
+    communication: bool = option(False, IGNORED)
+    profile_steps: tuple[int, ...] = option((), IGNORED)
+    peak_tflops: float | None = option(None, IGNORED)
 
     def __post_init__(self) -> None:
         require_at_least("log.every", self.every, 1, "use 1 to report each step")

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, get_args
 from engine.choices import ExpertFactors
 from engine.config.checks import require, require_at_least, require_choice, require_positive
 from engine.config.matching import BLOCK_LINEARS, matches_target
+from engine.config.option import IGNORED, REPORTED, option
 from engine.config.patterns import PatternFlaw, name_pattern
 
 Fused = Literal["auto", "none", "qkv", "gate_up", "all"]
@@ -54,22 +55,22 @@ class LoraOptions:
         init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = BLOCK_LINEARS
-    exclude: tuple[str, ...] = ()
-    layers: tuple[int, ...] | None = None
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    rslora: bool = False
-    dora: bool = False
-    bias: bool = False
-    init: str = "kaiming"
-    fused: Fused = "auto"
-    experts: ExpertFactors = "per_expert"
-    ensure_weight_tying: bool = False
-    init_from: str | None = None
+    rank: int = option(16, REPORTED)
+    alpha: float = option(32.0, REPORTED)
+    dropout: float = option(0.0, REPORTED)
+    targets: tuple[str, ...] = option(BLOCK_LINEARS, REPORTED)
+    exclude: tuple[str, ...] = option((), REPORTED)
+    layers: tuple[int, ...] | None = option(None, REPORTED)
+    rank_pattern: dict[str, int] | None = option(None, REPORTED)
+    alpha_pattern: dict[str, float] | None = option(None, REPORTED)
+    rslora: bool = option(False, REPORTED)
+    dora: bool = option(False, REPORTED)
+    bias: bool = option(False, REPORTED)
+    init: str = option("kaiming", IGNORED)  # factors come from the checkpoint
+    fused: Fused = option("auto", REPORTED)
+    experts: ExpertFactors = option("per_expert", REPORTED)
+    ensure_weight_tying: bool = option(False, REPORTED)
+    init_from: str | None = option(None, IGNORED)  # factors come from the checkpoint
 
     def __post_init__(self) -> None:
         require_at_least("lora.rank", self.rank, 0, "use for example 16, or 0 for no adapters")

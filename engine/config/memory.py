@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from engine.choices import RECOMPUTE_LEVELS, Recompute
 from engine.config.checks import require, require_at_least, require_choice
+from engine.config.option import IGNORED, REPORTED, option
 
 ActivationDType = Literal["bfloat16", "float8"]
 CudaGraph = Literal["none", "layer", "step"]
@@ -41,14 +42,14 @@ class MemoryOptions:
             the data may ask for.
     """
 
-    recompute: Recompute = "selective"
-    recompute_layers: int | None = None
-    offload_activations: bool = False
-    offload_weights: bool = False
-    offload_optimizer: bool = False
-    activation_dtype: ActivationDType | None = None
-    cuda_graph: CudaGraph = "none"
-    graph_documents: int | None = None
+    recompute: Recompute = option("selective", IGNORED)
+    recompute_layers: int | None = option(None, IGNORED)
+    offload_activations: bool = option(False, IGNORED)
+    offload_weights: bool = option(False, IGNORED)
+    offload_optimizer: bool = option(False, IGNORED)
+    activation_dtype: ActivationDType | None = option(None, REPORTED)
+    cuda_graph: CudaGraph = option("none", IGNORED)
+    graph_documents: int | None = option(None, IGNORED)
 
     def __post_init__(self) -> None:
         require_choice("memory.recompute", self.recompute, RECOMPUTE_LEVELS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Literal, get_args
 
 from engine.choices import BASE_DTYPES, BaseDType
 from engine.config.checks import require, require_choice
+from engine.config.option import IGNORED, REPORTED, option
 
 DType = Literal["float32", "bfloat16", "float16"]
 Init = Literal["checkpoint", "random"]
@@ -42,12 +43,12 @@ class ModelOptions:
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 
-    path: str
-    dtype: DType = "float32"
-    base_dtype: BaseDType | None = None
-    init: Init = "checkpoint"
-    kernels: Kernels = "auto"
-    attention: Attention = "auto"
+    path: str = option(MISSING, IGNORED)  # the base is compared by fingerprint
+    dtype: DType = option("float32", REPORTED)
+    base_dtype: BaseDType | None = option(None, REPORTED)
+    init: Init = option("checkpoint", IGNORED)  # weights are not drawn again
+    kernels: Kernels = option("auto", IGNORED)  # they agree to rounding
+    attention: Attention = option("auto", IGNORED)  # they agree to rounding
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+from engine.config.option import IGNORED, REPORTED, option
 
 Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "grpo"]
 Reference = Literal["base", "initial"]
@@ -152,36 +153,36 @@ class ObjectiveOptions:
         importance_min: Lower limit of that ratio; null for none.
     """
 
-    name: Name = "language_modeling"
-    beta: float | None = None
-    label_smoothing: float = 0.0
-    length_normalised: bool = False
-    margin: float = 0.0
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-    reference: Reference = "base"
-    loss_type: PolicyLoss = "dapo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    kl_bias_correction: bool = True
-    ratio_level: RatioLevel | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    scale_rewards: RewardScale = "group"
-    reward_aggregation: RewardAggregation = "sum_then_normalize"
-    mask_truncated: bool = False
-    num_iterations: int = 1
-    top_entropy_quantile: float = 1.0
-    report_entropy: bool = True
-    off_policy_threshold: float | None = None
-    importance_correction: ImportanceCorrection = "none"
-    importance_max: float | None = 3.0
-    importance_min: float | None = None
+    name: Name = option("language_modeling", REPORTED)
+    beta: float | None = option(None, REPORTED)
+    label_smoothing: float = option(0.0, REPORTED)
+    length_normalised: bool = option(False, REPORTED)
+    margin: float = option(0.0, REPORTED)
+    desirable_weight: float = option(1.0, REPORTED)
+    undesirable_weight: float = option(1.0, REPORTED)
+    reference: Reference = option("base", REPORTED)
+    loss_type: PolicyLoss = option("dapo", REPORTED)
+    epsilon: float = option(0.2, REPORTED)
+    epsilon_high: float | None = option(None, REPORTED)
+    delta: float | None = option(None, REPORTED)
+    kl_bias_correction: bool = option(True, REPORTED)
+    ratio_level: RatioLevel | None = option(None, REPORTED)
+    sapo_temperature_pos: float = option(1.0, REPORTED)
+    sapo_temperature_neg: float = option(1.05, REPORTED)
+    vespo_k_pos: float = option(2.0, REPORTED)
+    vespo_lambda_pos: float = option(3.0, REPORTED)
+    vespo_k_neg: float = option(3.0, REPORTED)
+    vespo_lambda_neg: float = option(2.0, REPORTED)
+    scale_rewards: RewardScale = option("group", REPORTED)
+    reward_aggregation: RewardAggregation = option("sum_then_normalize", REPORTED)
+    mask_truncated: bool = option(False, REPORTED)
+    num_iterations: int = option(1, REPORTED)
+    top_entropy_quantile: float = option(1.0, REPORTED)
+    report_entropy: bool = option(True, IGNORED)  # a figure
+    off_policy_threshold: float | None = option(None, REPORTED)
+    importance_correction: ImportanceCorrection = option("none", REPORTED)
+    importance_max: float | None = option(3.0, REPORTED)
+    importance_min: float | None = option(None, REPORTED)
 
     def __post_init__(self) -> None:
         require_choice("objective.name", self.name, tuple(OBJECTIVES))
@@ -202,7 +203,7 @@ class ObjectiveOptions:
         )
         require_positive("objective.desirable_weight", self.desirable_weight, "use for example 1.0")
         require_positive("objective.undesirable_weight", self.undesirable_weight, "use for example 1.0")
-        for option, value, default, names in (
+        for name, value, default, names in (
             ("label_smoothing", self.label_smoothing, 0.0, ("dpo", "simpo")),
             ("length_normalised", self.length_normalised, False, ("dpo", "hinge")),
             ("margin", self.margin, 0.0, ("simpo",)),
@@ -216,7 +217,7 @@ class ObjectiveOptions:
             ("ratio_level", self.ratio_level, None, POLICY_GRADIENT),
             ("sapo_temperature_pos", self.sapo_temperature_pos, 1.0, POLICY_GRADIENT),
             ("sapo_temperature_neg", self.sapo_temperature_neg, 1.05, POLICY_GRADIENT),
-            *((f"vespo_{name}", value, VESPO[name], POLICY_GRADIENT) for name, value in self._vespo().items()),
+            *((f"vespo_{key}", value, VESPO[key], POLICY_GRADIENT) for key, value in self._vespo().items()),
             ("scale_rewards", self.scale_rewards, "group", POLICY_GRADIENT),
             ("reward_aggregation", self.reward_aggregation, "sum_then_normalize", POLICY_GRADIENT),
             ("mask_truncated", self.mask_truncated, False, POLICY_GRADIENT),
@@ -230,7 +231,7 @@ class ObjectiveOptions:
         ):
             require(
                 value == default or self.name in names,
-                f"objective.{option} is {value} and objective.name is {self.name}, but it belongs to "
+                f"objective.{name} is {value} and objective.name is {self.name}, but it belongs to "
                 f"{' and '.join(names)}: remove it, or choose one of these.",
             )
         self._check_clipping()
@@ -333,9 +334,9 @@ class ObjectiveOptions:
         )
         require_choice("objective.importance_correction", self.importance_correction, get_args(ImportanceCorrection))
         low, high = self.importance_min, self.importance_max
-        for option, limit in (("importance_min", low), ("importance_max", high)):
+        for name, limit in (("importance_min", low), ("importance_max", high)):
             if limit is not None:
-                require_positive(f"objective.{option}", limit, "use for example 3.0, or null for no limit")
+                require_positive(f"objective.{name}", limit, "use for example 3.0, or null for no limit")
         require(
             low is None or high is None or low < high,
             f"objective.importance_min is {low} and objective.importance_max is {high}, which leaves no ratio between "

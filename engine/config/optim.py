@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from engine.choices import LearningRateSchedule
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+from engine.config.option import IGNORED, REPORTED, option
 
 Backend = Literal["auto", "torch", "native", "apex"]
 
@@ -42,20 +43,20 @@ class OptimOptions:
             for none.
     """
 
-    backend: Backend = "auto"
-    lr: float = 2e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad_norm: float = 1.0
-    max_skipped_steps: int = 10
-    loss_scale: float = 65536.0
-    loss_scale_window: int = 1000
-    schedule: LearningRateSchedule = "cosine"
-    warmup_steps: int = 0
-    warmup_ratio: float | None = None
-    min_lr: float = 0.0
-    lr_pattern: dict[str, float] | None = None
+    backend: Backend = option("auto", IGNORED)  # the update is the same
+    lr: float = option(2e-4, REPORTED)
+    betas: tuple[float, float] = option((0.9, 0.999), REPORTED)
+    eps: float = option(1e-8, REPORTED)
+    weight_decay: float = option(0.0, REPORTED)
+    clip_grad_norm: float = option(1.0, REPORTED)
+    max_skipped_steps: int = option(10, IGNORED)  # when a run gives up
+    loss_scale: float = option(65536.0, IGNORED)  # the checkpoint has the current one
+    loss_scale_window: int = option(1000, REPORTED)
+    schedule: LearningRateSchedule = option("cosine", REPORTED)
+    warmup_steps: int = option(0, REPORTED)
+    warmup_ratio: float | None = option(None, REPORTED)
+    min_lr: float = option(0.0, REPORTED)
+    lr_pattern: dict[str, float] | None = option(None, REPORTED)
 
     def __post_init__(self) -> None:
         require_choice("optim.backend", self.backend, get_args(Backend))

@@ -11,8 +11,8 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from engine.config.option_names import option_types, sections
-from engine.config.option_parser import build_parser, explanations, option_fields, section_title
+from engine.config.option_names import option_fields, option_types, sections
+from engine.config.option_parser import build_parser, explanations, section_title
 from engine.config.suggestions import closest, meant_options
 from engine.errors import UserError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -26,6 +26,15 @@ def option_types() -> dict[str, Any]:
         else:
             types[name] = kind
     return types
+
+
+@cache
+def option_fields() -> dict[str, Field[Any]]:
+    """Returns the full name of every option -> its field; those without a section come first."""
+    found = {field.name: field for field in fields(RunConfig) if field.name in option_types()}
+    for name, kind in sections().items():
+        found |= {f"{name}.{field.name}": field for field in fields(kind)}
+    return found
 
 
 def _is_section(kind: Any) -> bool:

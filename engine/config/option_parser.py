@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING
 from functools import cache
 from inspect import getdoc
 from typing import TYPE_CHECKING, Any
 
 from docstring_parser import parse as parse_docstring
 
-from engine.config.option_names import option_types, sections
+from engine.config.option_names import option_fields, option_types, sections
 from engine.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -21,15 +21,6 @@ Every option below can stand in a YAML file given with --config, in its section,
 --config run.yaml --parallel.tensor 4 --lora.targets q_proj,v_proj. `rankfold train` takes --profile for
 --log.profile_steps, and --reward, once for each function, for --rollout.rewards.
 """
-
-
-@cache
-def option_fields() -> dict[str, Field[Any]]:
-    """Returns the full name of every option -> its field; those without a section come first."""
-    found = {field.name: field for field in fields(RunConfig) if field.name in option_types()}
-    for name, kind in sections().items():
-        found |= {f"{name}.{field.name}": field for field in fields(kind)}
-    return found
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from engine.choices import SCHEDULES, PipelineSchedule, ShardLevel
 from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.option import IGNORED, option
 
 ContextMethod = Literal["ring", "ulysses"]
 LoraReduce = Literal["local", "joint"]
@@ -48,19 +49,19 @@ class ParallelOptions:
         bucket_mb: Size in MiB of the buckets in which gradients are reduced over the data-parallel ranks.
     """
 
-    tensor: int = 1
-    sequence: bool | None = None
-    pipeline: int = 1
-    virtual: int | None = None
-    schedule: Literal["auto", PipelineSchedule] = "auto"
-    layers_per_stage: tuple[int, ...] | None = None
-    context: int = 1
-    context_method: ContextMethod = "ring"
-    expert: int = 1
-    expert_tensor: int | None = None
-    shard: ShardLevel = "none"
-    lora_reduce: LoraReduce = "local"
-    bucket_mb: float = 25.0
+    tensor: int = option(1, IGNORED)
+    sequence: bool | None = option(None, IGNORED)
+    pipeline: int = option(1, IGNORED)
+    virtual: int | None = option(None, IGNORED)
+    schedule: Literal["auto", PipelineSchedule] = option("auto", IGNORED)
+    layers_per_stage: tuple[int, ...] | None = option(None, IGNORED)
+    context: int = option(1, IGNORED)
+    context_method: ContextMethod = option("ring", IGNORED)
+    expert: int = option(1, IGNORED)
+    expert_tensor: int | None = option(None, IGNORED)
+    shard: ShardLevel = option("none", IGNORED)
+    lora_reduce: LoraReduce = option("local", IGNORED)
+    bucket_mb: float = option(25.0, IGNORED)
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert"):

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from engine.choices import Mismatch, ServerKind
 from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.option import IGNORED, REPORTED, option
 from engine.errors import UserError
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
@@ -73,30 +74,30 @@ class RolloutOptions:
         mismatch_bound: Of the mean distance of two log-probabilities, in nats.
     """
 
-    rewards: tuple[str, ...] = ()
-    reward_weights: tuple[float, ...] = ()
-    num_generations: int = 8
-    max_completion_length: int = 512
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    steps_per_generation: int = 1
-    slots: int = 32
-    overlong_buffer: int | None = None
-    drop_uniform_groups: bool = False
-    reward_workers: int = 1
-    reward_timeout: float = 60.0
-    show: int = 1
-    server: str | None = None
-    server_kind: ServerKind = "vllm"
-    server_model: str | None = None
-    server_timeout: float = 600.0
-    adapter_dir: str | None = None
-    overlap: bool = False
-    mismatch: Mismatch = "warn"
-    mismatch_bound: float = 0.1
+    rewards: tuple[str, ...] = option((), REPORTED)
+    reward_weights: tuple[float, ...] = option((), REPORTED)
+    num_generations: int = option(8, REPORTED)
+    max_completion_length: int = option(512, REPORTED)
+    temperature: float = option(1.0, REPORTED)
+    top_k: int | None = option(None, REPORTED)
+    top_p: float = option(1.0, REPORTED)
+    min_p: float = option(0.0, REPORTED)
+    repetition_penalty: float = option(1.0, REPORTED)
+    steps_per_generation: int = option(1, REPORTED)
+    slots: int = option(32, IGNORED)  # rows that are computed together
+    overlong_buffer: int | None = option(None, REPORTED)
+    drop_uniform_groups: bool = option(False, REPORTED)
+    reward_workers: int = option(1, IGNORED)  # processes
+    reward_timeout: float = option(60.0, IGNORED)
+    show: int = option(1, IGNORED)  # printed
+    server: str | None = option(None, REPORTED)
+    server_kind: ServerKind = option("vllm", IGNORED)  # how a server is spoken to
+    server_model: str | None = option(None, IGNORED)
+    server_timeout: float = option(600.0, IGNORED)
+    adapter_dir: str | None = option(None, IGNORED)
+    overlap: bool = option(False, REPORTED)
+    mismatch: Mismatch = option("warn", REPORTED)
+    mismatch_bound: float = option(0.1, REPORTED)
 
     def __post_init__(self) -> None:
         require_at_least("rollout.num_generations", self.num_generations, 2, "use for example 8")

@@ -14,6 +14,7 @@ from engine.config.memory import MemoryOptions
 from engine.config.model import ModelOptions
 from engine.config.objective import ObjectiveOptions
 from engine.config.optim import OptimOptions
+from engine.config.option import REPORTED, option
 from engine.config.parallel import ParallelOptions
 from engine.config.rollout import RolloutOptions
 from engine.config.train import TrainOptions
@@ -41,7 +42,7 @@ class RunConfig:
     """
 
     model: ModelOptions
-    trainable: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = option((), REPORTED)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)

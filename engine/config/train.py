@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+from engine.config.option import IGNORED, REPORTED, option
 
 EvalMean = Literal["tokens", "rows"]
 LastBatch = Literal["short", "full"]
@@ -58,29 +59,29 @@ class TrainOptions:
             train.collective_timeout, null takes half of it.
     """
 
-    steps: int | None = None
-    epochs: float | None = None
-    micro_batch_size: int = 1
-    global_batch_size: int = 8
-    last_batch: LastBatch = "short"
-    seed: int = 1234
-    deterministic: bool = False
-    eval_every: int = 0
-    eval_first: int | None = None
-    eval_samples: int | None = None
-    eval_mean: EvalMean = "tokens"
-    target_eval_loss: float | None = None
-    early_stopping_patience: int | None = None
-    early_stopping_min_delta: float = 0.0
-    sample_every: int = 0
-    sample_prompts: tuple[str, ...] = ()
-    sample_tokens: int = 48
-    sample_chat: bool = False
-    sample_images: tuple[str, ...] = ()
-    synthetic_steps: int = 0
-    router_aux_loss_coef: float = 0.0
-    collective_timeout: float = 600.0
-    hang_report_after: float | None = None
+    steps: int | None = option(None, REPORTED)
+    epochs: float | None = option(None, REPORTED)
+    micro_batch_size: int = option(1, IGNORED)  # the layout
+    global_batch_size: int = option(8, REPORTED)
+    last_batch: LastBatch = option("short", REPORTED)
+    seed: int = option(1234, REPORTED)
+    deterministic: bool = option(False, IGNORED)  # bits within one layout
+    eval_every: int = option(0, REPORTED)
+    eval_first: int | None = option(None, REPORTED)
+    eval_samples: int | None = option(None, REPORTED)
+    eval_mean: EvalMean = option("tokens", REPORTED)
+    target_eval_loss: float | None = option(None, REPORTED)
+    early_stopping_patience: int | None = option(None, REPORTED)
+    early_stopping_min_delta: float = option(0.0, REPORTED)
+    sample_every: int = option(0, IGNORED)  # printed
+    sample_prompts: tuple[str, ...] = option((), IGNORED)
+    sample_tokens: int = option(48, IGNORED)
+    sample_chat: bool = option(False, IGNORED)
+    sample_images: tuple[str, ...] = option((), IGNORED)
+    synthetic_steps: int = option(0, IGNORED)  # they leave no trace
+    router_aux_loss_coef: float = option(0.0, REPORTED)
+    collective_timeout: float = option(600.0, IGNORED)
+    hang_report_after: float | None = option(None, IGNORED)
 
     def __post_init__(self) -> None:
         require(

@@ -9,21 +9,18 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 
-from engine.config.option_names import option_types, sections
-from engine.config.resume_rules import SAID, SILENT, changes, is_said
-from engine.config.run import RunConfig
+from engine.config.option import IGNORED, REPORTED, is_reported
+from engine.config.option_names import option_fields, option_types, sections
+from engine.config.resume_rules import changes
 
 
-def test_every_option_is_said_or_silent() -> None:
-    """A new option fails here until somebody has decided which it is."""
-    for option in option_types():
-        section, _, name = option.rpartition(".")
-        said, silent = name in SAID.get(section, ()), {name, "*"} & set(SILENT.get(section, ()))
-        assert said != bool(silent), f"{option} must be in one of SAID and SILENT of engine/config/resume_rules.py"
-    known = {section: {field.name for field in fields(kind)} for section, kind in sections().items()}
-    known[""] = {field.name for field in fields(RunConfig)} - known.keys()
-    for table in (SAID, SILENT):
-        assert all(set(names) <= known[section] | {"*"} for section, names in table.items()), "a name that is gone"
+def test_every_option_is_reported_or_ignored() -> None:
+    """A new option fails here until its field has decided which it is."""
+    assert option_fields().keys() == option_types().keys()
+    for name, declared in option_fields().items():
+        assert declared.metadata.get("change") in (REPORTED, IGNORED), (
+            f"{name} must be declared with engine.config.option"
+        )
 
 
 def _defaults() -> dict[str, Any]:
@@ -61,7 +58,7 @@ def test_a_change_is_seen_where_it_is_said(option: str) -> None:
     place = after[section] if section else after
     place[name] = _another(option_types()[option], place[name])
     found = changes(yaml.safe_dump(before), yaml.safe_dump(after))
-    assert [change.option for change in found] == ([option] if is_said(option) else [])
+    assert [change.option for change in found] == ([option] if is_reported(option_fields()[option]) else [])
     if found:
         assert str(found[0]).startswith(f"{option} ") and " -> " in str(found[0])
 

@@ -1,0 +1,31 @@
+"""Declares an option of a section: its default, and whether a resumed run reports a change of it.
+
+Another value of a reported option changes what is trained, evaluated or kept; that of an ignored one does not. What
+must not change at all (the adapters' shape, the base) is refused where the checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, field
+from typing import Any, Literal
+
+Change = Literal["reported", "ignored"]
+"""What becomes of a change of the option."""
+REPORTED: Change = "reported"
+IGNORED: Change = "ignored"
+
+
+def option(default: Any, change: Change) -> Any:
+    """Returns the field of an option.
+
+    Args:
+        default: its default; MISSING where it must be given.
+        change: REPORTED or IGNORED.
+    """
+    metadata = {"change": change}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+def is_reported(declared: Field[Any]) -> bool:
+    """Returns whether a resumed run reports a change of an option."""
+    return bool(declared.metadata["change"] == REPORTED)

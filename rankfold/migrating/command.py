@@ -123,7 +123,7 @@ def convert(
             raise UserError(f"--set {name} has a value that {flaw}, or put text in quotes.") from None
         conversion.take(Given(source="--set", key=name, value=value), name, parsed)
     for name in [name for name in conversion.options if not conversion.has(name)]:
-        conversion.withdraw(name, f"there is no {name}")
+        conversion.remove(name, f"there is no {name}")
     processes = finish(conversion, trainer, ranks)
     return conversion, processes
 
@@ -155,7 +155,7 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
     if rule is None and not one.idle:
         if names_objective(one.key) and one.value not in OFF:
             raise other_objective(one, "a key that names the objective and is not known")
-        conversion.miss(one, "check whether it matters, and set the option that it means")
+        conversion.unknown(one, "check whether it matters, and set the option that it means")
     elif rule is None:
         return
     elif one.open and "objective.name" in rule.options and not str(one.value).startswith("<computed"):
@@ -164,7 +164,7 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
             f"is trained: add its value with --flags '--{one.key} VALUE'."
         )
     elif one.open and "objective.name" not in rule.options:
-        conversion.leave(one, rule.options)
+        conversion.unresolved(one, rule.options)
     else:
         rule.apply(conversion, one)
 

@@ -63,7 +63,7 @@ class Conversion:
         became = f"{option}: {_text(value)}{f' ({note})' if note else ''}"
         return self._set(self.options, option, option, value, Row(given, became, "taken"))
 
-    def know(self, given: Given, fact: str, value: Any, became: str) -> None:
+    def add_fact(self, given: Given, fact: str, value: Any, became: str) -> None:
         """Records a fact that an option follows from once all keys are read."""
         self._set(self.facts, fact, f"({fact})", value, Row(given, became, "taken"))
 
@@ -80,18 +80,18 @@ class Conversion:
     def drop(self, given: Given, why: str) -> None:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
 
-    def lack(self, given: Given, why: str) -> None:
+    def unsupported(self, given: Given, why: str) -> None:
         """Reports a key that changes what is trained and has no counterpart: the run will differ."""
         self.drop(given, f"no counterpart, {why}")
         self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
 
-    def leave(self, given: Given, options: tuple[str, ...]) -> None:
+    def unresolved(self, given: Given, options: tuple[str, ...]) -> None:
         """Reports a key whose value is not in the input."""
         self.drop(given, "its value is only known when the script runs")
         if options:
             self.to_fill.append(f"{', '.join(options)}: {given.key} is {given.value}, which was not given")
 
-    def withdraw(self, option: str, why: str) -> None:
+    def remove(self, option: str, why: str) -> None:
         """Withdraws the value that `option` was given."""
         del self.options[option]
         row = self._owner.pop(option, None)
@@ -102,11 +102,11 @@ class Conversion:
         """Returns whether one of `keys` was among what was read."""
         return any(row.given.key in keys for row in self.rows)
 
-    def miss(self, given: Given, why: str) -> None:
+    def unknown(self, given: Given, why: str) -> None:
         """Reports a key that may matter and is not known."""
         self.rows.append(Row(given, f"not known: {why}", "unknown"))
 
-    def imply(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
+    def set_default(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
         """Sets an option that is not in the input to what the other trainer does by default."""
         if option not in self.options:
             self.take(Given(source=source, key=key, value=NOT_GIVEN), option, value, note)
@@ -148,7 +148,7 @@ def fact(name: str, kind: Callable[[Given], Any], *options: str, became: str = "
     names.
     """
     said = became or ", ".join(options)
-    return Rule(lambda conversion, given: conversion.know(given, name, kind(given), said), options)
+    return Rule(lambda conversion, given: conversion.add_fact(given, name, kind(given), said), options)
 
 
 def dropped(why: str) -> Rule:

@@ -54,7 +54,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
     if not adapters:
         _train_everything(conversion, trainer)
     if conversion.options.get("data.validation") and conversion.options.get("data.validation_split"):
-        conversion.withdraw("data.validation_split", "data.validation is given, and counts")
+        conversion.remove("data.validation_split", "data.validation is given, and counts")
     _length(conversion)
     _saving(conversion, trainer)
     _defaults(conversion, trainer, adapters=adapters)
@@ -76,15 +76,15 @@ def _train_everything(conversion: Conversion, trainer: Trainer) -> None:
     """Sets options for a run without adapters, where the input has none."""
     options = conversion.options
     for name in [name for name in options if name.startswith("lora.") and name != "lora.rank"]:
-        conversion.withdraw(name, "no adapters train")
+        conversion.remove(name, "no adapters train")
     if options.get("lora.rank"):
-        conversion.withdraw("lora.rank", "no adapters train")
+        conversion.remove("lora.rank", "no adapters train")
     source = f"{trainer.name} without adapters"
-    conversion.imply(source, "full training", "lora.rank", 0)
+    conversion.set_default(source, "full training", "lora.rank", 0)
     if options.get("lora.rank") == 0 and conversion.facts.get("finetuning_type") != "freeze":
-        conversion.imply(source, "full training", "trainable", conversion.facts.get("full training", ["*"]))
+        conversion.set_default(source, "full training", "trainable", conversion.facts.get("full training", ["*"]))
     if options.get("model.base_dtype") is not None and {"*", "layers"} & set(options.get("trainable", [])):
-        conversion.withdraw("model.base_dtype", "weights that train are not stored in fewer bits")
+        conversion.remove("model.base_dtype", "weights that train are not stored in fewer bits")
 
 
 def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> None:
@@ -104,7 +104,7 @@ def _defaults(conversion: Conversion, trainer: Trainer, *, adapters: bool) -> No
             continue
         value = default.of(conversion)
         if value != engine_default(name):
-            conversion.imply(f"{trainer.name}'s default", default.where, name, value)
+            conversion.set_default(f"{trainer.name}'s default", default.where, name, value)
 
 
 def _dropout(conversion: Conversion, trainer: Trainer) -> None:
@@ -120,9 +120,9 @@ def _length(conversion: Conversion) -> None:
     options, facts = conversion.options, conversion.facts
     if "source_length" in facts and "target_length" in facts:
         both = facts["source_length"] + facts["target_length"]
-        conversion.imply("derived", "source_max_len + target_max_len", "data.seq_length", both)
+        conversion.set_default("derived", "source_max_len + target_max_len", "data.seq_length", both)
     if "train.steps" in options and "train.epochs" in options:
-        conversion.withdraw("train.epochs", "the number of steps counts")
+        conversion.remove("train.epochs", "the number of steps counts")
     if "train.steps" in options:
         options["train.epochs"] = None
 
@@ -132,15 +132,17 @@ def _saving(conversion: Conversion, trainer: Trainer) -> None:
     default = trainer.defaults.get("checkpoint.every")
     kind = facts.get("save_strategy", "steps")
     if kind == "no":
-        conversion.imply("derived", "save_strategy", "checkpoint.every", 0, "saved at the end alone")
+        conversion.set_default("derived", "save_strategy", "checkpoint.every", 0, "saved at the end alone")
     elif kind == "steps":
         every = facts.get("save_steps")
         if every is not None and every < 1:
             conversion.to_fill.append(f"checkpoint.every: {every:g} of all steps")
         elif every is not None:
-            conversion.imply("derived", "save_steps", "checkpoint.every", int(every))
+            conversion.set_default("derived", "save_steps", "checkpoint.every", int(every))
         elif isinstance(default, Default) and default.of(conversion) != 0:
-            conversion.imply(f"{trainer.name}'s default", default.where, "checkpoint.every", default.of(conversion))
+            conversion.set_default(
+                f"{trainer.name}'s default", default.where, "checkpoint.every", default.of(conversion)
+            )
     elif not facts.get("saves_per_epoch"):
         conversion.to_fill.append(
             "checkpoint.every: a checkpoint an epoch; without it the run is saved at its end alone"
@@ -151,7 +153,7 @@ def _lowest_rate(conversion: Conversion) -> None:
     share, rate = conversion.facts.get("min_lr_share"), conversion.options.get("optim.lr")
     if share is not None and rate is not None:
         lowest = float(f"{share * rate:.12g}")  # 1e-6, not 1.0000000000000002e-06
-        conversion.imply("derived", "share of the highest rate", "optim.min_lr", lowest, f"{share:g} x {rate:g}")
+        conversion.set_default("derived", "share of the highest rate", "optim.min_lr", lowest, f"{share:g} x {rate:g}")
 
 
 def _model_ranks(conversion: Conversion) -> int:
@@ -182,11 +184,11 @@ def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bo
     known_batch = options.get("train.global_batch_size")
     if known_batch and not conversion.given(*_MICRO):
         if "train.micro_batch_size" in options:
-            conversion.withdraw("train.micro_batch_size", "the batch is given")
+            conversion.remove("train.micro_batch_size", "the batch is given")
         micro = max(1, int(known_batch) // (copies * accumulation))
     else:
         micro = int(options.get("train.micro_batch_size") or 1)
-    conversion.imply("derived", "rows of one pass", "train.micro_batch_size", micro)
+    conversion.set_default("derived", "rows of one pass", "train.micro_batch_size", micro)
     note = f"{micro} a pass x {accumulation} accumulated x {copies} data-parallel"
     if not known_batch and not said:
         rows = micro * accumulation
@@ -194,7 +196,9 @@ def _batch(conversion: Conversion, trainer: Trainer, processes: int, *, said: bo
             "--ranks: the number of processes is not given, and the batch is "
             f"{rows} row{'' if rows == 1 else 's'} for each"
         )
-    conversion.imply("derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note)
+    conversion.set_default(
+        "derived", "rows of one update", "train.global_batch_size", micro * accumulation * copies, note
+    )
     members = options.get("rollout.num_generations", engine_default("rollout.num_generations"))
     rows = options["train.global_batch_size"]
     if options.get("objective.name") == "grpo" and members and rows % members:
@@ -230,14 +234,14 @@ def _evaluation(conversion: Conversion, processes: int) -> None:
     if every < 1:
         conversion.to_fill.append(f"train.eval_every: {every:g} of all steps")
     else:
-        conversion.imply("derived", "evaluations", "train.eval_every", int(every))
+        conversion.set_default("derived", "evaluations", "train.eval_every", int(every))
     if facts.get("eval_iters"):
         rows = facts.get("eval_batch") or options.get("train.micro_batch_size", 1)
         copies = processes // int(options.get("parallel.tensor", 1))
         samples = facts["eval_iters"] * (
             (facts.get("eval_batch") and rows * copies) or options["train.global_batch_size"]
         )
-        conversion.imply("derived", "eval_iters x rows of one iteration", "train.eval_samples", samples)
+        conversion.set_default("derived", "eval_iters x rows of one iteration", "train.eval_samples", samples)
     _require_validation(conversion)
 
 
@@ -246,7 +250,7 @@ def _needs_evaluation(conversion: Conversion, *, known: bool) -> None:
     options = conversion.options
     if options.get("train.early_stopping_patience") and not known:
         patience = options["train.early_stopping_patience"]
-        conversion.withdraw("train.early_stopping_patience", "no number of steps says when there are evaluations")
+        conversion.remove("train.early_stopping_patience", "no number of steps says when there are evaluations")
         conversion.to_fill.append(f"train.early_stopping_patience: {patience}, once train.eval_every is known")
     if options.get("train.early_stopping_patience") or options.get("checkpoint.keep_best"):
         _require_validation(conversion)
@@ -262,15 +266,15 @@ def _betas(conversion: Conversion, trainer: Trainer) -> None:
         and isinstance(default, Default)
         and not {"beta1", "beta2"} & facts.keys()
     ):
-        conversion.imply(f"{trainer.name}'s default", default.where, "optim.betas", betas)
+        conversion.set_default(f"{trainer.name}'s default", default.where, "optim.betas", betas)
     elif betas != engine_default("optim.betas"):
-        conversion.imply("flags", "adam_beta1, adam_beta2", "optim.betas", betas)
+        conversion.set_default("flags", "adam_beta1, adam_beta2", "optim.betas", betas)
 
 
 def _weights_in_host_memory(conversion: Conversion) -> None:
     options = conversion.options
     if options.get("memory.offload_weights") and options.get("lora.rank") == 0:
-        conversion.withdraw("memory.offload_weights", "weights that train stay on the device, spread by parallel.shard")
+        conversion.remove("memory.offload_weights", "weights that train stay on the device, spread by parallel.shard")
     if options.get("memory.offload_weights") and options.get("parallel.shard") == "parameters":
         given = Given(source="derived", key="ZeRO-3 with parameters in host memory", value="both")
         conversion.take(given, "parallel.shard", "gradients", "weights are kept in host memory, so not on other ranks")
@@ -281,10 +285,10 @@ def _trackers(conversion: Conversion) -> None:
     facts = conversion.facts
     trackers = facts.get("trackers", [])
     if "tensorboard" in trackers:
-        conversion.imply("derived", "report_to", "log.tensorboard", True)
+        conversion.set_default("derived", "report_to", "log.tensorboard", True)
     if "wandb" in trackers or facts.get("use_wandb"):
         project = facts.get("wandb_project", "huggingface")
-        conversion.imply(
+        conversion.set_default(
             "derived",
             "report_to",
             "log.wandb_project",
@@ -292,7 +296,9 @@ def _trackers(conversion: Conversion) -> None:
             "TrainingArguments.project" if project == "huggingface" else "",
         )
     if "mlflow" in trackers or facts.get("use_mlflow"):
-        conversion.imply("derived", "report_to", "log.mlflow_experiment", facts.get("mlflow_experiment", "Default"))
+        conversion.set_default(
+            "derived", "report_to", "log.mlflow_experiment", facts.get("mlflow_experiment", "Default")
+        )
 
 
 def _places(conversion: Conversion, trainer: Trainer) -> None:

@@ -50,11 +50,13 @@ def follow(conversion: Conversion) -> None:
     facts, options = conversion.facts, conversion.options
     kind = facts.get("distributed_type")
     if kind == "FSDP":
-        conversion.imply("accelerate's default", "fsdp_sharding_strategy", "parallel.shard", "parameters", "FULL_SHARD")
+        conversion.set_default(
+            "accelerate's default", "fsdp_sharding_strategy", "parallel.shard", "parameters", "FULL_SHARD"
+        )
     elif kind == "DEEPSPEED" and not conversion.given(
         "deepspeed_config.deepspeed_config_file", "deepspeed_config_file"
     ):
-        conversion.imply("accelerate's default", "zero_stage", "parallel.shard", "gradients", "ZeRO stage 2")
+        conversion.set_default("accelerate's default", "zero_stage", "parallel.shard", "gradients", "ZeRO stage 2")
     if "deepspeed_schedule" in facts:
         _deepspeed_schedule(conversion, str(facts["deepspeed_schedule"]))
         if facts.get("warmup_type", "log") != "linear":
@@ -63,14 +65,16 @@ def follow(conversion: Conversion) -> None:
                 "is linear; here the warm-up is linear"
             )
         if not conversion.given("scheduler.params.warmup_num_steps", "scheduler.params.warmup_ratio"):
-            conversion.imply("DeepSpeed's default", "scheduler.params.warmup_num_steps", "optim.warmup_steps", 1000)
+            conversion.set_default(
+                "DeepSpeed's default", "scheduler.params.warmup_num_steps", "optim.warmup_steps", 1000
+            )
         if facts["deepspeed_schedule"] == "WarmupCosineLR":
             facts.setdefault("min_lr_share", 0.0001)
     if facts.get("no_warmup"):
         for name in ("optim.warmup_steps", "optim.warmup_ratio"):
             if options.get(name):
-                conversion.withdraw(name, "lr_scheduler_type constant has no warm-up; constant_with_warmup has")
+                conversion.remove(name, "lr_scheduler_type constant has no warm-up; constant_with_warmup has")
     if options.get("optim.warmup_steps") and options.get("optim.warmup_ratio") is not None:
-        conversion.withdraw("optim.warmup_ratio", "a number of steps is given and takes precedence")
+        conversion.remove("optim.warmup_ratio", "a number of steps is given and takes precedence")
     elif options.get("optim.warmup_ratio") is not None and "optim.warmup_steps" in options:
-        conversion.withdraw("optim.warmup_steps", "0, and a share is given")
+        conversion.remove("optim.warmup_steps", "0, and a share is given")

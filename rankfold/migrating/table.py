@@ -231,7 +231,7 @@ _BUILDERS: dict[str, Callable[[str, str], Rule]] = {
     "functions": _function,
     "functions or auto": lambda head, said: shared.auto_or(_function(head, said)),
     "only": shared.only,
-    "lacks": lambda why, _: shared.off_or_lack(why),
+    "unsupported": lambda why, _: shared.off_or_unsupported(why),
     "only_or_refused": shared.only_or_refuse,
     "refused": lambda what, _: shared.off_or_refuse(what),
     "because": lambda why, _: dropped(why),

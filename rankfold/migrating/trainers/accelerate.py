@@ -36,7 +36,7 @@ FSDP_SHARDS = {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients", "NO_SHA
 def fsdp(conversion: Conversion, given: Given) -> None:
     level = FSDP_SHARDS.get(str(given.value).upper())
     if level is None:
-        conversion.lack(given, "set parallel.shard")
+        conversion.unsupported(given, "set parallel.shard")
     else:
         conversion.take(given, "parallel.shard", level)
 
@@ -47,7 +47,7 @@ def reshard(conversion: Conversion, given: Given) -> None:
     kinds = {"true": "parameters", "false": "gradients", **{name.lower(): FSDP_SHARDS[name] for name in FSDP_SHARDS}}
     level = kinds.get(str(given.value).lower())
     if level is None:
-        conversion.lack(given, "set parallel.shard")
+        conversion.unsupported(given, "set parallel.shard")
     else:
         conversion.take(given, "parallel.shard", level)
 

@@ -19,7 +19,7 @@ def bf16(conversion: Conversion, given: Given) -> None:
         note = "masters stay float32" if given.value == "full" else ""
         conversion.take(given, "model.dtype", "bfloat16", note)
     else:
-        conversion.know(given, "no_bf16", True, "model.dtype: not bfloat16")
+        conversion.add_fact(given, "no_bf16", True, "model.dtype: not bfloat16")
 
 
 @sets("model.dtype")
@@ -33,7 +33,7 @@ def fp16(conversion: Conversion, given: Given) -> None:
 @sets("lora.rank", "model.base_dtype", "trainable")
 def adapter(conversion: Conversion, given: Given) -> None:
     name = str(given.value).lower() if given.value else ""
-    conversion.know(given, "lora", name in ("lora", "qlora"), f"adapters: {name or 'none'}")
+    conversion.add_fact(given, "lora", name in ("lora", "qlora"), f"adapters: {name or 'none'}")
     if name not in ("", "lora", "qlora", "none"):
         raise UserError(f"{given.source} gives adapter as {name}, but adapters here are LoRA's: write lora or qlora.")
 
@@ -60,7 +60,7 @@ def datasets(conversion: Conversion, given: Given) -> None:
         shared.files(conversion, given, which, files)
     else:
         paths = ", ".join(str(entry.get("path")) for entry in entries)
-        conversion.know(
+        conversion.add_fact(
             given, f"{which} of the hub", paths, f"{which}: save {paths or 'the data'} as a file and name it"
         )
     if len(kinds) == 1 and which == "data.train" and (kind := kinds.pop()) in _FORMATS:
@@ -88,7 +88,7 @@ def excess(conversion: Conversion, given: Given) -> None:
 @sets("lora.targets")
 def target_linear(conversion: Conversion, given: Given) -> None:
     if given.value and truth(given):
-        conversion.know(given, "all linears", True, "lora.targets: all-linear, beside those of lora_target_modules")
+        conversion.add_fact(given, "all linears", True, "lora.targets: all-linear, beside those of lora_target_modules")
     else:
         conversion.drop(given, "switched off")
 
@@ -99,7 +99,7 @@ def rl(conversion: Conversion, given: Given) -> None:
     if name in _RL:
         conversion.take(given, "objective.name", _RL[name])
         if name == "gspo":
-            conversion.imply("Axolotl", "rl: gspo", "objective.ratio_level", "sequence")
+            conversion.set_default("Axolotl", "rl: gspo", "objective.ratio_level", "sequence")
     elif not given.value:
         conversion.drop(given, "none")
     else:
@@ -115,7 +115,7 @@ def dpo_loss_type(conversion: Conversion, given: Given) -> None:
     if len(found) > 1 or any(one not in _DPO_LOSSES for one in found):
         raise other_objective(given, "another loss")
     for one in found:
-        conversion.know(given, "dpo_loss", _DPO_LOSSES[one], "objective.name, where rl is dpo")
+        conversion.add_fact(given, "dpo_loss", _DPO_LOSSES[one], "objective.name, where rl is dpo")
 
 
 _PLUGINS = {"liger", "cut_cross_entropy", "kernels", "swanlab", "lm_eval", "expert_parallel"}

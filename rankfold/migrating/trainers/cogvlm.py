@@ -10,7 +10,7 @@ _SPLIT = "data.validation_split"
 
 @sets("data.train")
 def dataset(conversion: Conversion, given: Given) -> None:
-    conversion.know(
+    conversion.add_fact(
         given,
         "data.train of the hub",
         f"{given.value} (a folder of images and labels_en)",
@@ -29,7 +29,7 @@ def rate(conversion: Conversion, given: Given) -> None:
 
 @sets("data.seq_length")
 def length(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, f"length {given.key}", whole(given), "data.seq_length: both, and 2303 for the image")
+    conversion.add_fact(given, f"length {given.key}", whole(given), "data.seq_length: both, and 2303 for the image")
 
 
 def adapters(conversion: Conversion) -> bool:
@@ -39,7 +39,7 @@ def adapters(conversion: Conversion) -> bool:
 def finish(conversion: Conversion) -> None:
     facts = conversion.facts
     length = facts.get("length max_input_len", 128) + facts.get("length max_output_len", 128) + 2303
-    conversion.imply("derived", "max_input_len + max_output_len + 2303", "data.seq_length", length)
+    conversion.set_default("derived", "max_input_len + max_output_len + 2303", "data.seq_length", length)
     conversion.notes.append(
         "the script draws one round of each record at random, and pads; here each answer of a record is a sample"
     )

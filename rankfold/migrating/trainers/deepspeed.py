@@ -67,7 +67,7 @@ def optimizer_type(conversion: Conversion, given: Given) -> None:
     ):
         conversion.drop(given, "AdamW is the optimizer; optim.backend auto takes its fastest code")
     else:
-        conversion.lack(given, "AdamW is the optimizer")
+        conversion.unsupported(given, "AdamW is the optimizer")
 
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -80,7 +80,7 @@ def schedule_type(conversion: Conversion, given: Given) -> None:
     if str(given.value) in SCHEDULES:
         conversion.take(given, "optim.schedule", SCHEDULES[str(given.value)])
     else:
-        conversion.lack(given, "optim.schedule is constant, linear or cosine")
+        conversion.unsupported(given, "optim.schedule is constant, linear or cosine")
 
 
 @sets("optim.betas")

@@ -25,13 +25,13 @@ def target_parameters(conversion: Conversion, given: Given) -> None:
         return
     if None in matches:
         unknown = next(name for name, match in zip(found, matches, strict=True) if match is None)
-        conversion.lack(given, f"{unknown} is no parameter of experts; adapters are on linears")
+        conversion.unsupported(given, f"{unknown} is no parameter of experts; adapters are on linears")
         return
     layers = [(f"layers\\.{match[1]}\\.mlp\\." if match[1] else "", match[2]) for match in matches if match]
     targets = [rf"{layer}experts\.\d+\.{_LEAVES[leaf]}" for layer, leaf in layers]
     fused = any(leaf == "gate_up_proj" for _, leaf in layers)
     said = ", with lora.fused: gate_up" if fused else ""
-    conversion.know(given, "expert targets", targets, f"lora.targets: {', '.join(targets)} too{said}")
+    conversion.add_fact(given, "expert targets", targets, f"lora.targets: {', '.join(targets)} too{said}")
     conversion.facts["expert targets fused"] = fused
 
 
@@ -43,13 +43,15 @@ def add_expert_targets(conversion: Conversion) -> None:
     if "all-linear" not in found:
         conversion.options["lora.targets"] = [*found, *targets]
     if conversion.facts["expert targets fused"]:
-        conversion.imply("derived", "target_parameters", "lora.fused", "gate_up", "one A for gate and up, as in PEFT")
+        conversion.set_default(
+            "derived", "target_parameters", "lora.fused", "gate_up", "one A for gate and up, as in PEFT"
+        )
 
 
 def set_coefficient(conversion: Conversion) -> None:
     """Sets the coefficient of the routers' auxiliary loss, which a config.json asks for by two keys together."""
     facts = conversion.facts
     if facts.get("router_logits") and "router_coefficient" in facts:
-        conversion.imply("derived", "router_aux_loss_coef", COEFFICIENT, facts["router_coefficient"])
+        conversion.set_default("derived", "router_aux_loss_coef", COEFFICIENT, facts["router_coefficient"])
     elif facts.get("router_logits"):
         conversion.to_fill.append(f"{COEFFICIENT}: router_aux_loss_coef in the model's config.json")

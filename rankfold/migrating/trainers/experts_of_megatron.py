@@ -25,7 +25,7 @@ def capacity(conversion: Conversion, given: Given) -> None:
     if given.value is None or number(given) < 0:
         conversion.drop(given, "switched off")
     else:
-        conversion.lack(given, _NO_DROPS)
+        conversion.unsupported(given, _NO_DROPS)
 
 
 def finish(conversion: Conversion) -> None:
@@ -46,7 +46,7 @@ def finish(conversion: Conversion) -> None:
     coefficient = sum(one for _, one in used)
     layers, chosen = _mixtures(conversion), facts.get("router_topk", 2)
     if layers is None:
-        conversion.imply("derived", "moe_aux_loss_coeff", _COEFFICIENT, coefficient)
+        conversion.set_default("derived", "moe_aux_loss_coeff", _COEFFICIENT, coefficient)
         conversion.to_fill.append(
             f"{_COEFFICIENT}: times the number of layers with experts and divided by the experts of a token; the flags "
             "do not say both"
@@ -54,7 +54,7 @@ def finish(conversion: Conversion) -> None:
     else:
         value = float(f"{coefficient * layers / chosen:.6g}")
         note = f"{coefficient:g} x {layers} layers with experts / {chosen} experts a token"
-        conversion.imply("derived", "moe_aux_loss_coeff", _COEFFICIENT, value, note)
+        conversion.set_default("derived", "moe_aux_loss_coeff", _COEFFICIENT, value, note)
     conversion.notes.append(
         f"Megatron's {' and '.join(kind for kind, _ in used)} counts each layer by itself, in "
         f"{' and '.join(dict.fromkeys(_LOSSES[kind] for kind, _ in used))}: here the routers' loss is over the global "

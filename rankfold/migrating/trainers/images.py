@@ -16,6 +16,6 @@ def switch(fact: str, became: str) -> Rule:
     """Returns the rule of a switch that says what of the model trains."""
 
     def rule(conversion: Conversion, given: Given) -> None:
-        conversion.know(given, fact, truth(given), f"{became}: {'yes' if truth(given) else 'no'}")
+        conversion.add_fact(given, fact, truth(given), f"{became}: {'yes' if truth(given) else 'no'}")
 
     return Rule(rule, ("trainable",))

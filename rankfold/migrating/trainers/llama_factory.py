@@ -17,14 +17,16 @@ def stage(conversion: Conversion, given: Given) -> None:
     name = str(given.value)
     if name not in _STAGES:
         raise other_objective(given, {"rm": "a reward model", "ppo": "PPO"}.get(name, "another stage"))
-    conversion.know(given, "stage", name, f"objective.name: {'language_modeling' if name in ('pt', 'sft') else name}")
+    conversion.add_fact(
+        given, "stage", name, f"objective.name: {'language_modeling' if name in ('pt', 'sft') else name}"
+    )
 
 
 @sets("objective.name")
 def pref_loss(conversion: Conversion, given: Given) -> None:
     if str(given.value) not in _LOSSES:
         raise other_objective(given, "another loss")
-    conversion.know(given, "pref_loss", _LOSSES[str(given.value)], "objective.name, where the stage is dpo")
+    conversion.add_fact(given, "pref_loss", _LOSSES[str(given.value)], "objective.name, where the stage is dpo")
 
 
 @sets("lora.rank", "trainable")
@@ -36,7 +38,7 @@ def finetuning_type(conversion: Conversion, given: Given) -> None:
         )
     if name not in _METHODS:
         raise UserError(f"{given.source} gives finetuning_type as {name!r}: write lora, full or freeze.")
-    conversion.know(given, "finetuning_type", name, f"trains {'adapters' if name == 'lora' else name}")
+    conversion.add_fact(given, "finetuning_type", name, f"trains {'adapters' if name == 'lora' else name}")
 
 
 @sets("data.packing")
@@ -49,13 +51,13 @@ def neat_packing(conversion: Conversion, given: Given) -> None:
 
 @sets("data.packing")
 def packing(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "packing", truth(given) if given.value is not None else None, "data.packing")
+    conversion.add_fact(given, "packing", truth(given) if given.value is not None else None, "data.packing")
 
 
 @sets("data.train", "data.validation")
 def dataset(conversion: Conversion, given: Given) -> None:
     which = "data.validation" if given.key == "eval_dataset" else "data.train"
-    conversion.know(
+    conversion.add_fact(
         given, f"{which} of the hub", given.value, f"{which}: the files that dataset_info.json names for it"
     )
 
@@ -130,14 +132,14 @@ def finish(conversion: Conversion) -> None:
         options["model.dtype"] = "bfloat16"
     packed = facts.get("packing")
     if packed and facts.get("stage") == "pt":
-        conversion.imply("derived", "packing", "data.packing", "concatenate", "text end to end")
+        conversion.set_default("derived", "packing", "data.packing", "concatenate", "text end to end")
     elif packed:
-        conversion.imply("derived", "packing", "data.packing", True)
+        conversion.set_default("derived", "packing", "data.packing", True)
         conversion.notes.append(
             "packing without neat_packing lets the samples of a row see each other; here attention stays inside each"
         )
     elif packed is False:
-        conversion.imply("derived", "packing", "data.packing", False)
+        conversion.set_default("derived", "packing", "data.packing", False)
     if facts.get("finetuning_type") == "freeze":
         _freeze(conversion)
     _images(conversion)
@@ -191,8 +193,8 @@ def _freeze(conversion: Conversion) -> None:
         conversion.to_fill.append(
             f"trainable: the last {layers} layers train; write their numbers, from config.json's num_hidden_layers"
         )
-    conversion.imply(source, "freeze_trainable_layers", "trainable", [*chosen, *extra])
-    conversion.imply(source, "freeze_trainable_layers", "lora.rank", 0)
+    conversion.set_default(source, "freeze_trainable_layers", "trainable", [*chosen, *extra])
+    conversion.set_default(source, "freeze_trainable_layers", "lora.rank", 0)
 
 
 def facts_of(conversion: Conversion) -> tuple[int, list[str]]:

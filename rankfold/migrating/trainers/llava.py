@@ -14,7 +14,7 @@ def aspect_ratio(conversion: Conversion, given: Given) -> None:
     if str(given.value) == "square":
         conversion.drop(given, images.PROCESSOR)
     else:
-        conversion.lack(given, images.PROCESSOR)
+        conversion.unsupported(given, images.PROCESSOR)
 
 
 def what_trains(conversion: Conversion) -> list[str]:

@@ -73,7 +73,7 @@ def recompute(conversion: Conversion, given: Given) -> None:
 
 @sets("lora.rank", "trainable")
 def peft(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "lora", str(given.value).lower() == "lora", f"adapters: {given.value}")
+    conversion.add_fact(given, "lora", str(given.value).lower() == "lora", f"adapters: {given.value}")
 
 
 def init(conversion: Conversion) -> str:
@@ -114,7 +114,9 @@ def finish(conversion: Conversion) -> None:
     batch = options.get("train.global_batch_size")
     for name, became in (("steps_samples", "train.steps"), ("warmup_samples", "optim.warmup_steps")):
         if name in facts and batch:
-            conversion.imply("derived", name.replace("_", " "), became, max(0, facts[name] // batch), "over the batch")
+            conversion.set_default(
+                "derived", name.replace("_", " "), became, max(0, facts[name] // batch), "over the batch"
+            )
         elif name in facts:
             conversion.to_fill.append(f"{became}: {facts[name]} samples over a global batch that was not given")
     row = options.get("data.seq_length")
@@ -123,7 +125,7 @@ def finish(conversion: Conversion) -> None:
             steps = facts["steps_tokens"] // (batch * row)
             options["train.steps"] = min(steps, options.get("train.steps", steps))
         if "warmup_tokens" in facts:
-            conversion.imply("derived", "tokens", "optim.warmup_steps", facts["warmup_tokens"] // (batch * row))
+            conversion.set_default("derived", "tokens", "optim.warmup_steps", facts["warmup_tokens"] // (batch * row))
         if "decay_tokens" in facts:
             facts["decay_steps"] = facts["decay_tokens"] // (batch * row)
     steps = options.get("train.steps")
@@ -137,20 +139,24 @@ def finish(conversion: Conversion) -> None:
         )
     fraction = options.get("optim.warmup_ratio")
     if fraction is not None and decay and steps and decay != steps:
-        conversion.withdraw("optim.warmup_ratio", "a share of lr_decay_iters")
-        conversion.imply(
+        conversion.remove("optim.warmup_ratio", "a share of lr_decay_iters")
+        conversion.set_default(
             "derived", "lr_warmup_fraction", "optim.warmup_steps", int(fraction * decay), "of its schedule"
         )
     if facts.get("documents_apart"):
-        conversion.imply("derived", "reset_attention_mask", "data.packing", True, "attention stays inside a document")
-        conversion.imply("derived", "reset_attention_mask", "data.overlong", "cut", "long documents in pieces")
+        conversion.set_default(
+            "derived", "reset_attention_mask", "data.packing", True, "attention stays inside a document"
+        )
+        conversion.set_default("derived", "reset_attention_mask", "data.overlong", "cut", "long documents in pieces")
     if options.get("memory.recompute") == "full" and facts.get("recompute_method") == "block":
-        conversion.imply("derived", "recompute_num_layers", "memory.recompute_layers", facts.get("recompute_layers"))
+        conversion.set_default(
+            "derived", "recompute_num_layers", "memory.recompute_layers", facts.get("recompute_layers")
+        )
     if "virtual_layers" in facts and "shape_num_hidden_layers" in facts:
         stages = (
             int(facts["shape_num_hidden_layers"]) // int(options.get("parallel.pipeline", 1)) // facts["virtual_layers"]
         )
-        conversion.imply("derived", "num_layers_per_virtual_pipeline_stage", "parallel.virtual", stages)
+        conversion.set_default("derived", "num_layers_per_virtual_pipeline_stage", "parallel.virtual", stages)
     experts_of_megatron.finish(conversion)
     silent = [key for key in ("hidden_dropout", "attention_dropout") if not conversion.given(key)]
     if silent:

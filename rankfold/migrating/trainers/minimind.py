@@ -19,7 +19,7 @@ def from_weight(conversion: Conversion, given: Given) -> None:
     if str(given.value) == "none":
         conversion.take(given, "model.init", "random")
     else:
-        conversion.know(given, "weight", text(given), "model.path: the Hugging Face folder of these weights")
+        conversion.add_fact(given, "weight", text(given), "model.path: the Hugging Face folder of these weights")
 
 
 _OTHERS = {"grpo": "GRPO", "ppo": "PPO", "agent": "reinforcement learning of tool calls", "distillation": "a student"}

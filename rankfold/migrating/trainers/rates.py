@@ -23,7 +23,7 @@ def rate_of(*patterns: str) -> Rule:
 
 def know_rate(conversion: Conversion, given: Given, pattern: str, rate: float) -> None:
     """Records the learning rate of modules; the first that is recorded counts where several mean a module."""
-    conversion.know(given, f"{_RATE}{pattern}", rate, f"optim.lr_pattern: {rate:g} for {pattern}")
+    conversion.add_fact(given, f"{_RATE}{pattern}", rate, f"optim.lr_pattern: {rate:g} for {pattern}")
 
 
 def multiple_of_lr(*patterns: str) -> Rule:
@@ -35,7 +35,7 @@ def multiple_of_lr(*patterns: str) -> Rule:
             return
         for pattern in patterns:
             became = f"optim.lr_pattern: {number(given):g} x optim.lr for {pattern}"
-            conversion.know(given, f"multiple of {_RATE}{pattern}", number(given), became)
+            conversion.add_fact(given, f"multiple of {_RATE}{pattern}", number(given), became)
 
     return Rule(rule, ("optim.lr_pattern",))
 
@@ -53,4 +53,4 @@ def set_rates(conversion: Conversion) -> None:
         elif found:
             conversion.to_fill.append(f"optim.lr_pattern: {value:g} times optim.lr for {pattern}")
     if rates:
-        conversion.imply("derived", "learning rates", "optim.lr_pattern", rates)
+        conversion.set_default("derived", "learning rates", "optim.lr_pattern", rates)

@@ -77,12 +77,12 @@ def modules_to_save(conversion: Conversion, given: Given) -> None:
 
 @sets("lora.rank", "trainable")
 def use_lora(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "lora", truth(given), "adapters" if truth(given) else "no adapters: lora.rank 0")
+    conversion.add_fact(given, "lora", truth(given), "adapters" if truth(given) else "no adapters: lora.rank 0")
 
 
 @sets("lora.dropout")
 def disable_dropout(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "no_dropout", truth(given), "lora.dropout: 0" if truth(given) else "lora.dropout")
+    conversion.add_fact(given, "no_dropout", truth(given), "lora.dropout: 0" if truth(given) else "lora.dropout")
 
 
 @sets("optim.schedule")
@@ -97,9 +97,9 @@ def schedule(conversion: Conversion, given: Given) -> None:
         conversion.facts["no_warmup"] = name == "constant"
         conversion.take(given, "optim.schedule", kinds[name], note)
         if name == "polynomial":
-            conversion.imply("get_polynomial_decay_schedule", "lr_end", "optim.min_lr", 1e-7)
+            conversion.set_default("get_polynomial_decay_schedule", "lr_end", "optim.min_lr", 1e-7)
     else:
-        conversion.lack(given, "optim.schedule is constant, linear or cosine")
+        conversion.unsupported(given, "optim.schedule is constant, linear or cosine")
 
 
 @sets("log.tensorboard", "log.wandb_project", "log.mlflow_experiment")
@@ -111,7 +111,7 @@ def report_to(conversion: Conversion, given: Given) -> None:
             given, "log.tensorboard", True, "of all trackers that may be installed, the one that needs no account"
         )
     elif known:
-        conversion.know(given, "trackers", known, f"figures go to {' and '.join(known)}")
+        conversion.add_fact(given, "trackers", known, f"figures go to {' and '.join(known)}")
     else:
         conversion.drop(given, CLIENT if found else "nothing is reported by default")
 
@@ -142,7 +142,7 @@ def strategy(conversion: Conversion, given: Given) -> None:
     what = given.key.partition("_")[0].replace("evaluation", "eval")
     became = {"eval": "train.eval_every", "save": "checkpoint.every"}.get(what, "log.every")
     kind = {"False": "no", "True": "steps"}.get(str(given.value), str(given.value).lower().rpartition(".")[2])
-    conversion.know(given, f"{what}_strategy", kind, f"{became}: {kind}")
+    conversion.add_fact(given, f"{what}_strategy", kind, f"{became}: {kind}")
 
 
 @sets("checkpoint.resume")
@@ -186,7 +186,9 @@ def template(conversion: Conversion, given: Given) -> None:
     elif name.endswith((".jinja", ".jinja2", ".txt", ".json")) or "/" in name:
         conversion.take(given, "data.chat_template", name)
     else:
-        conversion.lack(given, "data.chat_template is a file or a name that --help lists; the tokenizer's own is taken")
+        conversion.unsupported(
+            given, "data.chat_template is a file or a name that --help lists; the tokenizer's own is taken"
+        )
 
 
 @sets("data.validation_split")
@@ -221,7 +223,9 @@ def dataset(conversion: Conversion, given: Given) -> None:
     if len(names_only) == 1 and names_only[0].endswith(FILES):
         conversion.take(given, which, names_only[0])
     else:
-        conversion.know(given, f"{which} of the hub", ", ".join(names_only), f"{which}: save it as a file and name it")
+        conversion.add_fact(
+            given, f"{which} of the hub", ", ".join(names_only), f"{which}: save it as a file and name it"
+        )
 
 
 def files(conversion: Conversion, given: Given, which: str, found: list[str], records: list[int] | None = None) -> None:
@@ -272,7 +276,7 @@ def quantization_bits(conversion: Conversion, given: Given) -> None:
     elif given.value in (None, 16, 32, "none"):
         conversion.drop(given, "not quantized")
     else:
-        conversion.lack(given, "model.base_dtype is nf4 (4 bits), int8 or fp8 (8 bits)")
+        conversion.unsupported(given, "model.base_dtype is nf4 (4 bits), int8 or fp8 (8 bits)")
 
 
 def optimizer(conversion: Conversion, given: Given) -> None:
@@ -283,7 +287,7 @@ def optimizer(conversion: Conversion, given: Given) -> None:
     elif name in ("adam", "fused_adam", "fusedadam"):
         conversion.drop(given, "AdamW is the optimizer")
     else:
-        conversion.lack(given, "AdamW is the optimizer")
+        conversion.unsupported(given, "AdamW is the optimizer")
 
 
 @sets("parallel.shard")
@@ -297,7 +301,7 @@ def fsdp(conversion: Conversion, given: Given) -> None:
     elif not words or words == ["FALSE"] or words == ["NONE"]:
         conversion.drop(given, "switched off")
     else:
-        conversion.lack(given, "set parallel.shard")
+        conversion.unsupported(given, "set parallel.shard")
 
 
 OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "false", "none", "None", "no", [])
@@ -328,21 +332,21 @@ def only_or_refuse(expected: object, what: str) -> Rule:
     return rule
 
 
-def off_or_lack(why: str) -> Rule:
+def off_or_unsupported(why: str) -> Rule:
     """Returns the rule of a key that has no counterpart; nothing is lost where it is switched off."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         if given.value in OFF:
             conversion.drop(given, "switched off")
         else:
-            conversion.lack(given, why)
+            conversion.unsupported(given, why)
 
     return Rule(rule)
 
 
 @sets("lora.rank", "trainable")
 def full_finetune(conversion: Conversion, given: Given) -> None:
-    conversion.know(given, "lora", not truth(given), "no adapters" if truth(given) else "adapters")
+    conversion.add_fact(given, "lora", not truth(given), "no adapters" if truth(given) else "adapters")
 
 
 def only(expected: object, why: str) -> Rule:
@@ -352,7 +356,7 @@ def only(expected: object, why: str) -> Rule:
         if str(given.value).lower() == str(expected).lower() or given.value is None:
             conversion.drop(given, ALWAYS)
         else:
-            conversion.lack(given, why)
+            conversion.unsupported(given, why)
 
     return Rule(rule)
 
@@ -374,7 +378,7 @@ layers = unless_empty(option("lora.layers", whole_numbers))
 
 def unsupported(why: str) -> Rule:
     """Returns the rule of a key that has no counterpart, whatever its value."""
-    return Rule(lambda conversion, given: conversion.lack(given, why))
+    return Rule(lambda conversion, given: conversion.unsupported(given, why))
 
 
 def auto_or(rule: Rule) -> Rule:

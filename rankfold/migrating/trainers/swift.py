@@ -43,7 +43,7 @@ def tuner_type(conversion: Conversion, given: Given) -> None:
             f"{given.source} gives {given.key} as {name}, but adapters here are LoRA's: give lora, or full for all "
             f"weights."
         )
-    conversion.know(given, "lora", name == "lora", "adapters" if name == "lora" else "no adapters: lora.rank 0")
+    conversion.add_fact(given, "lora", name == "lora", "adapters" if name == "lora" else "no adapters: lora.rank 0")
 
 
 @sets("objective.name")
@@ -60,7 +60,7 @@ def rlhf_type(conversion: Conversion, given: Given) -> None:
         )
     if name not in _LOSSES:
         raise other_objective(given, _OTHERS.get(name, "another objective"))
-    conversion.know(given, "rlhf", name, f"objective.name: {name}")
+    conversion.add_fact(given, "rlhf", name, f"objective.name: {name}")
 
 
 @sets("objective.name")
@@ -69,7 +69,7 @@ def loss_type(conversion: Conversion, given: Given) -> None:
     if found == [None]:
         conversion.drop(given, "the command's own loss")
     elif len(found) == 1:
-        conversion.know(given, "loss_type", str(found[0]), "objective.name")
+        conversion.add_fact(given, "loss_type", str(found[0]), "objective.name")
     else:
         raise other_objective(given, "a sum of losses")
 
@@ -99,7 +99,7 @@ def dataset(conversion: Conversion, given: Given) -> None:
         shared.files(conversion, given, which, [path for path, _ in entries])
     else:
         found = ", ".join(path for path, _ in entries)
-        conversion.know(given, f"{which} of the hub", found, f"{which}: save {found} as a file and name it")
+        conversion.add_fact(given, f"{which} of the hub", found, f"{which}: save {found} as a file and name it")
     for path, count in entries:
         if count:
             conversion.notes.append(f"{given.key} draws {count} samples of {path}: shorten the file to as many")
@@ -154,7 +154,7 @@ def adapters(conversion: Conversion, given: Given) -> None:
 def ref_adapters(conversion: Conversion, given: Given) -> None:
     found = given.value if isinstance(given.value, list) else [given.value]
     if [one for one in found if one]:
-        conversion.know(given, "ref_adapters", str(found[0]), "objective.reference")
+        conversion.add_fact(given, "ref_adapters", str(found[0]), "objective.reference")
     else:
         conversion.drop(given, "none")
 
@@ -165,7 +165,7 @@ def truncation(conversion: Conversion, given: Given) -> None:
     if str(given.value).lower() in kinds:
         conversion.take(given, "data.overlong", kinds[str(given.value).lower()])
     else:
-        conversion.lack(given, "samples lose their end: data.overlong")
+        conversion.unsupported(given, "samples lose their end: data.overlong")
 
 
 @sets("data.mask_prompt")
@@ -173,11 +173,11 @@ def loss_scale(conversion: Conversion, given: Given) -> None:
     parts = str(given.value).split("+")
     others = [one for one in parts if one not in ("default", "all", "last_round", "ignore_empty_think")]
     if others:
-        conversion.lack(given, "tokens that are trained on weigh alike")
+        conversion.unsupported(given, "tokens that are trained on weigh alike")
     elif "all" in parts:
         conversion.take(given, "data.mask_prompt", False)
     elif "last_round" in parts and command(conversion) != "rlhf":
-        conversion.lack(given, "every answer of a conversation is trained on")
+        conversion.unsupported(given, "every answer of a conversation is trained on")
     else:
         conversion.take(given, "data.mask_prompt", True)
     if "ignore_empty_think" in parts:
@@ -219,7 +219,7 @@ def quant_method(conversion: Conversion, given: Given) -> None:
             f"{given.source} gives {given.key} as {given.value}, but a frozen base is encoded here as bitsandbytes "
             "does it: give bnb with quant_bits 4 or 8."
         )
-    conversion.know(given, "bnb", given.value == "bnb", "model.base_dtype: with quant_bits")
+    conversion.add_fact(given, "bnb", given.value == "bnb", "model.base_dtype: with quant_bits")
 
 
 @sets("model.base_dtype")
@@ -227,7 +227,7 @@ def quant_bits(conversion: Conversion, given: Given) -> None:
     kinds = {"4": "nf4", "8": "int8"}
     if str(given.value) not in kinds:
         raise UserError(f"{given.source} gives {given.key} as {given.value}: model.base_dtype is in 4 bits or in 8.")
-    conversion.know(given, "quantized", kinds[str(given.value)], "model.base_dtype: with quant_method bnb")
+    conversion.add_fact(given, "quantized", kinds[str(given.value)], "model.base_dtype: with quant_method bnb")
 
 
 @sets("model.dtype")
@@ -237,7 +237,9 @@ def torch_dtype(conversion: Conversion, given: Given) -> None:
     if given.value is None:
         conversion.drop(given, "that of the model's config.json")
     elif value in _ARITHMETIC:
-        conversion.know(given, "torch_dtype", value, f"model.dtype: {_ARITHMETIC[value]}, unless bf16 or fp16 says it")
+        conversion.add_fact(
+            given, "torch_dtype", value, f"model.dtype: {_ARITHMETIC[value]}, unless bf16 or fp16 says it"
+        )
     else:
         raise UserError(f"{given.source} gives {given.key} as {given.value!r}: write bfloat16, float16 or float32.")
 
@@ -253,7 +255,7 @@ def precision(name: str) -> Rule:
         if given.value in (None, "None"):
             conversion.drop(given, "as torch_dtype")
         else:
-            conversion.know(given, name, truth(given), f"model.dtype: {name} {str(truth(given)).lower()}")
+            conversion.add_fact(given, name, truth(given), f"model.dtype: {name} {str(truth(given)).lower()}")
 
     return Rule(rule, ("model.dtype",))
 
@@ -272,9 +274,9 @@ def scheduler_arguments(conversion: Conversion, given: Given) -> None:
         conversion.take(one, "optim.min_lr", number(one))
     elif isinstance(found, dict) and set(found) == {"min_lr_rate"}:
         one = Given(source=given.source, key=given.key, value=found["min_lr_rate"])
-        conversion.know(one, "min_lr_share", number(one), "optim.min_lr")
+        conversion.add_fact(one, "min_lr_share", number(one), "optim.min_lr")
     else:
-        conversion.lack(given, "optim.schedule and optim.min_lr are all there is")
+        conversion.unsupported(given, "optim.schedule and optim.min_lr are all there is")
 
 
 def objective(conversion: Conversion) -> str:
@@ -319,13 +321,13 @@ def reference(conversion: Conversion) -> str:
 def finish(conversion: Conversion) -> None:
     """Sets the objective, what is evaluated, and what trains of a vision-language model."""
     facts, options = conversion.facts, conversion.options
-    conversion.imply("derived", command(conversion), "objective.name", objective(conversion))
+    conversion.set_default("derived", command(conversion), "objective.name", objective(conversion))
     own = dtype(conversion)
     if options.get("model.dtype", own) != own and own != "float32":
         given = Given(source="derived", key="bf16 and fp16, which come before the launcher's", value=own)
         conversion.take(given, "model.dtype", own)
     if facts.get("bnb") and "quantized" in facts:
-        conversion.imply("derived", "quant_method bnb and quant_bits", "model.base_dtype", facts["quantized"])
+        conversion.set_default("derived", "quant_method bnb and quant_bits", "model.base_dtype", facts["quantized"])
     elif "quantized" in facts:
         conversion.notes.append(
             "quant_bits without quant_method encodes nothing in ms-swift: set model.base_dtype to do so"
@@ -344,7 +346,7 @@ def finish(conversion: Conversion) -> None:
             "data.seq_length: max_length was not given; ms-swift takes the longest that the model has"
         )
     if command(conversion) == "pt" or facts.get("chat") is False:
-        conversion.imply("derived", "use_chat_template false", "data.format", "text")
+        conversion.set_default("derived", "use_chat_template false", "data.format", "text")
     for key, fallback in (
         ("eval_strategy", facts.get("save_strategy", "steps")),
         ("eval_steps", facts.get("save_steps", 500)),

@@ -16,7 +16,7 @@ def mcore_model(conversion: Conversion, given: Given) -> None:
     if given.value in (None, ""):
         conversion.drop(given, "none")
     else:
-        conversion.know(given, "mcore", str(given.value), "model.path: the Hugging Face folder of these weights")
+        conversion.add_fact(given, "mcore", str(given.value), "model.path: the Hugging Face folder of these weights")
 
 
 @sets("memory.recompute")
@@ -45,7 +45,7 @@ def finish(conversion: Conversion) -> None:
         ("micro_batch_size", "train.micro_batch_size", 1),
         ("global_batch_size", "train.global_batch_size", 16),
     ):
-        conversion.imply("MegatronArguments", key, name, usual)
+        conversion.set_default("MegatronArguments", key, name, usual)
     swift.finish(conversion)
     facts.pop("save_steps")
     if facts.get("eval_iters_given", -1) >= 0:
@@ -56,5 +56,7 @@ def finish(conversion: Conversion) -> None:
             f"Face folder"
         )
     if facts.get("recompute_method") == "block" and options.get("memory.recompute") == "full":
-        conversion.imply("derived", "recompute_num_layers", "memory.recompute_layers", facts.get("recompute_layers"))
+        conversion.set_default(
+            "derived", "recompute_num_layers", "memory.recompute_layers", facts.get("recompute_layers")
+        )
     experts_of_megatron.finish(conversion)

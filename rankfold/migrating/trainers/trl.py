@@ -60,7 +60,7 @@ def completion_only(conversion: Conversion, given: Given) -> None:
 @sets("data.packing")
 def packing_strategy(conversion: Conversion, given: Given) -> None:
     if str(given.value) == "wrapped":
-        conversion.know(given, "wrapped", True, "data.packing: concatenate")
+        conversion.add_fact(given, "wrapped", True, "data.packing: concatenate")
     else:
         conversion.drop(given, "data.packing true fits whole samples into rows")
 
@@ -68,7 +68,7 @@ def packing_strategy(conversion: Conversion, given: Given) -> None:
 @sets("data.seq_length")
 def max_length(conversion: Conversion, given: Given) -> None:
     if given.value in (None, "None", "null"):
-        conversion.know(given, "unlimited", True, "no sample is cut")
+        conversion.add_fact(given, "unlimited", True, "no sample is cut")
         conversion.to_fill.append("data.seq_length: max_length none cuts no sample; give the length of the longest")
     else:
         conversion.take(given, "data.seq_length", whole(given))

@@ -64,7 +64,7 @@ def chat_arguments(conversion: Conversion, given: Given) -> None:
     if isinstance(given.value, dict):
         conversion.take(given, "data.chat_arguments", given.value)
     else:
-        shared.off_or_lack("data.chat_arguments is a mapping").apply(conversion, given)
+        shared.off_or_unsupported("data.chat_arguments is a mapping").apply(conversion, given)
 
 
 def cispo_limit(conversion: Conversion) -> float | None:
@@ -79,7 +79,7 @@ def complete(conversion: Conversion) -> None:
     if "data.seq_length" not in options:
         prompt = facts.get("prompt_length") or 512
         note = f"a prompt of {prompt} and a completion of {longest} tokens"
-        conversion.imply(
+        conversion.set_default(
             "derived", "max_prompt_length + max_completion_length", "data.seq_length", prompt + longest, note
         )
         if not facts.get("prompt_length"):
@@ -88,25 +88,25 @@ def complete(conversion: Conversion) -> None:
                 "guess, and longer ones are left out"
             )
     if options.get("objective.loss_type") in SEQUENCE_RATIOS and options.get("objective.ratio_level") == "token":
-        conversion.withdraw(
-            "objective.ratio_level", f"{options['objective.loss_type']} has ratios of whole completions"
-        )
+        conversion.remove("objective.ratio_level", f"{options['objective.loss_type']} has ratios of whole completions")
     if options.get("objective.loss_type") == "cispo":
         # there is no lower limit, and epsilon is the upper one where no other is given
-        conversion.imply("GRPOTrainer", "epsilon_high", "objective.epsilon_high", options.get("objective.epsilon", 0.2))
+        conversion.set_default(
+            "GRPOTrainer", "epsilon_high", "objective.epsilon_high", options.get("objective.epsilon", 0.2)
+        )
         if "objective.epsilon" in options:
-            conversion.withdraw("objective.epsilon", "cispo has no lower limit")
+            conversion.remove("objective.epsilon", "cispo has no lower limit")
     loss = str(options.get("objective.loss_type", "dapo"))
     for name in [name for name in options if loss != "vespo" and name.startswith("objective.vespo_")]:
-        conversion.withdraw(name, "of another loss")
+        conversion.remove(name, "of another loss")
     for name in ("objective.epsilon", "objective.epsilon_high", "objective.delta"):
         if loss in WITHOUT_LIMITS and name in options:
-            conversion.withdraw(name, f"{loss} has no limits")
+            conversion.remove(name, f"{loss} has no limits")
     if facts.get("bias_correction") is False and options.get("objective.beta"):
-        conversion.imply("derived", "use_bias_correction_kl", "objective.kl_bias_correction", False)
+        conversion.set_default("derived", "use_bias_correction_kl", "objective.kl_bias_correction", False)
     for name in ("data.validation", "data.validation_split", "train.early_stopping_patience"):
         if name in options:
-            conversion.withdraw(name, _NO_EVALUATION)
+            conversion.remove(name, _NO_EVALUATION)
     if "rollout.rewards" not in options:
         options["rollout.rewards"] = [f"{_ELSEWHERE}:reward"]
         if not any(line.startswith("rollout.rewards") for line in conversion.to_fill):
@@ -125,7 +125,7 @@ def _buffers(conversion: Conversion) -> None:
         return
     steps = max(1, passes // accumulated)
     note = f"{passes} passes, of which {accumulated} are an optimizer step"
-    conversion.imply("derived", "steps_per_generation", "rollout.steps_per_generation", steps, note)
+    conversion.set_default("derived", "steps_per_generation", "rollout.steps_per_generation", steps, note)
     if passes % accumulated:
         conversion.notes.append(
             f"a generation batch of {note} is none of whole steps, and becomes {steps}: TRL trains on older completions"
@@ -135,7 +135,7 @@ def _buffers(conversion: Conversion) -> None:
 def finish(conversion: Conversion) -> None:
     conversion.options["objective.name"] = "grpo"
     if not conversion.facts["trains_adapters"] and conversion.options.get("objective.beta"):
-        conversion.withdraw("objective.beta", "the reference is the model without its adapters, and none train")
+        conversion.remove("objective.beta", "the reference is the model without its adapters, and none train")
         conversion.notes.append(
             "beta has no counterpart, and the run will differ: the reference is the model without its adapters, and "
             "none train"

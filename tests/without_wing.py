@@ -30,8 +30,6 @@ TESTS = (
 
 WHOLE_TABLES = ("tests/unit/test_objectives.py::test_every_name_has_its_parts",)
 """Tests that a table has a row for every name."""
-CUT = ("migrating", "preferences", "rollouts", "experts")
-"""Wings that the core does without; the days take turns with these."""
 
 
 def copy_tree(copy: Path) -> None:
@@ -100,8 +98,8 @@ def remove(copy: Path, gone: set[str]) -> list[str]:
 def main() -> None:
     short = {wing.rpartition(".")[2]: wing for wing in WINGS}
     parser = argparse.ArgumentParser(prog="python -m tests.without_wing", description=__doc__)
-    tonight = CUT[datetime.date.today().toordinal() % len(CUT)]
-    parser.add_argument("wing", nargs="?", choices=short, default=tonight)
+    today = [*short][datetime.date.today().toordinal() % len(short)]
+    parser.add_argument("wing", nargs="?", choices=short, default=today)
     given, arguments = parser.parse_known_args()
     gone = with_dependents(short[given.wing])
     with tempfile.TemporaryDirectory(prefix="without-wing-") as folder:

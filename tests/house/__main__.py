@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.house import left
 from tests.house.sources import WINGS, Source, Tree
 from tests.house.text_run import counted_run
 from tests.house.walks import walk
@@ -183,12 +182,9 @@ def main() -> None:
     parser.add_argument(
         "--walk", choices=[start for start, _, _ in WALKS.values()], help="list a walk's functions instead"
     )
-    parser.add_argument("--left", action="store_true", help="write tests/house/left.json, which tests compare with")
     given = parser.parse_args()
     moves = json.loads(given.moves.read_text(encoding="utf-8")) if given.moves else {}
     tree = Tree(given.tree.resolve(), moves)
-    if given.left:
-        return left.write(tree)
     if given.walk is not None:
         parameter = next(name for start, name, _ in WALKS.values() if start == given.walk)
         found = walk(tree, given.walk, parameter)

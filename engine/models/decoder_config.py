@@ -1,6 +1,8 @@
 """The record of a decoder-only language model, independent of the family's own vocabulary.
 
-Families translate a Hugging Face `config.json` into this record; the decoder is built from it alone.
+Families translate a Hugging Face `config.json` into this record; the decoder is built from it alone. What a family's
+layers, or what stands before them, compute otherwise than a plain decoder is a record inside it: a `LayerVariant` or a
+`Front`, whose methods are all that the core knows of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
 from engine.layers.context import LayerContext, TrainingPlan
 from engine.layers.module import ShardedModule, ShardEntry
+from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.attention.token_context import AuxiliaryLoss, ContextPart
+from engine.ops.kernels import Attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +197,25 @@ class LayerVariant:
     def attention_kind(self, kind: AttentionKind) -> AttentionKind:
         """Returns the switches of the layer's attention, for those of a plain one."""
         return kind
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether attention computes parts of a row apart, as it does where rows hold several documents."""
+        return False
+
+    @property
+    def merges_attention(self) -> bool:
+        """Whether attention is merged from parts that are computed apart."""
+        return False
+
+    def attention_sentence(self, plain: Attention, blocks: AttentionBlocks) -> str | None:
+        """Returns what computes attention that is merged from parts, for a run's log; None where it is not merged.
+
+        Args:
+            plain: the backend's attention.
+            blocks: what computes the parts.
+        """
+        return None
 
     def attention(self, place: LayerPlace) -> Branch | None:
         """Builds the layer's attention."""

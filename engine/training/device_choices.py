@@ -14,9 +14,7 @@ from engine.config.run import RunConfig
 from engine.layers.saved import check_offload
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
-from engine.ops.attention.bidirectional import spans_sentence
 from engine.ops.attention.blocks import REFERENCE_BLOCKS, AttentionBlocks, choose_attention_blocks
-from engine.ops.attention.sinks import sinks_sentence
 from engine.ops.attention.varlen import AttentionChoice, choose_attention
 from engine.ops.backends import choose_kernels
 from engine.ops.encoded_weight import BaseEncoding
@@ -49,8 +47,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     """
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
     # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same.
-    # Images whose tokens see each other are one more document each.
-    packed = config.data.fills_rows or config.objective.kind.group > 1 or decoder.attention_kind(0).bidirectional
+    apart = any(one.packs_rows for one in decoder.variants)
+    packed = config.data.fills_rows or config.objective.kind.group > 1 or apart
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
     if config.memory.cuda_graph != "none":
         resolve("engine.training.cuda_graph.build:check_graphs")(config, device, attention, decoder)
@@ -60,10 +58,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     blocks = attention_blocks(config, device, decoder)
     if config.parallel.context > 1:
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
-    if decoder.attention_kind(0).bidirectional:
-        sentences.append(spans_sentence(attention.kernels.attention, blocks))
-    if decoder.attention_kind(0).sinks:
-        sentences.append(sinks_sentence(attention.kernels.attention, blocks))
+    said = (one.attention_sentence(attention.kernels.attention, blocks) for one in decoder.variants)
+    sentences += [sentence for sentence in said if sentence is not None]
     return DeviceChoices(
         optimizer=optimizer,
         attention=attention,
@@ -97,8 +93,7 @@ def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderCo
 
     Where neither is needed, and where no other than the reference was asked for, it is the reference.
     """
-    kind = decoder.attention_kind(0)
-    ranks, merged = config.parallel.context > 1, kind.bidirectional or kind.sinks
+    ranks, merged = config.parallel.context > 1, any(one.merges_attention for one in decoder.variants)
     if not ranks and (config.model.kernels == "reference" or not merged):
         return REFERENCE_BLOCKS
     dtype = TORCH_DTYPES[config.model.dtype]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from engine.batch import BatchPart
 from engine.layers.attention import AttentionKind
 from engine.models.decoder_config import DecoderConfig, ExampleRows, LayerVariant
+from engine.ops.attention.bidirectional import spans_sentence
+from engine.ops.attention.blocks import AttentionBlocks
+from engine.ops.kernels import Attention
 from engine.vision.batch_parts import BidirectionalSpans
 from engine.vision.layers.fronts import ImageTower, images_change
 
@@ -17,6 +20,17 @@ class BidirectionalImages(LayerVariant):
 
     def attention_kind(self, kind: AttentionKind) -> AttentionKind:
         return replace(kind, bidirectional=True)
+
+    @property
+    def packs_rows(self) -> bool:
+        return True  # an image is one more document
+
+    @property
+    def merges_attention(self) -> bool:
+        return True
+
+    def attention_sentence(self, plain: Attention, blocks: AttentionBlocks) -> str:
+        return spans_sentence(plain, blocks)
 
     def graph_obstacle(self, family: str) -> str:
         return images_change(family)

@@ -22,7 +22,8 @@ from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.training.observer import StepSeen
-from engine.training.prepare import PreparedRun, prepare
+from engine.training.prepare import prepare
+from engine.training.prepared_run import PreparedRun
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
 from engine.training.step_figures import StepFigures

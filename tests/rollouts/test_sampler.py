@@ -19,7 +19,7 @@ from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.sampler import Sampled
 from engine.rollouts.token_logps import token_logps
 from engine.rollouts.trained_sampler import TrainedSampler
-from engine.training.prepare import PreparedRun
+from engine.training.prepared_run import PreparedRun
 from tests.support.rollout_runs import prepared, rollout_settings
 
 END = frozenset((0,))

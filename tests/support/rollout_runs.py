@@ -16,7 +16,8 @@ from engine.rollouts.source import RolloutSource
 from engine.runtime.launch import Launch
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
-from engine.training.prepare import PreparedRun, prepare
+from engine.training.prepare import prepare
+from engine.training.prepared_run import PreparedRun
 from engine.training.trainer import Trainer
 from examples.grpo_arithmetic.make_small import write_model, write_sums
 from tests.support.commands import options

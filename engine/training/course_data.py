@@ -1,0 +1,79 @@
+"""The data of a run and its way through it: read together, because one decides the length of the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.checkpoint.model_folder import ModelFolder
+from engine.config.run import RunConfig
+from engine.models.decoder_config import DecoderConfig
+from engine.runtime.launch import Launch
+from engine.runtime.run_folder import RunFolder
+from engine.seams import resolve
+from engine.telemetry.format import counted
+from engine.telemetry.log import Log
+from engine.training.course import Course, plan_course
+from engine.training.data import build_data
+from engine.training.resuming import RunComplete
+from engine.training.run_data import RunData
+from engine.training.saving import tidy
+from engine.training.start import Start
+
+if TYPE_CHECKING:
+    from engine.training.samples import SamplePrompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CourseData:
+    """The data of a run, and its way through it.
+
+    Args:
+        data: the rows.
+        fingerprint: of those that are trained on.
+        prompts: tokens of train.sample_prompts.
+        course: how many steps, at which learning rates.
+    """
+
+    data: RunData
+    fingerprint: str
+    prompts: list[SamplePrompt]
+    course: Course
+
+
+def read_course(
+    config: RunConfig, launch: Launch, log: Log, folder: RunFolder, model: ModelFolder, start: Start
+) -> CourseData:
+    """Reads the data, plans the run's course through it, and logs what has changed where the run resumes.
+
+    Raises:
+        RunComplete: nothing is left to do.
+    """
+    decoder = model.decoder
+    data = build_data(config, launch, model, log)
+    read = CourseData(
+        data=data,
+        fingerprint=data.train.fingerprint(),
+        prompts=_sample_prompts(config, data, decoder),
+        course=plan_course(config, data.train.order, step=start.step, consumed=start.consumed),
+    )
+    if (point := start.point) is None:
+        return read
+    if (sentence := point.completion(config, read.course, start.best)) is not None:
+        if launch.rank == 0:
+            tidy(folder.path, config.checkpoint, log.info)
+        raise RunComplete(sentence, step=start.step, run_dir=folder.path)
+    log.info(f"resuming from {point.path} after step {point.step}, {counted(point.consumed, 'sample')} consumed")
+    for difference in point.differences(config, read.course, data, read.fingerprint):
+        log.warning(difference)
+    return read
+
+
+def _sample_prompts(config: RunConfig, data: RunData, decoder: DecoderConfig) -> list[SamplePrompt]:
+    """Returns the tokens of train.sample_prompts."""
+    if not config.train.sample_prompts and not config.train.sample_chat:
+        return []
+    found: list[SamplePrompt] = resolve("engine.training.samples:read_prompts")(
+        config, data.tokenizer, decoder, data.train.family
+    )
+    return found

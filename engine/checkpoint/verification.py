@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol, cast
 import numpy as np
 from torch import Tensor
 
-from engine.checkpoint.copying.streaming import default_threads
+from engine.checkpoint.copying.threads import default_threads
 from engine.checkpoint.safetensors_file import checksum
 from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Axis

@@ -12,7 +12,6 @@ import torch
 
 from engine.errors import UserError
 from engine.kernels.native.loader import native_status
-from engine.ops.apex import apex_status, with_apex_norms
 from engine.ops.kernels import REFERENCE, Kernels, backend
 
 NATIVE = backend("native")
@@ -37,6 +36,8 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
     if wanted == "reference":
         return REFERENCE, "kernels: reference (plain torch), as asked for"
     if wanted == "apex":
+        from engine.ops.apex import apex_status, with_apex_norms
+
         status = apex_status("FusedRMSNorm")
         if device.type != "cuda" or not status.available:
             why = status.reason if device.type == "cuda" else f"apex runs on a GPU, not on {device.type}"

@@ -20,7 +20,6 @@ from torch.optim.adamw import adamw
 from engine.errors import UserError
 from engine.kernels.native.adamw import adamw_step, square_sum
 from engine.kernels.native.loader import native_status
-from engine.ops.apex import apex_status, fused_adam
 from engine.optim.flat import FlatParameters, Span
 from engine.optim.flat_layout import ALIGNMENT, Region, Slot
 from engine.optim.publish import CopyPublish
@@ -279,6 +278,8 @@ class ApexUpdate:
                     parameters.append(parameter)
             groups.append({"params": parameters, "weight_decay": decay})
             rates.append(rate)
+        from engine.ops.apex import fused_adam
+
         self._optimizer = fused_adam()(
             groups,
             lr=0.0,
@@ -327,6 +328,8 @@ def choose_backend(wanted: str, *, device: torch.device) -> tuple[OptimizerBacke
     if wanted == "torch":
         return TORCH, "optimizer: torch (fused AdamW), as asked for"
     if wanted == "apex":
+        from engine.ops.apex import apex_status
+
         status = apex_status("FusedAdam")
         why = status.reason if device.type == "cuda" else f"FusedAdam runs on a GPU, not on {device.type}"
         if device.type != "cuda" or not status.available:

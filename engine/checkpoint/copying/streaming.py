@@ -19,13 +19,12 @@ from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, forget
 from engine.checkpoint.copying.exchange import ExchangedPart
 from engine.checkpoint.copying.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.checkpoint.copying.resumable import Journal, Written
+from engine.checkpoint.copying.threads import default_threads
 from engine.checkpoint.safetensors_file import file_header
 from engine.errors import UserError
 from engine.files.refusals import FileError, writing
-from engine.telemetry.processors import available_processors
 
 Progress = Callable[[int], None]
-MAX_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +38,6 @@ class Streaming:
 
     written: dict[tuple[str, str], Written]
     kept_bytes: int
-
-
-def default_threads() -> int:
-    """Returns two threads for each processor, since one often waits for the disk; up to a limit past which a disk
-    gains nothing."""
-    return max(2, min(MAX_THREADS, 2 * available_processors()))
 
 
 def write_files(

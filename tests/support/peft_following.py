@@ -19,10 +19,9 @@ from engine.config.load import parse_config
 from engine.config.rules import check_config
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
-from engine.training.adapter_source import adapter_source
 from engine.training.build import Training, build_training
 from engine.training.reports.summary import announce
-from engine.training.start_model import check_model, model_source
+from engine.training.start_model import check_model, model_source, start_adapter
 from tests.distributed.cases import make_batch
 from tests.support.commands import options
 from tests.support.family_models import make_model, stock_losses
@@ -114,7 +113,7 @@ def build(folder: Path, given: dict[str, Any], launch: Launch) -> tuple[Training
     check_config(config)
     source = model_source(config)
     plan = check_model(config, source.model, launch.world_size)
-    adapter_source(config, source, plan)
+    start_adapter(config, source, plan)
     lines = io.StringIO()
     log = Log(launch.rank, lines)
     training = build_training(config, launch, source, plan, log)

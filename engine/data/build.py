@@ -28,8 +28,8 @@ from engine.sentences import listed
 from engine.telemetry.format import counted
 
 Paths = str | Path | Sequence[str]
-Advance = Callable[[int, int], None]
-"""Is called with (records done, records in all) now and then."""
+Advance = Callable[[int], object]
+"""Is called with the number of records that were read since its last call."""
 Parsed = TypeVar("Parsed")
 
 
@@ -135,11 +135,8 @@ def read_chunks(
         open_file: returns how many records a file has, and the records.
         progress: see `Advance`.
     """
-    sources = [open_file(path) for path in files]
-    total, done = sum(count for count, _ in sources), 0
-    for _, records in sources:
+    for _, records in [open_file(path) for path in files]:
         while chunk := list(islice(records, size)):
             yield chunk
-            done += len(chunk)
             if progress is not None:
-                progress(done, total)
+                progress(len(chunk))

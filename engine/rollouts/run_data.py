@@ -88,14 +88,9 @@ def read_prompt_data(
         )
     room = data.seq_length - rollout.max_completion_length
     with Progress(log, "reading prompts", None, "records") as progress:
-        done = 0
-
-        def advance(count: int, total: int) -> None:
-            nonlocal done
-            progress.advance(count - done)
-            done = count
-
-        prompts = read_prompts(data.train, tokenizer=tokenizer, room=room, overlong=data.overlong, progress=advance)
+        prompts = read_prompts(
+            data.train, tokenizer=tokenizer, room=room, overlong=data.overlong, progress=progress.advance
+        )
     if (largest := max(max(prompt.ids) for prompt in prompts.prompts)) >= decoder.vocab_size:
         raise UserError(
             f"{data.train} has token id {largest}, but the model's vocabulary has {decoder.vocab_size} entries: set "

@@ -12,6 +12,7 @@ from engine.config.data import split_mix
 from engine.config.rules import check_warmup
 from engine.config.run import RunConfig
 from engine.data.blend import blend
+from engine.data.build import Advance
 from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
 from engine.data.hold_out import hold_out
@@ -43,7 +44,7 @@ class _ReaderOptions(TypedDict):
     tokenizer: Tokenizer
     seq_length: int
     overlong: str
-    progress: Callable[[int, int], None]
+    progress: Advance
     images: Any
 
 
@@ -237,19 +238,12 @@ class _Source:
 
     def _read(self, path: str, what: str) -> TokenDataset:
         with Progress(self.log, f"reading {what} data", None, "records") as progress:
-            done = 0
-
-            def advance(count: int, total: int) -> None:
-                nonlocal done
-                progress.advance(count - done)
-                done = count
-
             data, records = self.config.data, self.config.objective.kind.records
             common = _ReaderOptions(
                 tokenizer=self.tokenizer,
                 seq_length=data.seq_length,
                 overlong=data.overlong,
-                progress=advance,
+                progress=progress.advance,
                 images=self.images,
             )
             if records is None:

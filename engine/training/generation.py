@@ -107,18 +107,9 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, cuts_experts=cuts)
     part_of = _parts(live.config, choice.pipeline)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=live.config.num_kv_heads)
-    attention, sentence = choose_model_kernels(options, launch.device, live.config, packed=True)
-    log.info(sentence)
     decoder = Decoder(
         live.config,
-        # adapters are folded also without sequence parallelism, as nothing trains
-        layout=TensorLayout.over(
-            mesh,
-            joint_reduce=True,
-            kernels=attention.kernels,
-            attention_blocks=attention_blocks(options, launch.device, live.config),
-            base=base_encoding(options, launch.device),
-        ),
+        layout=_layout(options, mesh, live.config, launch, log),
         plan=live.plan,
         device=launch.device,
         dtype=TORCH_DTYPES[dtype_name],
@@ -194,6 +185,19 @@ def _adapter(choice: ModelChoice, log: Log) -> _Adapter:
         )
     tokenizer = trained_tokenizer(checkpoint.state, checkpoint.folder / MANIFEST)
     return _Adapter(trained.weights, trained.values, trained.scale, checkpoint.base.get("dtype"), tokenizer)
+
+
+def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launch, log: Log) -> TensorLayout:
+    """Lays out this rank's tensors; adapters are folded also without sequence parallelism, as nothing trains."""
+    attention, sentence = choose_model_kernels(options, launch.device, config, packed=True)
+    log.info(sentence)
+    return TensorLayout.over(
+        mesh,
+        joint_reduce=True,
+        kernels=attention.kernels,
+        attention_blocks=attention_blocks(options, launch.device, config),
+        base=base_encoding(options, launch.device),
+    )
 
 
 def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:

@@ -199,41 +199,15 @@ class Tree:
         """The modules that each module imports, wherever the statement stands, itself left out."""
         return {name: {one.module for one in source.imports} - {name} for name, source in self.sources.items()}
 
-    def circles(self) -> list[list[str]]:
-        """Returns the groups of modules that import each other, through any number of steps."""
-        return [sorted(group) for group in strong_components(self.graph) if len(group) > 1]
 
-
-def strong_components(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """Returns the strongly connected components of a graph: Kosaraju's two searches."""
-    order: list[str] = []
-    seen: set[str] = set()
-
-    def visit(start: str, edges: Mapping[str, set[str]], reached: list[str]) -> None:
-        stack = [(start, iter(sorted(edges[start])))]
-        seen.add(start)
-        while stack:
-            node, following = stack[-1]
-            step = next((one for one in following if one not in seen), None)
-            if step is None:
-                reached.append(node)
-                stack.pop()
-            else:
-                seen.add(step)
-                stack.append((step, iter(sorted(edges[step]))))
-
-    for node in graph:
-        if node not in seen:
-            visit(node, graph, order)
-    back: dict[str, set[str]] = {node: set() for node in graph}
-    for node, targets in graph.items():
-        for target in targets:
-            back[target].add(node)
-    seen.clear()
-    components: list[set[str]] = []
-    for node in reversed(order):
-        if node not in seen:
-            group: list[str] = []
-            visit(node, back, group)
-            components.append(set(group))
-    return components
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Returns the groups of nodes that reach each other, through any number of steps."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        reached[start], waiting = set(), [*graph[start]]
+        while waiting:
+            if (node := waiting.pop()) not in reached[start]:
+                reached[start].add(node)
+                waiting += graph[node]
+    groups = {frozenset(other for other in below if node in reached[other]) for node, below in reached.items()}
+    return sorted(sorted(group) for group in groups if group)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.objective import OBJECTIVES
-from tests.house.sources import WINGS, Tree, strong_components
+from tests.house.sources import WINGS, Tree, circles
 from tests.house.text_run import counted_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ def test_the_core_imports_no_wing(tree: Tree) -> None:
 
 
 def test_no_import_circles(tree: Tree) -> None:
-    assert tree.circles() == []
+    assert circles(tree.graph) == []
 
 
 def test_a_text_run_loads_no_wing(tree: Tree) -> None:
@@ -44,7 +44,18 @@ def test_wings_import_those_of_their_table(tree: Tree) -> None:
 
 
 def test_the_table_of_wings_has_no_circle() -> None:
-    assert len(strong_components({wing: {*others} for wing, others in WINGS.items()})) == len(WINGS)
+    assert circles({wing: {*others} for wing, others in WINGS.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("graph", "groups"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}, [["a", "b", "c"], ["e", "f"]]),
+    ],
+)
+def test_circles_are_found(graph: dict[str, set[str]], groups: list[list[str]]) -> None:
+    assert circles(graph) == groups
 
 
 def test_late_names_name_something(tree: Tree) -> None:

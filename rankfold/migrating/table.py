@@ -22,6 +22,7 @@ from engine.config.option_names import sections
 from engine.config.run import RunConfig
 from engine.seams import resolve
 from rankfold.migrating.conversion import Conversion, Rule, dropped, fact, kind_of, option, option_or_none
+from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import shared
 
 _FOLDER = Path(__file__).parent / "tables"
@@ -209,6 +210,25 @@ def _option_or_none(head: str, said: str) -> Rule:
     return option_or_none(name, kind, said)
 
 
+def _choices(head: str, why: str) -> Rule:
+    """Returns the rule of a key whose words are others than here: WORD=VALUE, a word that is the same, WORD= where the
+    key is dropped, and * for all other words, which are unsupported without it.
+    """
+    name, *words = head.split()
+    values = {word: value if equals else word for word, equals, value in (one.partition("=") for one in words)}
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        value = values.get(str(given.value).lower(), values.get("*"))
+        if value is None:
+            conversion.unsupported(given, why)
+        elif value:
+            conversion.take(given, name, str(given.value) if value == "*" else value)
+        else:
+            conversion.drop(given, "switched off")
+
+    return Rule(rule, (name,))
+
+
 def _fact(head: str, said: str) -> Rule:
     name, kind, *options = head.split()
     return fact(name, kind_of(kind), *options, became=said)
@@ -226,6 +246,7 @@ _BUILDERS: dict[str, Callable[[str, str], Rule]] = {
     "options": _option,
     "options or auto": lambda head, said: shared.auto_or(_option(head, said)),
     "options or none": _option_or_none,
+    "choices": _choices,
     "facts": _fact,
     "facts or auto": lambda head, said: shared.auto_or(_fact(head, said)),
     "functions": _function,
@@ -237,6 +258,10 @@ _BUILDERS: dict[str, Callable[[str, str], Rule]] = {
     "because": lambda why, _: dropped(why),
 }
 """Entry of a table -> the function that makes a rule of its two texts, before and after " | "."""
+
+
+RULE_ENTRIES = frozenset(_BUILDERS)
+"""Entries of a table whose values are keys."""
 
 
 def _own_rules(data: Mapping[str, Any]) -> dict[str, Rule]:

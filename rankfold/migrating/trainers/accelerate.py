@@ -32,26 +32,6 @@ FSDP_SHARDS = {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients", "NO_SHA
                "2": "gradients", "3": "none"}  # fmt: skip
 
 
-@sets("parallel.shard")
-def fsdp(conversion: Conversion, given: Given) -> None:
-    level = FSDP_SHARDS.get(str(given.value).upper())
-    if level is None:
-        conversion.unsupported(given, "set parallel.shard")
-    else:
-        conversion.take(given, "parallel.shard", level)
-
-
-@sets("parallel.shard")
-def reshard(conversion: Conversion, given: Given) -> None:
-    """Translates the resharding key: FSDP2 has true and false, early versions have FSDP1's names."""
-    kinds = {"true": "parameters", "false": "gradients", **{name.lower(): FSDP_SHARDS[name] for name in FSDP_SHARDS}}
-    level = kinds.get(str(given.value).lower())
-    if level is None:
-        conversion.unsupported(given, "set parallel.shard")
-    else:
-        conversion.take(given, "parallel.shard", level)
-
-
 @sets("memory.offload_weights", "memory.offload_optimizer")
 def fsdp_offload(conversion: Conversion, given: Given) -> None:
     """Translates FSDP's CPUOffload, which keeps the states of the optimizer in host memory with the parameters."""

@@ -74,17 +74,6 @@ def datasets(conversion: Conversion, given: Given) -> None:
                 break
 
 
-@sets("data.packing")
-def sample_packing(conversion: Conversion, given: Given) -> None:
-    conversion.take(given, "data.packing", bool(given.value) and truth(given))
-
-
-@sets("data.overlong")
-def excess(conversion: Conversion, given: Given) -> None:
-    kinds = {"drop": "drop", "truncate": "truncate", "raise": "error"}
-    conversion.take(given, "data.overlong", kinds.get(str(given.value).lower(), "drop"))
-
-
 @sets("lora.targets")
 def target_linear(conversion: Conversion, given: Given) -> None:
     if given.value and truth(given):

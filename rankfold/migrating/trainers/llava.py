@@ -4,17 +4,9 @@ the language model."""
 from __future__ import annotations
 
 from rankfold.migrating.conversion import Conversion
-from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import images
 
 _PROJECTOR = "multi_modal_projector"
-
-
-def aspect_ratio(conversion: Conversion, given: Given) -> None:
-    if str(given.value) == "square":
-        conversion.drop(given, images.PROCESSOR)
-    else:
-        conversion.unsupported(given, images.PROCESSOR)
 
 
 def what_trains(conversion: Conversion) -> list[str]:

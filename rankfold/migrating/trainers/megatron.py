@@ -61,16 +61,6 @@ def decay_style(conversion: Conversion, given: Given) -> None:
     conversion.facts["no_warmup"] = False  # here a constant rate has its warm-up, too
 
 
-@sets("memory.recompute")
-def recompute(conversion: Conversion, given: Given) -> None:
-    name = str(given.value).lower()
-    kinds = {"full": "full", "selective": "attention", "true": "attention"}
-    if name in kinds:
-        conversion.take(given, "memory.recompute", kinds[name])
-    else:
-        conversion.drop(given, "switched off")
-
-
 @sets("lora.rank", "trainable")
 def peft(conversion: Conversion, given: Given) -> None:
     conversion.add_fact(given, "lora", str(given.value).lower() == "lora", f"adapters: {given.value}")
@@ -101,12 +91,6 @@ def sequence(conversion: Conversion) -> bool | None:
 @sets("parallel.context_method")
 def context_method(conversion: Conversion, given: Given) -> None:
     conversion.take(given, "parallel.context_method", "ulysses" if "a2a" in str(given.value) else "ring")
-
-
-@sets("parallel.shard")
-def sharding_strategy(conversion: Conversion, given: Given) -> None:
-    levels = {"optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
-    conversion.take(given, "parallel.shard", levels.get(str(given.value), "none"))
 
 
 def finish(conversion: Conversion) -> None:

@@ -268,17 +268,6 @@ def quantize(base: str) -> Rule:
     return Rule(rule, ("model.base_dtype",))
 
 
-@sets("model.base_dtype")
-def quantization_bits(conversion: Conversion, given: Given) -> None:
-    bits = {4: "nf4", 8: "int8"}
-    if isinstance(given.value, int) and given.value in bits:
-        conversion.take(given, "model.base_dtype", bits[given.value])
-    elif given.value in (None, 16, 32, "none"):
-        conversion.drop(given, "not quantized")
-    else:
-        conversion.unsupported(given, "model.base_dtype is nf4 (4 bits), int8 or fp8 (8 bits)")
-
-
 def optimizer(conversion: Conversion, given: Given) -> None:
     name = str(given.value).lower().rpartition(".")[2]
     if "adamw" in name and not any(other in name for other in ("galore", "apollo", "schedule", "adopt", "mini")):

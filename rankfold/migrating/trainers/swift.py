@@ -159,15 +159,6 @@ def ref_adapters(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "none")
 
 
-@sets("data.overlong")
-def truncation(conversion: Conversion, given: Given) -> None:
-    kinds = {"delete": "drop", "right": "truncate", "split": "cut", "none": "drop"}
-    if str(given.value).lower() in kinds:
-        conversion.take(given, "data.overlong", kinds[str(given.value).lower()])
-    else:
-        conversion.unsupported(given, "samples lose their end: data.overlong")
-
-
 @sets("data.mask_prompt")
 def loss_scale(conversion: Conversion, given: Given) -> None:
     parts = str(given.value).split("+")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rankfold.migrating.conversion import Conversion, sets
 from rankfold.migrating.given import Given
-from rankfold.migrating.trainers import experts_of_megatron, megatron, swift
+from rankfold.migrating.trainers import experts_of_megatron, swift
 
 
 @sets("model.path")
@@ -17,14 +17,6 @@ def mcore_model(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "none")
     else:
         conversion.add_fact(given, "mcore", str(given.value), "model.path: the Hugging Face folder of these weights")
-
-
-@sets("memory.recompute")
-def recompute(conversion: Conversion, given: Given) -> None:
-    if str(given.value).lower() == "none":
-        conversion.take(given, "memory.recompute", "selective")
-    else:
-        megatron.recompute.apply(conversion, given)
 
 
 def expert_tensor(conversion: Conversion) -> int | None:

@@ -25,12 +25,6 @@ def loss_type(conversion: Conversion, given: Given) -> None:
         raise other_objective(given, f"another loss than {', '.join(_LOSSES)}")
 
 
-@sets("objective.scale_rewards")
-def scale_rewards(conversion: Conversion, given: Given) -> None:
-    name = {"true": "group", "false": "none"}.get(str(given.value).lower(), str(given.value))
-    conversion.take(given, "objective.scale_rewards", name)
-
-
 @sets("rollout.rewards")
 def reward_funcs(conversion: Conversion, given: Given) -> None:
     """Converts names of functions, of a script or of a module; a reward model is reported."""

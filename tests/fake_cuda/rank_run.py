@@ -268,7 +268,13 @@ def _generate(case: Case, folder: Path, device: Recorder) -> None:
         mesh = build_mesh(grid, device_type="cuda", num_kv_heads=decoder.num_kv_heads)
         model = Decoder(
             decoder,
-            layout=generation._layout(config, mesh, decoder, launch, SILENT),
+            layout=generation.TensorLayout.over(
+                mesh,
+                joint_reduce=True,
+                kernels=generation.choose_model_kernels(config, launch.device, decoder, packed=True)[0].kernels,
+                attention_blocks=generation.attention_blocks(config, launch.device, decoder),
+                base=generation.base_encoding(config, launch.device),
+            ),
             plan=plan.modules,
             device=launch.device,
             dtype=torch.bfloat16,

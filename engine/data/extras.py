@@ -35,7 +35,8 @@ class ExtraColumns(ABC):
 
     __slots__ = ()
     collector: ClassVar[str | None] = None
-    """Collects it into batches, as "module:NAME"; see `engine.data.parts.PartCollector`."""
+    """Collects it into batches, as "module:NAME"; see `engine.data.parts.PartCollector`. None for what the family of a
+    vision-language model collects, which places features also where no document has images."""
     counts_documents: bool = False
     """Whether a row's weight in the loss is the number of its documents."""
 

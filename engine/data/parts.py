@@ -75,6 +75,7 @@ class PartCollector(Protocol):
 def collectors(dataset: TokenDataset, input_rank: InputRank) -> list[PartCollector]:
     """Returns a collector for each kind of data that the documents have beside their tokens."""
     found = [extra.collector for extra in dataset.extras if extra.collector is not None]
+    assert dataset.family is not None or len(found) == len(dataset.extras), "images need a family that reads them"
     if dataset.family is not None:
         found.append(dataset.family.collector)
     if dataset.compares:

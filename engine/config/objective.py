@@ -26,7 +26,7 @@ class ObjectiveKind:
     Args:
         loss: builds it; see `engine.objectives.build.build_objective`.
         data: reads it; see `engine.training.run_data.DataReader`.
-        records: reads records into rows, see `engine.training.row_data.RecordReader`; None for texts and conversations
+        records: reads records into rows, see `engine.training.data_sets.BuildDataset`; None for texts and conversations
             whose every answer is learned.
         references: gives rows what the model that the run starts from says of them, see
             `engine.training.row_data.ReferenceLoader`; None where answers are compared with no model.

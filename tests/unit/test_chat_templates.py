@@ -27,7 +27,7 @@ from engine.data.text_reader import build_texts
 from engine.data.tokenizer import ChatOptions, load_tokenizer
 from engine.errors import UserError
 from engine.telemetry.log import Log
-from engine.training.row_data import show_samples
+from engine.training.data_sets import show_samples
 from tests.support.commands import run_tool
 from tests.support.shared_data import shared
 

@@ -1,0 +1,152 @@
+"""The data sets of a run: files and token stores, read, held out from and mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict, Unpack
+
+from engine.config.data import split_mix
+from engine.config.run import RunConfig
+from engine.data.blend import blend
+from engine.data.build import Advance
+from engine.data.dataset import TokenDataset
+from engine.data.hold_out import hold_out
+from engine.data.preview import preview
+from engine.data.store import is_store
+from engine.data.stored_rows import stored_dataset
+from engine.data.text_reader import build_texts
+from engine.data.tokenizer import Tokenizer
+from engine.errors import UserError
+from engine.models.decoder_config import DecoderConfig
+from engine.seams import resolve
+from engine.telemetry.format import counted
+from engine.telemetry.log import Log
+from engine.telemetry.progress import Progress
+from engine.training.node_data import NodeData
+
+
+class _ReaderOptions(TypedDict):
+    """The options that every reader of records takes; see `engine.data.build.build_dataset`."""
+
+    tokenizer: Tokenizer
+    seq_length: int
+    overlong: str
+    progress: Advance
+    images: Any
+
+
+class BuildDataset(Protocol):
+    """The function that `engine.config.objective.ObjectiveKind.records` names."""
+
+    def __call__(self, paths: str, *, packing: bool, **common: Unpack[_ReaderOptions]) -> TokenDataset:
+        """Reads and tokenises files of records.
+
+        Raises:
+            UserError: a file or record that cannot be used, or nothing left to train on.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataSets:
+    """Reads the data sets of a run.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        images: reads conversations of a vision-language model; None for text alone.
+        decoder: the model.
+        log: gets what was read of each.
+        node: shares what is read among the ranks of a machine.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    images: Any
+    decoder: DecoderConfig
+    log: Log
+    node: NodeData
+
+    def training_set(self, path: str) -> tuple[TokenDataset, TokenDataset | None]:
+        """Returns data.train with what data.mix adds to it, and what data.validation_split holds out of data.train."""
+        config = self.config
+        whole, held_out = self.dataset(path, "training"), None
+        share, seed = config.data.validation_split, config.train.seed
+        if share is not None:
+            whole, held_out = hold_out(whole, share, seed)
+            self.log.info(
+                f"validation data: {counted(len(held_out), 'row')} held out of data.train (data.validation_split "
+                f"{share:g}, train.seed {seed}), {counted(held_out.report.target_tokens, 'token')} evaluated; "
+                f"{counted(len(whole), 'row')} left to train on"
+            )
+        if not config.data.mix:
+            return whole, held_out
+        entries = [split_mix(entry) for entry in config.data.mix]
+        more = [self.dataset(path, f"training ({path})") for path, _ in entries]
+        parts = [whole, *more]
+        mixed = blend(parts, [1.0, *(weight for _, weight in entries)])
+        self.log.info(f"mixed training data: {counted(len(mixed), 'row')} per epoch")
+        return mixed, held_out
+
+    def dataset(self, path: str, what: str) -> TokenDataset:
+        """Returns the rows of a file of records, or of a token store."""
+        dataset = self._stored(path) if is_store(path) else self.node.get(lambda: self._read(path, what))
+        dataset.read_with(None if self.images is None else self.images.family)
+        if self.decoder.needs_images and (count := int((dataset.feature_counts == 0).sum())):
+            raise UserError(
+                f"{path} has {counted(count, 'document')} without an image, but every layer of this "
+                f"{self.decoder.family} model attends to one: give records with an image each (token stores and "
+                "answers that are plain texts have none)."
+            )
+        if dataset.max_token >= self.decoder.vocab_size:
+            raise UserError(
+                f"{path} has token id {dataset.max_token}, but the model's vocabulary has {self.decoder.vocab_size} "
+                "entries: set data.tokenizer to the tokenizer this model was trained with."
+            )
+        self.log.info(f"{what} data: {dataset.report.summary()}")
+        for warning in dataset.report.warnings():
+            self.log.warning(f"{what} data: {warning}")
+        return dataset
+
+    def _stored(self, path: str) -> TokenDataset:
+        data, objective = self.config.data, self.config.objective
+        if objective.kind.answers:
+            raise UserError(
+                f"{path} is a token store, but objective.name {objective.name} compares answers: give their records."
+            )
+        return stored_dataset(
+            path,
+            tokenizer=self.tokenizer,
+            seq_length=data.seq_length,
+            packing=data.packing,
+            overlong=data.overlong,
+        )
+
+    def _read(self, path: str, what: str) -> TokenDataset:
+        with Progress(self.log, f"reading {what} data", None, "records") as progress:
+            data, records = self.config.data, self.config.objective.kind.records
+            common = _ReaderOptions(
+                tokenizer=self.tokenizer,
+                seq_length=data.seq_length,
+                overlong=data.overlong,
+                progress=progress.advance,
+                images=self.images,
+            )
+            if records is None:
+                return build_texts(
+                    path, data_format=data.format, mask_prompt=data.mask_prompt, packing=data.packing, **common
+                )
+            assert data.packing != "concatenate", "which would tear answers apart"
+            read: BuildDataset = resolve(records)
+            return read(path, packing=data.packing, **common)
+
+
+def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
+    """Prints the first rows of a data set, as many as data.show says."""
+    if not log.enabled:
+        return
+    for row in range(min(config.data.show, len(dataset))):
+        for document, (tokens, targets) in zip(dataset.rows.row(row).tolist(), dataset.documents(row), strict=True):
+            spans = dataset.feature_spans(document)
+            log.info(f"sample of row {row + 1}: {counted(len(tokens), 'token')}, {int(targets.sum()):,} trained on")
+            log.info(preview(tokens, targets, tokenizer, colour=log.live, images=spans))

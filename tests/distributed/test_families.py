@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, Embeddings
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.conversion.import_export import import_checkpoint
@@ -177,7 +176,7 @@ def _embedding_gradient(source: WeightSource, layout: TensorLayout, batch: Batch
     model = Decoder(source.model.decoder, layout=layout, **common)
     load_parameters([entry.shard for entry in shard_entries(model)], source)
     x = model.embed(batch).detach().requires_grad_()
-    losses = model(replace(batch, embeddings_TH=x), torch.tensor(0))
+    losses = model(batch.with_parts(Embeddings(embeddings_TH=x)), torch.tensor(0))
     losses.sum().backward()
     return batch.token_index_BS.flatten(), losses.detach(), x.grad
 

@@ -54,17 +54,8 @@ def clipping(conversion: Conversion, given: Given) -> None:
 
 @sets()
 def optimizer_type(conversion: Conversion, given: Given) -> None:
-    name = str(given.value).lower()
-    if name in (
-        "adamw",
-        "adam",
-        "fusedadam",
-        "deepspeedcpuadam",
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_hf",
-        "cpuadam",
-    ):
+    known = "adamw adam fusedadam deepspeedcpuadam adamw_torch adamw_torch_fused adamw_hf cpuadam"
+    if str(given.value).lower() in known.split():
         conversion.drop(given, "AdamW is the optimizer; optim.backend auto takes its fastest code")
     else:
         conversion.unsupported(given, "AdamW is the optimizer")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,14 +25,7 @@ def check_config(config: RunConfig) -> None:
     Raises:
         UserError: two values clash.
     """
-    check_kernels(config)
-    check_something_trains(config)
-    check_adapters_have_targets(config)
-    check_adapter_source(config)
-    check_fused(config)
-    check_dora(config)
-    check_lora_reduce(config)
-    check_activation_dtype(config)
+    check_pairs(config)
     check_cuda_graph(config)
     check_offloaded_weights(config)
     check_warmup(config)
@@ -104,83 +98,54 @@ def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size(config, world_size))
 
 
-def check_kernels(config: RunConfig) -> None:
-    """Refuses the compiled CPU kernels in a dtype that they do not support."""
-    require(
-        config.model.kernels != "native" or config.model.dtype in ("float32", "bfloat16"),
-        f"model.kernels is native and model.dtype is {config.model.dtype}, but the compiled CPU kernels read float32 "
-        "and bfloat16: set model.dtype to one of these, or model.kernels to auto or reference.",
+def check_pairs(config: RunConfig) -> None:
+    """Refuses options of two sections that exclude each other."""
+    model, lora, parallel, memory = config.model, config.lora, config.parallel, config.memory
+    adapts = lora.rank > 0
+    clashes: list[tuple[bool, str]] = [
+        (model.kernels == "native" and model.dtype not in ("float32", "bfloat16"),
+         f"model.kernels is native and model.dtype is {model.dtype}, but the compiled CPU kernels read float32 and "
+         "bfloat16: set model.dtype to one of these, or model.kernels to auto or reference."),
+        (not adapts and not config.trainable,
+         "lora.rank is 0 and trainable is [], so nothing would be trained: set lora.rank to for example 16, or "
+         'trainable to for example ["*"].'),
+        (adapts and not lora.targets,
+         f"lora.rank is {lora.rank} and lora.targets is [], so the adapters have nowhere to sit: name targets such as "
+         "[q_proj, v_proj], or set lora.rank to 0."),
+        (lora.init_from is not None and not adapts,
+         f"lora.init_from is {lora.init_from} and lora.rank is 0, but an adapter needs a rank: set lora.rank to that "
+         "of the adapter, or lora.init_from to null."),
+        _fused_clash(config, "qkv", "q_proj", "k_proj", "v_proj"),
+        _fused_clash(config, "gate_up", "gate_proj", "up_proj"),
+        (adapts and lora.dora and model.base_dtype is not None,
+         f"lora.dora is true and model.base_dtype is {model.base_dtype}, but DoRA needs the lengths of the base's "
+         "rows, which are not known of encoded weights: set model.base_dtype to null, or lora.dora to false."),
+        (parallel.lora_reduce != "local" and parallel.sequence_parallel,
+         f"parallel.lora_reduce is {parallel.lora_reduce} and sequence parallelism is on (parallel.tensor "
+         f"{parallel.tensor}), which has a reduction of its own: set parallel.sequence to false, or "
+         "parallel.lora_reduce to local."),
+        (memory.activation_dtype == "bfloat16" and model.dtype != "float32",
+         f"memory.activation_dtype is bfloat16 and model.dtype is {model.dtype}, so that activations would be kept as "
+         "they are: set memory.activation_dtype to float8 or null."),
+    ]  # fmt: skip
+    _refuse(clashes)
+
+
+def _fused_clash(config: RunConfig, option: str, *parts: str) -> tuple[bool, str]:
+    """Returns whether one adapter is wanted for several modules of which some are no targets."""
+    lora = config.lora
+    missing = [name for name in parts if not matches_target(name, lora.targets)] if lora.rank else []
+    return (
+        lora.fused in (option, "all") and 0 < len(missing) < len(parts),
+        f"lora.fused is {lora.fused} and lora.targets lacks {', '.join(missing)}, but one adapter for "
+        f"{', '.join(parts)} needs all of them: add them to lora.targets, or set lora.fused to none.",
     )
 
 
-def check_something_trains(config: RunConfig) -> None:
-    """Refuses a run without adapters and without trainable modules."""
-    require(
-        config.lora.rank > 0 or len(config.trainable) > 0,
-        "lora.rank is 0 and trainable is [], so nothing would be trained: set lora.rank to for example 16, "
-        'or trainable to for example ["*"].',
-    )
-
-
-def check_adapters_have_targets(config: RunConfig) -> None:
-    """Refuses adapters without target modules."""
-    require(
-        config.lora.rank == 0 or len(config.lora.targets) > 0,
-        f"lora.rank is {config.lora.rank} and lora.targets is [], so the adapters have nowhere to sit: "
-        "name targets such as [q_proj, v_proj], or set lora.rank to 0.",
-    )
-
-
-def check_adapter_source(config: RunConfig) -> None:
-    """Refuses an initial adapter for a run without adapters."""
-    require(
-        config.lora.init_from is None or config.lora.rank > 0,
-        f"lora.init_from is {config.lora.init_from} and lora.rank is 0, but an adapter needs a rank: set lora.rank to "
-        "that of the adapter, or lora.init_from to null.",
-    )
-
-
-def check_fused(config: RunConfig) -> None:
-    """Refuses one adapter for several modules unless all of them are targets."""
-    if config.lora.rank == 0:
-        return
-    for option, parts in (("qkv", ("q_proj", "k_proj", "v_proj")), ("gate_up", ("gate_proj", "up_proj"))):
-        missing = [name for name in parts if not matches_target(name, config.lora.targets)]
-        require(
-            config.lora.fused not in (option, "all") or len(missing) in (0, len(parts)),
-            f"lora.fused is {config.lora.fused} and lora.targets lacks {', '.join(missing)}, but one adapter for "
-            f"{', '.join(parts)} needs all of them: add them to lora.targets, or set lora.fused to none.",
-        )
-
-
-def check_dora(config: RunConfig) -> None:
-    """Refuses DoRA where the lengths of the base's rows are not known."""
-    if config.lora.rank == 0 or not config.lora.dora:
-        return
-    require(
-        config.model.base_dtype is None,
-        f"lora.dora is true and model.base_dtype is {config.model.base_dtype}, but DoRA needs the lengths of the "
-        "base's rows, which are not known of encoded weights: set model.base_dtype to null, or lora.dora to false.",
-    )
-
-
-def check_lora_reduce(config: RunConfig) -> None:
-    """Refuses parallel.lora_reduce with sequence parallelism, which has its own reduction."""
-    require(
-        config.parallel.lora_reduce == "local" or not config.parallel.sequence_parallel,
-        f"parallel.lora_reduce is {config.parallel.lora_reduce} and sequence parallelism is on (parallel.tensor "
-        f"{config.parallel.tensor}), which has a reduction of its own: set parallel.sequence to false, or "
-        "parallel.lora_reduce to local.",
-    )
-
-
-def check_activation_dtype(config: RunConfig) -> None:
-    """Refuses to keep activations in a dtype that saves no bits."""
-    require(
-        config.memory.activation_dtype != "bfloat16" or config.model.dtype == "float32",
-        f"memory.activation_dtype is bfloat16 and model.dtype is {config.model.dtype}, so that activations would be "
-        "kept as they are: set memory.activation_dtype to float8 or null.",
-    )
+def _refuse(clashes: Iterable[tuple[bool, str]]) -> None:
+    """Raises UserError with the sentence of the first clash that is one."""
+    for clash, sentence in clashes:
+        require(not clash, sentence)
 
 
 def check_cuda_graph(config: RunConfig) -> None:
@@ -214,8 +179,10 @@ def check_cuda_graph(config: RunConfig) -> None:
         (parallel.shard != "none", f"parallel.shard is {parallel.shard}, where updated weights arrive while the next "
          "step computes and memory comes and goes: set parallel.shard to none"),
     )  # fmt: skip
-    for clash, sentence in clashes:
-        require(not clash, f"memory.cuda_graph is {graph} and {sentence}, or memory.cuda_graph to none.")
+    _refuse(
+        (clash, f"memory.cuda_graph is {graph} and {sentence}, or memory.cuda_graph to none.")
+        for clash, sentence in clashes
+    )
 
 
 def check_offloaded_weights(config: RunConfig) -> None:
@@ -249,35 +216,36 @@ def check_evaluation(config: RunConfig) -> None:
     """Refuses evaluations without samples, and options that depend on evaluations that never run."""
     train, evaluates = config.train, config.data.evaluates
     first, every = train.eval_first, train.eval_every
-    target, patience = train.target_eval_loss, train.early_stopping_patience
-    for given, wanted, what, instead in (
-        (f"train.eval_every is {every}", every > 0, "so there is nothing to evaluate", "train.eval_every to 0"),
-        (f"train.target_eval_loss is {target}", target is not None, "so that the target could never be reached",
+    target, patience, delta = train.target_eval_loss, train.early_stopping_patience, train.early_stopping_min_delta
+    without = (
+        (every > 0, f"train.eval_every is {every}", "so there is nothing to evaluate", "train.eval_every to 0"),
+        (target is not None, f"train.target_eval_loss is {target}", "so that the target could never be reached",
          "train.target_eval_loss to null"),
-        ("checkpoint.keep_best is true", config.checkpoint.keep_best, "so that no checkpoint is better than another",
+        (config.checkpoint.keep_best, "checkpoint.keep_best is true", "so that no checkpoint is better than another",
          "checkpoint.keep_best to false"),
-    ):  # fmt: skip
-        require(
-            evaluates or not wanted,
-            f"{given} and data.validation is not set, {what}: set data.validation to a file, or data.validation_split "
+    )  # fmt: skip
+    _refuse(
+        (
+            wanted and not evaluates,
+            f"{given} and data.validation is not set, {why}: set data.validation to a file, or data.validation_split "
             f"to a share of the training data, or {instead}.",
         )
-    require(
-        first is None or (every > 0 and first % every == 0),
-        f"train.eval_first is {first} and train.eval_every is {every}, but the first evaluation is one of those of "
-        f"train.eval_every: set train.eval_first to {f'a multiple of {every}' if every else 'null'}.",
+        for wanted, given, why, instead in without
     )
-    require(
-        patience is None or every > 0,
-        f"train.early_stopping_patience is {patience} and train.eval_every is 0, so that there are no evaluations to "
-        "stop after: set train.eval_every to for example 50, or train.early_stopping_patience to null.",
-    )
-    require(
-        patience is not None or not train.early_stopping_min_delta,
-        f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g} and train.early_stopping_patience is "
-        "null, so that nothing would stop early: set train.early_stopping_patience to for example 3, or remove "
-        "train.early_stopping_min_delta.",
-    )
+    first_would_do = f"a multiple of {every}" if every else "null"
+    clashes = [
+        (first is not None and (every == 0 or first % every != 0),
+         f"train.eval_first is {first} and train.eval_every is {every}, but the first evaluation is one of those of "
+         f"train.eval_every: set train.eval_first to {first_would_do}."),
+        (patience is not None and every == 0,
+         f"train.early_stopping_patience is {patience} and train.eval_every is 0, so that there are no evaluations to "
+         "stop after: set train.eval_every to for example 50, or train.early_stopping_patience to null."),
+        (patience is None and delta != 0,
+         f"train.early_stopping_min_delta is {delta:g} and train.early_stopping_patience is null, so that nothing "
+         "would stop early: set train.early_stopping_patience to for example 3, or remove "
+         "train.early_stopping_min_delta."),
+    ]  # fmt: skip
+    _refuse(clashes)
 
 
 def check_objective(config: RunConfig) -> None:

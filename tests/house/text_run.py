@@ -33,7 +33,8 @@ def counted_run(tree: Path) -> dict[str, Any]:
 
     Returns:
         "trainer" and "run": the paths of the files that importing `engine.training.trainer` alone, and the whole run,
-        have loaded, by module name and relative to `tree`; "decoders": how many decoders the run built.
+        have loaded, by module name and relative to `tree`; "decoders": how many decoders the run built; "compiler":
+        whether it imported torch's, which takes seconds.
 
     Raises:
         CalledProcessError: the run failed.
@@ -109,7 +110,12 @@ def main() -> None:
     from rankfold.train import main as train
 
     train()
-    counted = {"trainer": after_import, "run": loaded(tree), "decoders": built[0]}
+    counted = {
+        "trainer": after_import,
+        "run": loaded(tree),
+        "decoders": built[0],
+        "compiler": "torch._dynamo" in sys.modules,
+    }
     out.write_text(json.dumps(counted), encoding="utf-8")
 
 

@@ -28,9 +28,11 @@ def test_no_import_circles(tree: Tree) -> None:
 
 
 def test_a_text_run_loads_no_wing(tree: Tree) -> None:
-    loaded = counted_run(ROOT)["run"]
+    counted = counted_run(ROOT)
+    loaded = counted["run"]
     assert "engine.training.trainer" in loaded
     assert [module for module in loaded if tree.wing(tree.plain(module)) is not None] == []
+    assert not counted["compiler"], "the run imported torch._dynamo, for seconds at its start"
 
 
 def test_wings_import_those_of_their_table(tree: Tree) -> None:

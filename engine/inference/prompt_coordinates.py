@@ -1,4 +1,4 @@
-"""What the tokens of prompts have beside their ids, where they are prefilled."""
+"""Coordinates of the tokens of prompts, where these are prefilled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a branch of a layer: attention, an MLP, or what a family has in the place of one."""
+"""The interface of a branch of a layer: attention, an MLP, or a family's own in the place of one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The record of a decoder-only language model, independent of the family's own vocabulary.
 
-Families translate a Hugging Face `config.json` into this record; the decoder is built from it alone. What a family's
-layers, or what stands before them, compute otherwise than a plain decoder is a record inside it: a `LayerVariant` or a
-`Front`, whose methods are all that the core knows of them.
+Families translate a Hugging Face `config.json` into this record; the decoder is built from it alone. Layers that
+differ from a plain decoder's, and models in front of the layers, are records inside it: a `LayerVariant` or a `Front`,
+whose methods are all that the core knows of them.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class LayerPlace:
 
     @property
     def further_site(self) -> int:
-        """The first of three sites for a branch in between, or for what stands beside the MLP."""
+        """The first of three sites for a branch in between, or for an expert beside the MLP."""
         return self.config.num_layers * SITES_PER_LAYER + 1 + 3 * self.index
 
     @property
@@ -168,7 +168,7 @@ class ExampleRows:
 
 
 class LayerVariant:
-    """A way in which layers differ from plain ones, in what they compute with: the base of frozen records.
+    """A way in which layers differ from plain ones: the base of frozen records.
 
     A config has several where attention differs in one way and the MLP in another. Each method's default is the plain
     layer's answer; None leaves the question to the other variants.
@@ -209,11 +209,11 @@ class LayerVariant:
         return False
 
     def attention_sentence(self, plain: Attention, blocks: AttentionBlocks) -> str | None:
-        """Returns what computes attention that is merged from parts, for a run's log; None where it is not merged.
+        """Returns a sentence on the kernel of attention that is merged from parts, for a run's log; None where it is not.
 
         Args:
             plain: the backend's attention.
-            blocks: what computes the parts.
+            blocks: attention of the parts.
         """
         return None
 
@@ -226,11 +226,11 @@ class LayerVariant:
         return None
 
     def mlp(self, place: LayerPlace) -> Branch | None:
-        """Builds what the layer has in the place of an MLP."""
+        """Builds the branch in the place of an MLP."""
         return None
 
     def context_part(self, batch: Batch) -> ContextPart | None:
-        """Returns what its branches read of a micro-batch."""
+        """Returns the data of a micro-batch that its branches read."""
         return None
 
     def auxiliary_loss(self, coefficient: float, device: torch.device) -> AuxiliaryLoss | None:
@@ -238,7 +238,7 @@ class LayerVariant:
         return None
 
     def examples(self, config: DecoderConfig, rows: ExampleRows) -> tuple[BatchPart, ...]:
-        """Returns what its branches need beside tokens of a micro-batch for the planner, on the meta device."""
+        """Returns its branches' data of a micro-batch, beside tokens, for the planner: on the meta device."""
         return ()
 
     def attention_parameters(self, config: DecoderConfig) -> int | None:
@@ -281,7 +281,7 @@ class LayerVariant:
 
 
 class FrontModule(ShardedModule):
-    """What the first part of a model runs between the embedding and the first layer."""
+    """A model that the first part runs between the embedding and the first layer."""
 
     stays_whole: ClassVar[bool] = False
     """Whether its weights are neither sharded nor offloaded: ranks run it or not, as their micro-batches have it."""
@@ -308,7 +308,7 @@ class FrontModule(ShardedModule):
 
 @dataclass(frozen=True, slots=True)
 class Carried(ContextPart):
-    """What stands beside the stream for all layers.
+    """Rows that stand beside the stream for all layers.
 
     Args:
         rows: of each of the config's fronts, [`Front.num_carried`, `Front.carried_width`]; None where it has none.
@@ -318,7 +318,7 @@ class Carried(ContextPart):
 
 
 class Front:
-    """What is computed before the layers, beside the embedding: the base of frozen records."""
+    """A model in front of the layers, beside the embedding: the base of frozen records."""
 
     __slots__ = ()
 
@@ -372,7 +372,7 @@ class Front:
         return 0
 
     def context_part(self, batch: Batch, carried: Tensor) -> ContextPart | None:
-        """Returns what layers read of the rows beside the stream.
+        """Returns the rows beside the stream as layers read them.
 
         Args:
             carried: those rows, [`num_carried`, `carried_width`].
@@ -380,7 +380,7 @@ class Front:
         return None
 
     def examples(self, config: DecoderConfig, rows: ExampleRows) -> tuple[BatchPart, ...]:
-        """Returns what it needs beside tokens of a micro-batch for the planner, on the meta device."""
+        """Returns its data of a micro-batch, beside tokens, for the planner: on the meta device."""
         raise NotImplementedError
 
     def input_bytes(self, rows: ExampleRows, ranks: int) -> int:
@@ -421,7 +421,7 @@ class DecoderConfig:
         rotary_dim: the first features of a head that are rotated; None for all.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
-        variants: what layers compute with in place of plain attention and MLPs.
+        variants: attention, MLPs and further branches that layers have in place of plain ones.
         fronts: models whose features stand in the places of tokens, or beside them; empty for a model of text alone.
     """
 
@@ -482,7 +482,7 @@ class DecoderConfig:
         return next((front for front in self.fronts if isinstance(front, kind)), None)
 
     def attention_kind(self, index: int) -> AttentionKind:
-        """Returns what sets a layer's attention apart, by its index in the whole model."""
+        """Returns the switches of a layer's attention, by its index in the whole model."""
         layer = self.layer_kind(index)
         kind = AttentionKind(
             window=layer.window,

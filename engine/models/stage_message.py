@@ -1,7 +1,7 @@
-"""What one part of a model sends to the next: the residual stream, and below it the rows that stand beside it for all
+"""The message from one part of a model to the next: the residual stream, and below it the rows that stand beside it for all
 layers, such as encoded images, as rows of the same width, padded.
 
-Such rows are computed once, on the first stage. CogAgent's encoder is 7.6 TFLOP an image, and what it gives 13 MB in
+Such rows are computed once, on the first stage. CogAgent's encoder is 7.6 TFLOP an image, and its rows are 13 MB in
 16 bits: every stage that encoded by itself would compute for tens of milliseconds what arrives in one. One tensor is
 one message whatever is in it, and its gradient comes back in the same places. Where the rows need no gradient, the
 stream's alone is sent back.
@@ -35,7 +35,7 @@ def pack(x_RH: Tensor, carried: Iterable[Tensor | None]) -> Tensor:
 
 
 def unpack(message: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the stream and what stands beside it, tensors of these shapes or None, as views of a message."""
+    """Returns the stream and the rows beside it, tensors of these shapes or None, as views of a message."""
     carried: list[Tensor | None] = [None] * len(shapes)
     counts = [rows_below(*shape, message.shape[1]) for shape in shapes]
     if not sum(counts):

@@ -24,11 +24,11 @@ class KeyValueCache(Protocol):
         ...
 
     def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
-        """Keeps what a layer needs of a row beside its tokens, in place of what it kept before; None for nothing."""
+        """Keeps a layer's tensors of a row, beside its keys and values, in place of earlier ones; None for none."""
         ...
 
     def kept(self, layer: str, slot: int) -> tuple[Tensor, ...] | None:
-        """Returns what `keep` took."""
+        """Returns the tensors that `keep` took."""
         ...
 
     def attend(

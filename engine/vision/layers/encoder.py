@@ -256,7 +256,7 @@ class _Encode(torch.autograd.Function):
         encoder: VisionEncoder = ctx.encoder
         cp = encoder.axes[1]
         if cp.size > 1:
-            gradient_KC = all_reduce(gradient_KC.clone(), cp)  # it may be somebody else's tensor
+            gradient_KC = all_reduce(gradient_KC.clone(), cp)  # another node may read it
         encoder.add_gradients(ctx.features, gradient_KC[encoder.own(ctx.shares).features])
         ctx.features = None
         return (None,) * (3 + ctx.num_leaves)

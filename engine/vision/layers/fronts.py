@@ -55,7 +55,7 @@ class _Encoder(VisionEncoder):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _VisionFront(Front):
-    """What both have in common.
+    """The common part of both.
 
     Args:
         model: the vision model.

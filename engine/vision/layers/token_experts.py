@@ -76,7 +76,7 @@ class ExpertPair(Branch):
         return (*self.language.shapes, *self.vision.shapes)
 
     def wrapped(self, around: Around) -> nn.Module:
-        """Returns the pair with what takes the place of each of two linears."""
+        """Returns the pair with `around` around each of two linears."""
         self.language, self.vision = self.language.wrapped(around), self.vision.wrapped(around)
         return self
 

@@ -209,7 +209,7 @@ class LayerVariant:
         return False
 
     def attention_sentence(self, plain: Attention, blocks: AttentionBlocks) -> str | None:
-        """Returns a sentence on the kernel of attention that is merged from parts, for a run's log; None where it is not.
+        """Returns a sentence on the kernel of attention that is merged from parts, for a run's log; None without one.
 
         Args:
             plain: the backend's attention.

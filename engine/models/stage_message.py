@@ -1,5 +1,5 @@
-"""The message from one part of a model to the next: the residual stream, and below it the rows that stand beside it for all
-layers, such as encoded images, as rows of the same width, padded.
+"""The message from one part of a model to the next: the residual stream, and below it the rows that stand beside it for
+all layers, such as encoded images, as rows of the same width, padded.
 
 Such rows are computed once, on the first stage. CogAgent's encoder is 7.6 TFLOP an image, and its rows are 13 MB in
 16 bits: every stage that encoded by itself would compute for tens of milliseconds what arrives in one. One tensor is

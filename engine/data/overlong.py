@@ -8,7 +8,7 @@ one kind of records. Readers hand in documents (`LongRecords.fit`), token stores
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -117,21 +117,31 @@ class Measures:
     @classmethod
     def of_documents(cls, documents: Sequence[Document], limit: int, width: int) -> Measures:
         """Returns the measures of documents, `width` of which are a record."""
-
-        def column(values: Iterator[bool]) -> BoolArray:
-            return np.fromiter(values, dtype=bool, count=len(documents)).reshape(-1, width)
-
-        lengths = np.array([len(one.tokens) for one in documents], dtype=np.int64).reshape(-1, width)
-        groups = [documents[first : first + width] for first in range(0, len(documents), width)]
+        lengths = np.array([len(one.tokens) for one in documents], dtype=np.int64)
+        first = np.array([_first_target(one.targets) for one in documents], dtype=np.int64)
+        extras = [one.extras for one in documents]
+        has_images = np.array([own is not None for own in extras], dtype=bool)
+        cuts_image = np.zeros(len(documents), dtype=bool)
+        for at in (has_images & (lengths > limit)).nonzero()[0].tolist():
+            cuts_image[at] = extras[at].cut(limit) is None
+        alike = np.zeros(len(documents) // width, dtype=bool)
+        if width > 1:
+            alike[:] = [_alike(documents[at : at + width], limit) for at in range(0, len(documents), width)]
+        shape = (-1, width)
         return cls(
-            lengths=lengths,
-            has_targets=column(bool(one.targets.any()) for one in documents),
-            keeps_targets=column(bool(one.targets[:limit].any()) for one in documents),
-            has_images=column(one.extras is not None for one in documents),
-            cuts_image=column(one.extras is not None and one.extras.cut(limit) is None for one in documents)
-            & (lengths > limit),
-            alike=np.array([width > 1 and _alike(group, limit) for group in groups], dtype=bool),
+            lengths=lengths.reshape(shape),
+            has_targets=(first < lengths).reshape(shape),
+            keeps_targets=(first < np.minimum(lengths, limit)).reshape(shape),
+            has_images=has_images.reshape(shape),
+            cuts_image=cuts_image.reshape(shape),
+            alike=alike,
         )
+
+
+def _first_target(targets: BoolArray) -> int:
+    """Returns the place of the first target; their number where there is none."""
+    first = int(targets.argmax()) if len(targets) else 0
+    return first if first or targets[:1].any() else len(targets)
 
 
 def _alike(documents: Sequence[Document], limit: int) -> bool:
@@ -201,11 +211,11 @@ class LongRecords:
         fates = self.decide(Measures.of_documents(documents, limit, width), limit)
         for number, fate in enumerate(fates.tolist()):
             record = documents[number * width : (number + 1) * width]
-            self._refuse(fate, record)
-            if fate == Fate.IN_IMAGE:
-                self._first_in_image = self._first_in_image or str(record[0].place)
-            elif fate == Fate.KEPT:
-                kept += (piece for document in record for piece in self._pieces_of(document, limit))
+            if fate == Fate.KEPT:
+                for document in record:
+                    kept += self._pieces_of(document, limit)
+            else:
+                self._drop(fate, record)
         self._pieces += len(kept)
         return kept
 
@@ -242,7 +252,8 @@ class LongRecords:
         is_stream = document.place.path.suffix.lower() == ".txt"
         return self._concatenates and (self._overlong in ("truncate", "cut") or is_stream)
 
-    def _refuse(self, fate: int, record: Sequence[Document]) -> None:
+    def _drop(self, fate: int, record: Sequence[Document]) -> None:
+        """Notes where a record would be cut in an image, and refuses one that must not be dropped."""
         place, length = record[0].place, max(len(document.tokens) for document in record)
         if fate == Fate.OVERLONG and self._overlong == "error":
             raise place.error(self._kind.refuse(length, self._limit))
@@ -257,6 +268,8 @@ class LongRecords:
                 "conversation for a vision-language model cannot be cut into several; set data.overlong to truncate "
                 "or drop."
             )
+        if fate == Fate.IN_IMAGE:
+            self._first_in_image = self._first_in_image or str(place)
 
     def _pieces_of(self, document: Document, limit: int) -> list[Document]:
         if len(document.tokens) <= limit or self._kind.cuts_later:

@@ -23,8 +23,8 @@ def build_objective(config: RunConfig, *, cp: Axis, dp: Axis) -> Objective:
 
     Args:
         config: of the run.
-        cp: over whose ranks the tokens of each row are split.
-        dp: over whose ranks the global batch is split.
+        cp: the axis over whose ranks the tokens of each row are split.
+        dp: the axis over whose ranks the global batch is split.
     """
     build: LossBuilder = resolve(config.objective.kind.loss)
     return build(config, cp=cp, dp=dp)

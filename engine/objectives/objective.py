@@ -27,7 +27,7 @@ class ObjectiveSums(NamedTuple):
 
 
 class Baseline(Protocol):
-    """A number of the whole global batch, computed before its first loss from rows beside those that are trained on."""
+    """A number of the whole global batch, computed before its first loss from rows other than the trained ones."""
 
     def batch(self, trained: Batch) -> Batch:
         """Returns the rows that a micro-batch's part of the number is computed from."""
@@ -88,7 +88,7 @@ class Objective(Protocol):
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by."""
+        """The divisor of logits."""
         ...
 
     @property

@@ -56,5 +56,5 @@ class Mismatched(BatchPart):
         return replace(self, batch=self.batch.map(change))
 
     def without_input(self) -> Self:
-        """Returns what a rank needs that does not run the model's input stage."""
+        """Returns the part without the tensors that only the model's input stage needs."""
         return replace(self, batch=self.batch.without_input())

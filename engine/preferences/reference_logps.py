@@ -2,7 +2,7 @@
 
 They are computed once, before the first step, one number an answer, and kept in the run's folder: a run that is resumed
 has moved on from the model it is compared with. A run that has not taken a step yet computes them anew, whatever lies
-in its folder, because nothing says that this is of the same model.
+in its folder, because the file may be of another model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_references(
             the run has just started.
 
     Raises:
-        UserError: they are not there, belong to other data, or are not finite.
+        UserError: the log-likelihoods are absent, belong to other data, or are not finite.
     """
     others = {
         f"{name}-mismatched": dataset.mismatched for name, dataset in sets.items() if dataset.mismatched is not None
@@ -73,7 +73,8 @@ def load_references(
 def compute_references(
     config: RunConfig, training: Training, dataset: TokenDataset, log: Log, name: str
 ) -> NDArray[np.float32]:
-    """float32 [documents], equal on all ranks: what the model as it is says of each answer. Collective.
+    """Returns float32 [documents], equal on all ranks: the log-likelihood of each answer under the current model.
+    Collective.
 
     Args:
         name: of the data set, for the log.

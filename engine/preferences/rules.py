@@ -7,7 +7,7 @@ from engine.config.run import RunConfig
 
 
 def check_preferences(config: RunConfig) -> None:
-    """Refuses options that do not go with an objective over judged answers, or with its reference.
+    """Refuses options that cannot be combined with an objective over judged answers, or with its reference.
 
     Raises:
         UserError: two values clash.

@@ -20,12 +20,12 @@ class Completions(BatchPart):
     Args:
         ids_BS: int64 number of the completion whose document each token belongs to; arbitrary for padding, whose
             weight is 0.
-        advantages: float32 [N], how much better each is than its group.
+        advantages: float32 [N], the advantage of each over its group.
         lengths: float32 [N], target tokens of each, over whole rows; 0 where a completion is kept out of the loss.
         documents: number of each in the data set, on the host.
         sampled_logps_BS: float32, log-probability of each label when it was sampled; 0 where there is no target.
         old_logps_BS: float32, the same under the model that the generation batch began to be trained with; None where
-            that is the model as it is.
+            that is the current model.
         reference_logps_BS: float32, the same under the reference; None where there is none, or where it is computed
             with each step.
     """

@@ -1,4 +1,4 @@
-"""The buffer: a generation batch with its rewards, which several steps are trained on, as a checkpoint keeps it.
+"""The buffer: a generation batch with its rewards, which several steps are trained on, as a checkpoint stores it.
 
 Where a checkpoint is saved between two steps of one buffer, the buffer is saved with it: the weights that sampled it
 are gone. Between two buffers there is nothing to save, since the weights give the same one again.
@@ -31,7 +31,7 @@ class Buffer:
         generation: its number in the run, from 0.
         prompts: int64 [P], numbers of the prompts.
         completions: of each prompt, one prompt after the other.
-        rewards_NF: fp64, what each function gave for each completion, then the penalties; NaN where it gave none.
+        rewards_NF: fp64, the score of each completion by each function, then the penalties; NaN where there is none.
         advantages: float32 [N].
         uniform: bool [P], whether all completions of a prompt are equally good.
         num_steps: steps that take their own prompts.
@@ -63,7 +63,7 @@ class Buffer:
         return self.num_steps * self.iterations
 
     def step_prompts(self, step: int) -> range:
-        """Returns which of its prompts a step takes.
+        """Returns the range of its prompts that a step takes.
 
         Args:
             step: counted from the buffer's first.
@@ -73,7 +73,7 @@ class Buffer:
         return range(first, first + size)
 
     def to_bytes(self) -> bytes:
-        """Returns it as the bytes of a safetensors file."""
+        """Returns the buffer as the bytes of a safetensors file."""
         lengths = [len(one.tokens) for one in self.completions]
         arrays: dict[str, NDArray[Any]] = {
             "prompts": self.prompts,
@@ -93,14 +93,14 @@ class Buffer:
     def from_bytes(
         cls, data: bytes, path: Path, *, generation: int, num_steps: int, iterations: int, lag: int = 0
     ) -> Buffer:
-        """Reads what `to_bytes` wrote, whose checksum is known to be right.
+        """Reads the bytes that `to_bytes` wrote, whose checksum has been verified.
 
         Args:
             path: of the file, for a message.
-            generation, num_steps, iterations, lag: which are not in it.
+            generation, num_steps, iterations, lag: not stored in the bytes.
 
         Raises:
-            UserError: it is no buffer.
+            UserError: the file is not a buffer.
         """
         try:
             arrays = {name: tensor.numpy() for name, tensor in load(data).items()}

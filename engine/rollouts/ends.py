@@ -10,7 +10,7 @@ from engine.errors import UserError
 
 
 def completion_ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that end a completion, as TRL has it: what the model's folder names, and the tokenizer's own.
+    """Returns the tokens that end a completion, as in TRL: those named in the model's folder, and the tokenizer's own.
 
     Args:
         folder: of the model.

@@ -1,4 +1,4 @@
-"""What is reported of completions: figures of a step, and a few of them with their rewards."""
+"""Reports on completions: figures of a step, and a few completions with their rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.rollouts.buffer import Buffer
 from engine.rollouts.rewards.pool import Sample
 
 OVERLONG = "overlong/penalty"
-"""Metric name of the overlong penalty; no function has it."""
+"""Metric name of the overlong penalty, which no function may use."""
 SHOWN = {
     "reward": "reward",
     "reward_std": "reward_std",
@@ -25,13 +25,12 @@ SHOWN = {
 def step_figures(
     buffer: Buffer, prompts: range, names: Sequence[str], weights: Sequence[float], *, dropped: int
 ) -> dict[str, float]:
-    """Returns the figures of a step's completions, by name; those that TRL has too by its names, and as it defines
-    them:
+    """Returns the figures of a step's completions, by name; those that TRL also reports have its names and definitions:
 
     | name                                           | of                                                        |
     |------------------------------------------------|-----------------------------------------------------------|
     | reward, reward_std                             | the weighted sums, penalty included                       |
-    | rewards/NAME/mean, rewards/NAME/std            | what each function gave, without its weight               |
+    | rewards/NAME/mean, rewards/NAME/std            | the scores of each function, without its weight           |
     | unscored                                       | share of completions without a reward                     |
     | completions/mean_length, min_length,           | tokens of a completion                                    |
     | completions/max_length                         |                                                           |

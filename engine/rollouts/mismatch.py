@@ -1,4 +1,4 @@
-"""How far a server's log-probabilities lie from the trainer's, of the same tokens."""
+"""The distance between a server's log-probabilities and the trainer's for the same tokens."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from engine.config.run import RunConfig
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Refuses what does not go with training on sampled completions.
+    """Refuses options that cannot be combined with training on sampled completions.
 
     Raises:
         UserError: two values clash.
@@ -20,7 +20,7 @@ def check_rollouts(config: RunConfig) -> None:
 
 
 def _check_completions(config: RunConfig) -> None:
-    """Refuses options that do not go with training on sampled completions, or with its reference."""
+    """Refuses options that cannot be combined with training on sampled completions, or with its reference."""
     objective, graph = config.objective, config.memory.cuda_graph
     require(
         graph == "none",
@@ -113,7 +113,7 @@ def _check_prompts(config: RunConfig) -> None:
 
 
 def _check_server(config: RunConfig) -> None:
-    """Refuses what a server of completions cannot be given, and options of one where there is none."""
+    """Refuses options that a completion server does not support, and server options without a server."""
     rollout = config.rollout
     if rollout.server is None:
         require(

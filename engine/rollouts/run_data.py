@@ -1,4 +1,4 @@
-"""The data of a run that samples what it trains on: prompts, whose completions become rows between steps."""
+"""The data of a run that trains on its own samples: prompts, whose completions become rows between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between a run and what samples its completions: the model that is trained, or a server."""
+"""The interface between a run and its source of completions: the trained model, or a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sampled:
     Args:
         tokens: int32, at least one, with the one that ended it.
         logps: float32, log-probability of each under softmax(logits / temperature) when it was sampled.
-        truncated: no token ended it.
+        truncated: whether no end token was sampled.
     """
 
     tokens: NDArray[np.int32]
@@ -28,7 +28,7 @@ class Sampled:
 
 
 class Sampler(Protocol):
-    """Samples the completions of a run. Collective: every rank has one and makes the same calls."""
+    """Samples the completions of a run. Collective: every rank has a sampler and makes the same calls."""
 
     @property
     def elsewhere(self) -> bool:
@@ -37,13 +37,13 @@ class Sampler(Protocol):
 
     @property
     def ahead(self) -> int | None:
-        """Steps that the adapter had been trained for which samples the next generation batch already; None where
-        nothing was begun."""
+        """The training steps of the adapter that is already sampling the next generation batch; None where none is
+        being sampled."""
         ...
 
     def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
-        """Returns the completions of a generation batch, those of its first prompt first, and the steps that what
-        sampled them had been trained for.
+        """Returns the completions of a generation batch, those of its first prompt first, and the number of training
+        steps of the weights that sampled them.
 
         Args:
             prompts: of the batch.
@@ -56,27 +56,28 @@ class Sampler(Protocol):
         ...
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
-        """Begins to sample a generation batch, where that goes beside training; see `take`."""
+        """Begins to sample a generation batch, where that can run alongside training; see `take`."""
         ...
 
     def begin_again(
         self, prompts: Sequence[Prompt], files: Callable[[str], bytes], *, generation: int, step: int
     ) -> None:
-        """Begins to sample what was begun when a checkpoint was saved, by the adapter that it keeps.
+        """Begins again to sample the batch that was under way when a checkpoint was saved, with the adapter stored in
+        it.
 
         Args:
-            files: reads one of the checkpoint's, of those that `files` gave it.
+            files: reads one of the checkpoint's files that `files` returned.
         """
         ...
 
     def files(self) -> Mapping[str, bytes]:
-        """Returns what a checkpoint keeps of the adapter that samples; on other ranks than rank 0 nothing."""
+        """Returns the files of the sampling adapter that a checkpoint stores; empty on ranks other than 0."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Ends what was begun.
+        """Ends the sampling that is under way.
 
         Args:
-            failed: the run did.
+            failed: whether the run failed.
         """
         ...

@@ -1,6 +1,6 @@
 """Scores completions on rank 0 and tells all ranks.
 
-The other ranks wait in broadcasts of a few seconds each, so that functions may take longer than a collective may.
+The other ranks wait in broadcasts of a few seconds each, so that functions may outlast a collective's timeout.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SAID = 100
 
 
 def beat_seconds(config: RunConfig) -> float:
-    """Returns how long a broadcast takes at most in which ranks wait for what rank 0 alone has begun."""
+    """Returns the longest duration of a broadcast in which ranks wait for work of rank 0 alone."""
     return min(_BEAT_SECONDS, config.train.collective_timeout / 4)
 
 
 def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
-    """Returns what calls the run's reward functions.
+    """Returns the pool that calls the run's reward functions.
 
     Args:
         columns: of the prompts.
@@ -51,7 +51,7 @@ def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> 
     """Loads the reward functions once, on rank 0. Collective.
 
     Raises:
-        UserError: one cannot be loaded, or compares with a column that no record has; on all ranks.
+        UserError: a function cannot be loaded, or compares with a column that no record has; on all ranks.
     """
     for entry, source in zip(config.rollout.rewards, config.rollout.reward_sources, strict=True):
         if (column := compared_column(source)) is not None and column not in columns:
@@ -68,7 +68,7 @@ def check_rewards(config: RunConfig, launch: Launch, columns: Sequence[str]) -> 
 
 
 class Scorer:
-    """Scores the completions of a run. Collective: every rank has one and makes the same calls.
+    """Scores the completions of a run. Collective: every rank has a scorer and makes the same calls.
 
     Args:
         config, launch: of the run.

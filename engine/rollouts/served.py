@@ -1,8 +1,8 @@
 """Completions that a server samples, in place of `engine.rollouts.trained_sampler`.
 
 Rank 0 writes the adapters, asks the server in threads, and tells all ranks, which so have the same completions in every
-layout. Before each generation batch the server loads the adapters as they are then, under a new name, and gives up
-those before: a server keeps what it computed of prompts by the adapter's name.
+layout. Before each generation batch the server loads the current adapters under a new name and unloads the previous
+ones: a server caches prompts by the adapter's name.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from engine.training.build import Training
 
 _FOLDER = "served_adapters"
 _COMPARED = 16
-"""Prompts whose text both tokenizers are given."""
+"""Prompts whose text is given to both tokenizers."""
 _LAST_SECONDS = 10.0
-"""That the server may take for each of the last calls."""
+"""Seconds that the server may take for each of the last calls."""
 _Result = TypeVar("_Result", covariant=True)
 
 
 class _Work(Protocol[_Result]):
-    """What rank 0 has begun."""
+    """Work that rank 0 has begun."""
 
     def wait(self, seconds: float) -> bool: ...
 
@@ -73,7 +73,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _InThread:
-    """A call that runs in a thread of its own."""
+    """A call that runs in its own thread."""
 
     outcome: Future[None]
 
@@ -102,7 +102,7 @@ def check_server(
     model: ModelFolder,
     say: Callable[[str], None],
 ) -> None:
-    """Looks on rank 0 whether the server can take part in the run. Collective.
+    """Checks on rank 0 whether the server can take part in the run. Collective.
 
     Args:
         model: that is trained.
@@ -131,7 +131,7 @@ def check_server(
 
 
 def sampling_settings(rollout: RolloutOptions, ends: frozenset[int]) -> SamplingSettings:
-    """Returns how tokens are sampled.
+    """Returns the sampling settings.
 
     Args:
         ends: tokens that end a completion.
@@ -160,7 +160,7 @@ def completion_seed(seed: int, generation: int, place: int) -> int:
 
 
 class ServedSampler:
-    """Samples the completions of a run by a server; see `engine.rollouts.sampler.Sampler`.
+    """Samples the completions of a run with a server; see `engine.rollouts.sampler.Sampler`.
 
     Args:
         config, launch, training: of the run.
@@ -180,7 +180,7 @@ class ServedSampler:
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
         run = hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=4).hexdigest()
         self._prefix = f"rankfold-{run}-"
-        # another name in each start of the run: the server may still know what the last one's adapters computed
+        # another name in each start of the run: the server may still have the last start's adapters in its cache
         self._start = f"{self._prefix}{secrets.token_hex(3)}-"
         self._server: CompletionServers | None = None
         if launch.rank == 0:
@@ -202,7 +202,7 @@ class ServedSampler:
         return [self._sampled(one) for one in answers], begun.step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
-        """Begins to sample a generation batch by the adapters as they are; see `take`."""
+        """Begins to sample a generation batch with the current adapters; see `take`."""
         if self._loaded is None or self._loaded[0] != step:
             trained = gather_trained(self._training)
             self._publish(
@@ -232,10 +232,10 @@ class ServedSampler:
             return {kept: (self._loaded[1] / name).read_bytes() for name, kept in FILES.items()}
 
     def close(self, *, failed: bool) -> None:
-        """Ends what is under way, and takes the run's adapters away from the server.
+        """Ends calls under way, and unloads the run's adapters from the server.
 
         Args:
-            failed: the run did, so that the server may be gone.
+            failed: whether the run failed, in which case the server may be gone.
         """
         if self._server is None:
             return
@@ -261,7 +261,7 @@ class ServedSampler:
         return f"{self._start}step{step}"
 
     def _publish(self, step: int, write: Callable[[Path], Any]) -> None:
-        """Has the server load an adapter, and give up the one before.
+        """Has the server load an adapter, and unload the previous one.
 
         Args:
             write: puts it into a folder, on rank 0.
@@ -286,7 +286,7 @@ class ServedSampler:
         self._loaded = step, folder
 
     def _clear(self) -> None:
-        """Deletes the adapters, also those that an earlier start of the run has left."""
+        """Deletes the adapters, also those left behind by an earlier start of the run."""
         for pattern in (f"{self._prefix}*", partial_folder(Path(f"{self._prefix}*")).name):
             for folder in self._parent.glob(pattern):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -303,7 +303,7 @@ class ServedSampler:
         self._begun = Begun(generation, step, asked)
 
     def _told(self, work: _Work[Any] | None) -> Any:
-        """Returns on all ranks what rank 0's work came to; they wait in broadcasts of a few seconds each.
+        """Returns the result of rank 0's work on all ranks, which wait in broadcasts of a few seconds each.
 
         Raises:
             UserError: it failed; on all ranks.

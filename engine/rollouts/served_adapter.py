@@ -29,7 +29,7 @@ from engine.training.build import Training
 from engine.training.state import once
 
 FILES = {ADAPTER_CONFIG: "served_adapter.json", ADAPTER_WEIGHTS: "served_adapter.safetensors"}
-"""A written adapter's files, and what a checkpoint calls them."""
+"""A written adapter's files, and their names in a checkpoint."""
 _NOT_READ = {
     "modules_to_save": "modules in full",
     "rank_pattern": "adapters of several ranks",
@@ -78,10 +78,10 @@ class HeldTensors(TensorReader):
 
 
 def gather_trained(training: Training) -> HeldTensors:
-    """Returns all that is trained, as its fp32 masters are now, in host memory; on other ranks than rank 0 nothing.
+    """Returns the current fp32 masters of all trained parameters in host memory; nothing on ranks other than 0.
     Collective.
 
-    Each element lies on one rank, and is 0 on all others, so that their sum is exact.
+    Each element is on one rank and 0 on all others, so that the sum is exact.
     """
     world, device = training.mesh.world, training.stages.step.device
     shards = once(training, training.optimizer.flat.master_shards())
@@ -127,12 +127,12 @@ def write_adapter(
     """Writes a PEFT folder as a server reads it.
 
     Args:
-        trained: all that is trained.
-        folder: to make.
-        reader: the server.
+        trained: all trained parameters.
+        folder: to create.
+        reader: the program that will read it.
 
     Raises:
-        UserError: the server would not compute with what was trained, or the disk does not take it.
+        UserError: the server would not compute with the trained adapter, or the disk cannot store it.
     """
     model = training.source.model
     values, lora = EachExpert(trained, model.decoder), asdict(config.lora)

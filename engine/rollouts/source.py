@@ -1,4 +1,4 @@
-"""The steps of a run that samples what it is trained on: prompts in, completions, rewards, advantages, rows out.
+"""The steps of a run that trains on its own samples: prompts in, completions, rewards, advantages, rows out.
 
 A buffer is filled between two steps, on all ranks, and emptied by the steps that follow. Completions become ordinary
 documents in ordinary rows, so that every layout trains on them as on any other.
@@ -171,7 +171,7 @@ class RolloutSource:
         self._open = OpenBuffer(buffer, consumed - values["taken"] * batch, batch)
 
     def _begin_again(self, checkpoint: TrainingCheckpoint, step: int) -> None:
-        """Begins once more to sample what was under way when a checkpoint was saved. Collective.
+        """Begins again to sample the batch that was under way when a checkpoint was saved. Collective.
 
         Args:
             step: steps that the adapter had been trained for.
@@ -185,7 +185,7 @@ class RolloutSource:
         self._sampler.begin_again(prompts, checkpoint.beside, generation=self._generation, step=step)
 
     def _buffer_options(self) -> dict[str, Any]:
-        """Returns the options that a buffer is read with as it was made with, as JSON values by their names."""
+        """Returns the options that must be the same when a buffer is made and read, as JSON values by their names."""
         config = self._config
         return {
             "rollout.rewards": [[source.name, source.weight] for source in config.rollout.reward_sources],
@@ -197,7 +197,7 @@ class RolloutSource:
         }
 
     def _require_unchanged(self, checkpoint: TrainingCheckpoint, saved: dict[str, Any]) -> None:
-        """Refuses to go on inside a buffer whose completions, rewards or rows would be taken for others.
+        """Refuses to continue inside a buffer whose completions, rewards or rows would be mistaken for others.
 
         Raises:
             UserError: an option or the prompts have changed.
@@ -268,7 +268,7 @@ class RolloutSource:
         return numbers, [loader.prompts.prompts[number] for number in numbers.tolist()]
 
     def _begin_next(self, step: int, last: int) -> None:
-        """Begins to sample the generation batch that follows the one at hand, where that is asked for. Collective."""
+        """Begins to sample the generation batch that follows the current one, where that is asked for. Collective."""
         rollout = self._config.rollout
         if not rollout.overlap:
             return
@@ -276,10 +276,10 @@ class RolloutSource:
             self._sampler.begin(self._next_prompts()[1], generation=self._generation, step=step)
 
     def _compare(self, buffer: Buffer, step: int) -> None:
-        """Acts on how far a server's log-probabilities lie from the trainer's, of a whole buffer.
+        """Acts on the distance between a server's log-probabilities and the trainer's over a whole buffer.
 
         Raises:
-            UserError: further than the run allows.
+            UserError: the distance is larger than the run allows.
         """
         rollout = self._config.rollout
         found = mismatch(buffer, range(len(buffer.prompts)), bound=rollout.mismatch_bound)
@@ -334,8 +334,8 @@ class RolloutSource:
         return np.column_stack((rewards_NF, penalties))
 
     def _old_logps(self, buffer: Buffer) -> tuple[NDArray[np.float32], ...]:
-        """Returns what the trainer says of the completions before the first step on them. Collective."""
-        # of truncated completions too, which are compared with what sampled them
+        """Returns the trainer's log-probabilities of the completions before the first step on them. Collective."""
+        # of truncated completions too, which are compared with their sampler
         dataset = self._dataset(buffer, range(len(buffer.prompts)), masks=False)
         logps = token_logps(self._config, self._training, dataset)
         ends = dataset.starts + dataset.lengths
@@ -400,7 +400,7 @@ class RolloutSource:
         """Returns the completions of some prompts of a buffer as rows.
 
         Args:
-            masks: whether what is not trained on has no targets.
+            masks: whether completions that are not trained on have no targets.
         """
         config = self._config
         documents, old = [], []
@@ -431,7 +431,8 @@ class RolloutSource:
         return dataset
 
     def _row_loader(self, dataset: TokenDataset) -> DataLoader:
-        """Returns what makes one global batch of all rows, filled up so that every rank has as many micro-batches."""
+        """Returns the loader that makes one global batch of all rows, filled up so that every rank has as many
+        micro-batches."""
         device, mesh, micro = (
             self._training.stages.step.device,
             self._training.mesh,
@@ -449,7 +450,7 @@ class RolloutSource:
 
 
 def _is_state(values: Any) -> bool:
-    """Returns whether this is the state of a source, between two buffers or inside one."""
+    """Returns whether `values` is the state of a source, between two buffers or inside one."""
     if not isinstance(values, dict):
         return False
     numbers = {name: value for name, value in values.items() if name != "options"}

@@ -1,6 +1,6 @@
-"""Log-probabilities of a data set's targets under the model as it is, one number a token, without gradient.
+"""Log-probabilities of a data set's targets under the current model, one number per token, without gradient.
 
-What completions are compared with while they are trained on: the model that their generation batch began with, and the
+Completions are compared with them in training: under the model that their generation batch began with, and under the
 model without adapters. They go through the same stages as training does, without dropout.
 """
 
@@ -24,8 +24,8 @@ from engine.training.row_shape import shape_on_mesh
 def token_logps(
     config: RunConfig, training: Training, dataset: TokenDataset, *, adapters: bool = True
 ) -> NDArray[np.float32]:
-    """float32 [T], of each token of the data set its log-probability given those before it in its document, at the
-    rollouts' temperature; 0 where it is no target. Equal on all ranks. Collective.
+    """Returns float32 [T], the log-probability of each token of the data set given those before it in its document, at
+    the rollouts' temperature; 0 where it is no target. Equal on all ranks. Collective.
 
     Args:
         config: of the run, whose objective is a policy gradient.

@@ -1,4 +1,4 @@
-"""From what the reward functions give to one number for each completion.
+"""Combines the scores of the reward functions into one number per completion.
 
 Legend: N completions, F reward functions.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def total_rewards(rewards_NF: NDArray[np.float64], weights_F: Sequence[float]) -> NDArray[np.float64]:
-    """Returns fp64 [N], the weighted sums of what the functions gave; NaN where none gave anything.
+    """Returns fp64 [N], the weighted sums of the functions' scores; NaN where there is none.
 
     Args:
         rewards_NF: NaN where a function gave none.
@@ -28,7 +28,7 @@ def overlong_penalties(lengths_N: NDArray[np.int64], *, longest: int, buffer: in
 
     Args:
         lengths_N: tokens of each completion.
-        longest: that a completion may have.
+        longest: tokens that a completion may have.
         buffer: tokens over which it grows.
     """
     return -np.clip((lengths_N - (longest - buffer)) / buffer, 0.0, 1.0)

@@ -1,8 +1,8 @@
-"""Samples completions with the model that is trained, where it is: in its layout, from its weights as they are.
+"""Samples completions with the trained model in place: in its layout, from its current weights.
 
-Copies of the model that hold the same weights answer different prompts. All ranks then know all completions. What is
-sampled is a function of (seed, generation batch, prompt, member of its group, position, token), and so the same in
-every layout, but for the rounding of logits.
+Copies of the model that hold the same weights answer different prompts. All ranks then know all completions. A sampled
+token is a function of (seed, generation batch, prompt, member of its group, position, token), and so the same in every
+layout, but for the rounding of logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROW_BITS = 32
 
 
 class TrainedSampler:
-    """Samples the completions of a run by the model that it trains; see `engine.rollouts.sampler.Sampler`.
+    """Samples the completions of a run with the model that it trains; see `engine.rollouts.sampler.Sampler`.
 
     Args:
         config, training: of the run.
@@ -84,7 +84,7 @@ class TrainedSampler:
         return {}
 
     def close(self, *, failed: bool) -> None:
-        """Does nothing: the cache went with the completions."""
+        """Does nothing: the cache was freed with the completions."""
 
     def sample(self, prompts: Sequence[Prompt], *, generation: int) -> list[Sampled]:
         """Samples the completions of some prompts, those of the first one first. Collective.
@@ -97,7 +97,7 @@ class TrainedSampler:
         self._training.optimizer.flat.finish_publish()
         copies, members = self._training.mesh.dp_cp, self._rollout.num_generations
         total, width = len(prompts) * members, self._rollout.max_completion_length
-        # neighbours, as those of one prompt share its pass and what is kept of it
+        # neighbours, as those of one prompt share its pass and its cache
         mine = range(copies.rank * total // copies.size, (copies.rank + 1) * total // copies.size)
         requests = [Request(row=(generation << _ROW_BITS) + row, ids=prompts[row // members].ids) for row in mine]
         answers = self._generator().run(requests)
@@ -120,7 +120,7 @@ class TrainedSampler:
         return found
 
     def _generator(self) -> Generator:
-        """Makes what generates; its cache takes memory as long as it lives."""
+        """Makes the generator; its cache takes memory as long as it lives."""
         training, mesh = self._training, self._training.mesh
         partition = training.plan.partition
         numbers = partition.parts(mesh.pp.rank)

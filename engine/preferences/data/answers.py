@@ -1,6 +1,6 @@
 """The common part of data sets of compared and of judged answers: how their records are read and become documents.
 
-A record is parsed into what has `samples`, as many as a record of its kind has documents, each a question with an
+A record is parsed into an object with `samples`, as many as a record of its kind has documents, each a question with an
 answer. Only the last answer of a sample is trained on.
 """
 
@@ -79,7 +79,7 @@ def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None
     """Refuses a conversation whose last turn is not the assistant's.
 
     Raises:
-        UserError: it does; names file, record and field.
+        UserError: the last turn is another's; names file, record and field.
     """
     if turns[-1]["role"] != "assistant":
         raise place.error(

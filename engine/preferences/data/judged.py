@@ -157,7 +157,7 @@ def build_judged(
         options: as for `engine.data.build.build_dataset`.
 
     Raises:
-        UserError: a file or record that cannot be used, or fewer than two answers.
+        UserError: a file or record cannot be used, or there are fewer than two answers.
     """
     return build_dataset(paths, JudgedReader(tokenizer, images=images), **options)
 

@@ -4,7 +4,7 @@
 |-------------------------------------------------|-----------------------------|------------------------------------|
 | prompt, chosen, rejected: texts                 | prompt                      | text                               |
 | instruction, (input,) chosen, rejected: texts   | the Alpaca template         | text                               |
-| chosen, rejected: texts                         | what both begin with        | the rest                           |
+| chosen, rejected: texts                         | the common beginning        | the rest                           |
 | prompt, chosen, rejected: lists of turns        | turns                       | turns that follow                  |
 | chosen, rejected: lists of turns                | their common beginning      | the whole conversation             |
 | conversations or messages, chosen, rejected     | turns                       | one turn                           |
@@ -165,7 +165,7 @@ def build_pairs(
         options: as for `engine.data.build.build_dataset`.
 
     Raises:
-        UserError: a file or record that cannot be used, or nothing left to compare.
+        UserError: a file or record cannot be used, or no pair is left.
     """
     return build_dataset(paths, PairReader(tokenizer, images=images), **options)
 

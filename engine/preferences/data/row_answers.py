@@ -1,4 +1,4 @@
-"""The answers of a micro-batch: which answer each token belongs to, where documents are answers that are compared."""
+"""The answers of a micro-batch: the number of the answer that each token belongs to, where answers are compared."""
 
 from __future__ import annotations
 

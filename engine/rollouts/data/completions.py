@@ -1,8 +1,8 @@
-"""Completions: answers that a model gave to prompts, with what is known of them, as documents to train on.
+"""Completions: a model's answers to prompts, with their scores and log-probabilities, as documents to train on.
 
 A completion is an ordinary document, the prompt's tokens and the completion's, of which the completion's are targets.
-So packing, batches and every layout treat it as any other. What else is known lies in columns beside the documents,
-and reaches the objective as `engine.batch.Completions`.
+So packing, batches and every layout treat it as any other. The other values are columns beside the documents, and reach
+the objective as `engine.batch.Completions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.data.columns import Columns, contiguous
 from engine.data.extras import ExtraColumns
 
 RowWeight = Literal["tokens", "completions"]
-"""What a row weighs in the loss: its target tokens, or its completions."""
+"""The weight of a row in the loss: its target tokens, or its completions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Completion:
         tokens: ids of the answer, at least one; with the token that ends it, unless it is truncated.
         sampled_logps: of each of `tokens`, the logarithm of the probability with which it was drawn, at the sampling
             temperature.
-        advantage: how much better it is than its group.
+        advantage: over its group.
         trained: False keeps it out of the loss, but not out of the number of completions: a truncated one.
     """
 
@@ -43,7 +43,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionColumns(ExtraColumns):
-    """What a data set of completions has beside its tokens.
+    """The columns of a data set of completions beside its tokens.
 
     Args:
         advantages: float32 [D], of each document.
@@ -52,7 +52,7 @@ class CompletionColumns(ExtraColumns):
             completion is trained on only once, right after it was sampled.
         reference_logps: the same under the model without adapters; None where nothing is compared with it, or where it
             is computed with each step.
-        row_weight: what a row weighs in the loss.
+        row_weight: the weight of a row in the loss.
     """
 
     advantages: NDArray[np.float32]
@@ -94,7 +94,7 @@ def completion_columns(completions: Sequence[Completion], row_weight: RowWeight)
 
     Args:
         completions: in the order of the documents.
-        row_weight: what a row weighs in the loss, which the objective says.
+        row_weight: the weight of a row in the loss, which the objective chooses.
     """
     assert all(one.prompt and len(one.tokens) == len(one.sampled_logps) > 0 for one in completions)
     ids = [[*one.prompt, *one.tokens] for one in completions]

@@ -1,4 +1,4 @@
-"""Prompts: records whose answers the model writes itself, and what is known of each for those who score the answers.
+"""Prompts: records whose answers the model writes itself, with the columns that the reward functions take.
 
 | fields of a record         | the prompt                                                   | an answer is            |
 |----------------------------|--------------------------------------------------------------|-------------------------|
@@ -6,7 +6,7 @@
 | prompt: a list of turns    | the conversation, up to where the assistant's turn begins    | a list of one message   |
 | messages: a list of turns  | the same                                                     | the same                |
 
-All other fields are columns: functions that score answers are given them. The model sees none of them.
+All other fields are columns, which are passed to the functions that score answers. The model sees none of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.sentences import listed
 from engine.telemetry.format import counted
 
 _RESERVED = ("prompts", "completions", "completion", "completion_ids")
-"""What the functions are given beside the columns."""
+"""The arguments of the functions beside the columns."""
 _TOLD = 64
 """Records between two reports of progress."""
 
@@ -120,7 +120,7 @@ def read_prompts(
         progress: see `Advance`.
 
     Raises:
-        UserError: a file or record that cannot be used, or nothing left to answer.
+        UserError: a file or record cannot be used, or no prompt is left to answer.
     """
     files = expand_paths(paths)
     long = LongRecords(PROMPT, limit=room, overlong=overlong)
@@ -195,7 +195,7 @@ class PromptLoader:
     Args:
         prompts: all of them.
         num_generations: completions of each.
-        num_iterations: how often each completion is trained on.
+        num_iterations: times that each completion is trained on.
         steps_per_generation: optimizer steps whose prompts are answered together.
         global_batch_size: completions of one step over all data ranks, a multiple of `num_generations`.
         num_micro_batches: of a step on each rank, where every completion is a row.

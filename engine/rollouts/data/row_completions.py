@@ -1,4 +1,4 @@
-"""The completions of a micro-batch, with what is known of each token in the column of its label."""
+"""The completions of a micro-batch, with the values of each token in the column of its label."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages: how much better each completion of a prompt is than the others of its group.
+"""Advantages: the reward of each completion of a prompt, relative to its group.
 
     A = (r - mean of the group) / (s + 1e-4)
 
@@ -25,7 +25,7 @@ _SMALLEST = 1e-4
 
 
 class Advantages(NamedTuple):
-    """What a generation batch's rewards come to.
+    """The advantages of a generation batch.
 
     Args:
         of_completions: float32 [N].
@@ -42,7 +42,7 @@ def advantages(rewards: ArrayLike, *, group: int, scale: RewardScale) -> Advanta
     Args:
         rewards: [N], group after group; NaN where a completion could not be judged.
         group: completions of a prompt.
-        scale: what differences are divided by.
+        scale: the divisor of differences.
     """
     whole = np.asarray(rewards, dtype=np.float64)
     scaled, differences = _compared(whole, group)
@@ -72,8 +72,8 @@ def advantages_of_each(rewards_NF: ArrayLike, weights_F: ArrayLike, *, judged: A
 
 
 def _compared(rewards: NDArray[np.float64], group: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns [groups, group]: by how much a reward is above its group's mean, in its standard deviations and as it is;
-    0 where there is none."""
+    """Returns two arrays [groups, group]: the difference of a reward from its group's mean, in standard deviations
+    and as it is; 0 where there is none."""
     grouped = rewards.reshape(-1, group)
     judged = ~np.isnan(grouped)
     counts = judged.sum(axis=1, keepdims=True)

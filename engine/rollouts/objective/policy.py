@@ -56,11 +56,11 @@ from engine.rollouts.objective.quantile import quantile
 
 DIVIDED_BY_TOKENS: tuple[PolicyLoss, ...] = ("dapo", "cispo", "vespo")
 _FARTHEST, _NEVER = 20.0, math.log(1e-8)
-"""Limits of the logarithm of a ratio of vespo: of each token, and of what is multiplied together."""
+"""Limits of the logarithm of a ratio of vespo: of each token, and of the factors that are multiplied together."""
 
 
 def row_weight(loss: PolicyLoss) -> RowWeight:
-    """Returns what a row of completions weighs in the loss: what the sums of `PolicyGradient` are divided by."""
+    """Returns the weight of a row of completions in the loss: the divisor of the sums of `PolicyGradient`."""
     return "tokens" if loss in DIVIDED_BY_TOKENS else "completions"
 
 
@@ -70,19 +70,20 @@ class PolicySettings:
 
     Args:
         loss: see the table.
-        level: what has a ratio.
+        level: of the ratio.
         epsilon, epsilon_high, delta: limits of the ratio; delta None for none.
         temperature_pos, temperature_neg: of sapo.
         gamma_pos, gamma_neg: exponents (c, a) of vespo.
         beta: weight of the divergence; 0 does not compute it.
         kl_bias_correction: whether the divergence is multiplied by the ratio.
         temperature: logits are divided by it.
-        max_completion_length: what dr_grpo divides by.
+        max_completion_length: the divisor of dr_grpo.
         top_entropy_quantile: share of the tokens whose first term counts.
         reports_entropy: whether the mean entropy is a figure.
         off_policy_threshold: see the module; None for none.
-        samples_elsewhere: whether another program samples, whose p_sampled says how far the model is from a completion.
-        correction: how w is made.
+        samples_elsewhere: whether another program samples, whose p_sampled measures the distance of the model from a
+            completion.
+        correction: the kind of w.
         importance_min, importance_max: the limits of w; None for none.
     """
 
@@ -123,7 +124,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Tokens(NamedTuple):
-    """Which completion each token belongs to.
+    """The completion that each token belongs to.
 
     Args:
         ids_T: int64 number of the completion.
@@ -288,11 +289,11 @@ class PolicyGradient:
         (k_pos, lambda_pos), (k_neg, lambda_neg) = self.settings.gamma_pos, self.settings.gamma_neg
         powers = torch.where(advantages >= 0, k_pos, k_neg)
         decays = torch.where(advantages >= 0, lambda_pos, lambda_neg)
-        # as TRL has it, what is too large for fp32 counts as nothing
+        # as in TRL, values too large for fp32 count as nothing
         return (powers * log_ratios + decays * (1 - log_ratios.exp())).exp().nan_to_num(posinf=0.0)
 
     def _least_sure(self, entropies_T: Tensor, held_T: Tensor) -> Tensor:
-        """Returns which tokens have the highest entropies of this micro-batch on all data-parallel ranks."""
+        """Returns a mask of the tokens with the highest entropies of this micro-batch on all data-parallel ranks."""
 
         def add(tensor: Tensor) -> Tensor:
             return all_reduce(all_reduce(tensor.contiguous(), self._cp), self._dp)
@@ -300,7 +301,7 @@ class PolicyGradient:
         return entropies_T >= quantile(entropies_T, held_T, 1 - self.settings.top_entropy_quantile, add)
 
     def _on_policy(self, away_T: Tensor, advantages_T: Tensor, tokens: _Tokens) -> Tensor:
-        """Returns which tokens are of a completion that is not worse than its group, or near the model.
+        """Returns a mask of the tokens of completions that are not worse than their group, or near the model.
 
         Args:
             away_T: log-probability when it was sampled, less that of now.
@@ -333,7 +334,7 @@ class PolicyGradient:
         return tokens.each(weights) if level == "sequence" else weights
 
     def _shares(self, tokens: _Tokens, completions: Completions) -> Tensor:
-        """Returns what each token's loss is multiplied by before the sum is divided as `row_weight` says."""
+        """Returns the factor of each token's loss, before the sum is divided as `row_weight` says."""
         weights_T, settings = tokens.weights_T, self.settings
         if settings.loss in ("grpo", "gspo", "sapo"):
             # padding has any number; its weight is 0
@@ -379,7 +380,7 @@ class PolicyGradient:
         return torch.cat((found[:1], completions, found[1:], gamma))
 
     def named(self, means: Sequence[float]) -> dict[str, float]:
-        """Returns what is reported: means over the target tokens of the global batch, and the largest of them.
+        """Returns the figures to report: means over the target tokens of the global batch, and the largest of them.
 
         Args:
             means: of each of `metrics`, over the global batch, and behind them each of `maxima`.

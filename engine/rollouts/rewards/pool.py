@@ -43,13 +43,13 @@ _PROGRAM = (
     "from engine.rollouts.rewards.worker import run; run(*map(int, sys.argv[2:]))"
 )
 _START_SECONDS = 120.0
-"""What a process gets to import the files of the functions."""
+"""Seconds that a process gets to import the files of the functions."""
 _HANGS = 3
 """Completions of one failed call that may hang one after the other before the rest of it is not tried."""
 _TRIES = 4
 """Times rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
 _GONE_SECONDS = 2.0
-"""What a process that has closed its connection gets to end, before it is ended."""
+"""Seconds that a process that has closed its connection gets to exit, before it is killed."""
 _ANSWER_BYTES, _SENTENCE_BYTES = 1 << 16, 1 << 13
 """Bytes of an answer, and more of it for each completion or function, of which it may have a sentence."""
 _LONGEST_SENTENCE = 1000
@@ -67,7 +67,7 @@ class Sample:
         prompt: a text, or a list of messages.
         completion: a text, or a list of one message where the prompt is one of messages.
         completion_ids: its tokens.
-        columns: what its record has beside the prompt.
+        columns: the other fields of its record.
     """
 
     place: str
@@ -82,9 +82,9 @@ class Scores:
     """The rewards of some completions.
 
     Args:
-        rewards: fp64 [N, functions]; NaN where a function gave none.
+        rewards: fp64 [N, functions]; NaN where there is none.
         num_failed: completions that no function scored, and one of them failed on.
-        problems: sentences on what failed, a few for each function.
+        problems: sentences on failures, a few for each function.
     """
 
     rewards: NDArray[np.float64]
@@ -113,14 +113,14 @@ class _Worker:
     """One process; started where it is first called, and again after a failure.
 
     Args:
-        wanted: what `engine.rollouts.rewards.worker.serve` is told of the functions.
+        wanted: the functions, as `engine.rollouts.rewards.worker.serve` takes them.
         timeout: seconds of a call.
     """
 
     def __init__(self, wanted: list[tuple[str | None, str, str, list[str]]], timeout: float) -> None:
         self._wanted, self._timeout = wanted, timeout
         self.call_seconds = 0.0
-        """Seconds that all calls took, without what processes take to start."""
+        """Seconds that all calls took, without the start of processes."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._lifeline: int | None = None
@@ -129,7 +129,7 @@ class _Worker:
         self._lock, self._has_ended = threading.Lock(), False
 
     def start(self) -> list[str]:
-        """Starts the process, where there is none; returns what is wrong with the functions.
+        """Starts the process, where there is none; returns the problems of the functions.
 
         Raises:
             _CallFailed: it does not start.
@@ -143,8 +143,8 @@ class _Worker:
             lifeline, self._lifeline = os.pipe()
             with other:
                 numbers = map(str, (other.fileno(), lifeline, os.getpid()))
-                # what functions print must not mix with what this program gives on its standard output; in a session
-                # of its own, so that what functions start can be killed with it
+                # the functions' output must not mix with this program's standard output; in a session
+                # of its own, so that the functions' child processes can be killed with it
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, str(_ROOT), *numbers],
                     stdin=subprocess.DEVNULL,
@@ -215,7 +215,7 @@ class _Worker:
             raise _CallFailed(f"its process ended {self._how_it_ended()}") from None
 
     def _malformed(self, answer: str) -> _CallFailed:
-        """Ends the process, since what comes after such an answer may belong to it; returns what to say of it."""
+        """Ends the process, since later bytes may belong to this answer; returns the failure."""
         self.close()
         return _CallFailed(f"its process answered with {answer}")
 
@@ -232,7 +232,7 @@ class _Worker:
         return f"with status {status}" if status >= 0 else f"by {signal_name(-status)}"
 
     def close(self) -> None:
-        """Ends the process and all that it has started; a later call starts another."""
+        """Ends the process and its child processes; a later call starts another."""
         with self._lock:
             connection, lifeline, process = self._connection, self._lifeline, self._process
             self._connection = self._lifeline = self._process = None
@@ -256,7 +256,7 @@ class _Worker:
 
 
 class _Failures:
-    """What went wrong with one function in one generation batch.
+    """The failures of one function in one generation batch.
 
     Args:
         name: of the function.
@@ -301,7 +301,7 @@ class Scoring:
         self._calls, self._collect = calls, collect
 
     def wait(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether the scores are there."""
+        """Waits at most `seconds`; returns whether the scores are there."""
         return not wait(self._calls, seconds).not_done
 
     def result(self) -> Scores:
@@ -374,7 +374,7 @@ class RewardPool:
     def _try(
         self, worker: _Worker, function: int, samples: Sequence[Sample], chunk: range, failures: _Failures
     ) -> list[tuple[int, float | str | None]]:
-        """Returns the reward of each completion, or why there is none."""
+        """Returns the reward of each completion, or the reason why there is none."""
         try:
             found = worker.call(_request(function, [samples[place] for place in chunk]))
             return list(zip(chunk, found, strict=True))

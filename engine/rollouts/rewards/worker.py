@@ -1,9 +1,9 @@
-"""A process that calls reward functions: what it is asked and answers are frames of JSON over one socket.
+"""A process that calls reward functions: requests and answers are frames of JSON over one socket.
 
 A reward function is the user's program. Whatever it does to its process (prints, leaks, hangs, crashes) stays there:
 the caller ends the process and starts another. The functions are called as TRL calls them, with the keywords
 `prompts`, `completions`, `completion_ids` and one for each further column of the records, all lists of one length; a
-function without ** gets those that it names. What they return is checked here, where its type is still known.
+function without ** gets those that it names. Their results are checked here, where the types are still known.
 
 Without a torch import, so that a process starts quickly.
 """
@@ -81,14 +81,14 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _receive(stream: LimitedStream) -> Any:
-    """Receives what the run sends: its records may have anything that a data file may."""
+    """Receives a request of the run, whose records may have anything that a data file may."""
     return json.loads(receive_bytes(stream))
 
 
 def _ignore_signals() -> None:
-    """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the caller finishes
-    the step it is in first, and ends this process. What functions start keeps the system's own way with them, and none
-    is blocked, whatever the caller has blocked in its threads."""
+    """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the caller finishes the
+    step it is in first, and ends this process. Child processes of the functions keep the system's own handling, and
+    no signal is blocked, whatever the caller has blocked in its threads."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def handle(as_what: Any) -> None:
@@ -116,14 +116,14 @@ def _load(file: Path, name: str, columns: Sequence[str]) -> Reward:
     """Returns the function of this name in a file.
 
     Raises:
-        Exception: whatever the file raises, or that it has no such function.
+        Exception: the file raised it, or has no such function.
     """
     spec = importlib.util.spec_from_file_location(f"rankfold_reward_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError("it is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # for what it imports beside it
+    sys.path.insert(0, str(file.resolve().parent))  # for its imports of files beside it
     try:
         spec.loader.exec_module(module)
     finally:
@@ -157,7 +157,7 @@ def _scored(function: Reward, request: Mapping[str, Any]) -> dict[str, Any]:
     """Calls a function.
 
     Returns:
-        {"rewards": a number, null, or a sentence for each completion}, or {"problem": why there are none}.
+        {"rewards": a number, null, or a sentence for each completion}, or {"problem": the reason why there are none}.
     """
     columns = request["columns"]
     count = len(request["completions"])
@@ -187,7 +187,7 @@ async def _awaited(promise: Any) -> Any:
 
 
 def _checked(reward: Any) -> float | str | None:
-    """Returns a reward as a number, None where a function gives none, or what is wrong with it."""
+    """Returns a reward as a number, None where a function gives none, or a sentence on its flaw."""
     if reward is None:
         return None
     if not isinstance(reward, Real) and hasattr(reward, "item"):

@@ -1,8 +1,8 @@
-"""How the two servers are asked, and how they answer: calls as JSON, without a connection.
+"""The requests and answers of the two kinds of server: calls as JSON, without a connection.
 
 Fields as in vLLM 0.33 (`vllm/entrypoints/openai/completion/protocol.py`, `serve/lora/protocol.py`) and SGLang 0.5.23
-(`sglang/srt/managers/io_struct.py`, `sampling/sampling_params.py`). All that shapes a distribution is given, because
-both servers take what is left out from the model's generation_config.json or from their own options.
+(`sglang/srt/managers/io_struct.py`, `sampling/sampling_params.py`). Every setting that shapes a distribution is given,
+because both servers take missing ones from the model's generation_config.json or from their own options.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WrongValue(UserError):
 
     Args:
         sentence: with {} in place of the value, and no other word of the server's.
-        value: what the server gave.
+        value: the server's.
     """
 
     def __init__(self, sentence: str, value: object) -> None:
@@ -78,7 +78,7 @@ class WrongValue(UserError):
 
 
 class Call(NamedTuple):
-    """What is posted: a path and its JSON.
+    """A POST request: a path and its JSON.
 
     Args:
         most_bytes: that the answer may have.
@@ -90,18 +90,18 @@ class Call(NamedTuple):
 
 
 class Dialect(Protocol):
-    """What differs between servers."""
+    """The differences between kinds of server."""
 
     name: str
-    """As people know it."""
+    """The name for messages."""
     owner: str
-    """What it calls itself in its list of models."""
+    """The owner that its list of models names."""
     logps_are_cut: bool
-    """Whether log-probabilities at the sampling temperature are of what top_k, top_p and min_p leave."""
+    """Whether log-probabilities at the sampling temperature are of the tokens that top_k, top_p and min_p leave."""
     how_to_scale: str
-    """What makes it give log-probabilities at the sampling temperature."""
+    """The instruction to have it give log-probabilities at the sampling temperature."""
     how_to_load: str
-    """What makes it take adapters while it runs."""
+    """The instruction to have it take adapters while it runs."""
 
     def sample(self, adapter: str, question: Question, settings: SamplingSettings) -> Call:
         """Returns the call that samples one completion.
@@ -123,7 +123,7 @@ class Dialect(Protocol):
         """Reads the answer to `sample`.
 
         Raises:
-            UserError: it lacks tokens or log-probabilities, or has others than there can be.
+            UserError: it lacks tokens or log-probabilities, or has impossible ones.
         """
         ...
 
@@ -132,10 +132,10 @@ class Dialect(Protocol):
         ...
 
     def likeliest(self, answer: Any) -> list[float]:
-        """Reads the answer to `look`: the largest first.
+        """Reads the answer to `look`: log-probabilities, the largest first.
 
         Raises:
-            UserError: it has not that many numbers.
+            UserError: it has too few numbers.
         """
         ...
 
@@ -144,11 +144,11 @@ class Dialect(Protocol):
         ...
 
     def unload(self, adapter: str) -> Call:
-        """Returns the call that gives an adapter up."""
+        """Returns the call that unloads an adapter."""
         ...
 
     def takes_adapters(self, status: int, words: str) -> bool:
-        """Returns whether a server takes adapters that refuses to give up one that it does not have."""
+        """Returns whether a server that refuses to unload an unknown adapter takes adapters at all."""
         ...
 
 
@@ -291,10 +291,10 @@ class Sglang:
 LIKELIEST = 5
 """Tokens whose log-probabilities are looked at; servers give these unless they were started with a lower limit."""
 LEAST_LOGP = -1000.0
-"""The least log-probability of a sampled token. A sampler in float32 draws none below -104; the rest is room for what
-penalties and temperature do between the distribution that is drawn from and the one that is told of."""
+"""The least log-probability of a sampled token. A sampler in float32 draws none below -104; the rest is room for the
+effect of penalties and temperature between the sampled distribution and the reported one."""
 ROUNDING = 1e-3
-"""By how much a log-probability may lie above 0."""
+"""The tolerance of a log-probability above 0."""
 _BYTES_PER_TOKEN = 1 << 10
 """Of an answer: a token's id, its log-probability, and its text up to three times."""
 _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -351,5 +351,5 @@ def _largest(found: Iterable[object], name: str) -> list[float]:
 
 
 def dialect_of(kind: ServerKind) -> Dialect:
-    """Returns how a kind of server is spoken to."""
+    """Returns the dialect of a kind of server."""
     return Vllm() if kind == "vllm" else Sglang()

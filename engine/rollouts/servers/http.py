@@ -1,8 +1,8 @@
-"""Calls of an HTTP server: JSON there, JSON back, in limited time, and again where the connection failed.
+"""Calls an HTTP server: JSON in both directions, in limited time, and again where the connection failed.
 
 A server may be hostile, or a stranger at the address of one. A call with all its attempts shares one deadline, from the
-look-up of the name to the last byte; what is received is counted; and where a key was sent, no sentence repeats
-anything that the server says, since it may contain the key in any encoding.
+look-up of the name to the last byte; received bytes are counted; and where a key was sent, no sentence repeats the
+server's words, since they may contain the key in any encoding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.foreign.streams import LimitedStream
 from engine.sentences import on_one_line
 
 SMALL_ANSWER = 1 << 16
-"""Bytes of an answer that says little more than that a call succeeded, or why not."""
+"""Maximum bytes of an answer that says little more than that a call succeeded, or why not."""
 _HEADERS = 1 << 16
 """Bytes of everything in front of an answer's content, and between its chunks."""
 _ATTEMPTS, _FIRST_PAUSE = 5, 0.25
@@ -84,7 +84,7 @@ class HttpServer:
 
         Args:
             path: begins with a slash.
-            body: is posted; None gets.
+            body: to POST; None sends a GET.
             most_bytes: of the answer.
 
         Raises:
@@ -102,18 +102,18 @@ class HttpServer:
             ) from None
 
     def tell(self, path: str, body: dict[str, Any]) -> None:
-        """Posts; what the server says of its success is not looked at. See `call`."""
+        """Posts a body, and ignores the content of a successful answer. See `call`."""
         self._answer(path, body, SMALL_ANSWER)
 
     def repeated(self, words: str) -> str:
-        """Returns what a sentence repeats of the server's words, in brackets behind a space; "" for nothing."""
+        """Returns the part of the server's words that a sentence repeats, in brackets after a space; "" for nothing."""
         if self._key is not None:
             return " (its words are left out, since they may contain the key)"
         return f" ({words})" if words else ""
 
     def described(self, value: object) -> str:
-        """Returns what a value of the server's is, for a sentence; of a number the kind alone where there is a key,
-        which it may contain."""
+        """Describes a value of the server's for a sentence; a number by its kind alone where there is a key, which
+        it may contain."""
         return "a number" if self._key is not None and is_number(value) else described(value)
 
     def close(self) -> None:
@@ -163,7 +163,8 @@ class HttpServer:
         )
 
     def _failure(self, error: Exception) -> UserError:
-        """Returns what to say of a connection that failed. Of what is no HTTP only the kind: it may contain the key."""
+        """Returns the error for a connection that failed. It names only the kind of an answer that is no HTTP, which
+        may contain the key."""
         if not isinstance(error, OSError):
             return UserError(
                 f"{self.url} sends what is no answer of HTTP ({type(error).__name__}): see that rollout.server is the "
@@ -173,7 +174,7 @@ class HttpServer:
         return UserError(f"{self.url} cannot be reached ({problem}): start the server, or correct rollout.server.")
 
     def _refusal(self, path: str, status: int, answer: bytes) -> UserError:
-        """Returns what to say of a status that is no success."""
+        """Returns the error for a status that is no success."""
         if status in _KEY_WANTED:
             what = "is not the one that it" if self._key else "is not set, and it"
             return UserError(f"{self.url} refuses the run ({status}): {KEY_VARIABLE} {what} asks for: export it.")
@@ -241,8 +242,8 @@ class HttpServer:
             self._leave(link)
 
     def _addresses(self, deadline: Deadline) -> list[Any]:
-        """Returns what the system's resolver knows of the host. It has no limit of time, so it works in a thread, which
-        is left alone where it takes too long."""
+        """Returns the host's addresses from the system's resolver. The resolver has no timeout, so it runs in a
+        thread, which is abandoned where it takes too long."""
         found = Future[list[Any]]()
 
         def look_up() -> None:

@@ -1,6 +1,7 @@
-"""A server of completions, as a run uses it: looked at once, given adapters now and then, asked many things at a time.
+"""A completion server as a run uses it: checked once, given adapters now and then, asked for many completions at a
+time.
 
-What a wrong server would do to a run is refused: no token ids, log-probabilities of another distribution, other ends of
+Answers that would spoil a run are refused: no token ids, log-probabilities of another distribution, other ends of
 completions, another tokenizer. Whether it computes with the weights that it was given only the trainer can tell, by
 comparing log-probabilities.
 """
@@ -39,15 +40,15 @@ _CARD_FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("parent", str | None, "a text or null"),
     ("max_model_len", int | None, "an integer"),
 )
-"""What is read of a model in the list: the field, its kind in Python, and in words."""
+"""The fields that are read of a model in the list: the name, its kind in Python, and in words."""
 
 
 class Shown(NamedTuple):
-    """What of a run a server is looked at with.
+    """The parts of a run that a server is checked with.
 
     Args:
         length: of prompt and completion together.
-        text, tokens: a text, and what it is made of.
+        text, tokens: a text, and its tokens.
         prompt: tokens of a prompt.
     """
 
@@ -61,7 +62,7 @@ class Asked:
     """Completions under way.
 
     Args:
-        answers: what becomes of each.
+        answers: the future of each.
     """
 
     def __init__(self, answers: Sequence[Future[Answer]]) -> None:
@@ -88,7 +89,7 @@ class CompletionServer:
 
     Args:
         url: its address.
-        options: what goes with rollout.server.
+        options: those that go with rollout.server.
         vocabulary: entries of the trained model's.
         key: that it asks for; None for none.
     """
@@ -103,14 +104,14 @@ class CompletionServer:
     # looking
 
     def check(self, shown: Shown, settings: SamplingSettings) -> list[str]:
-        """Looks whether the server can take part in a run.
+        """Checks whether the server can take part in a run.
 
         Args:
             shown: of the run.
             settings: how it samples.
 
         Returns:
-            Notes on what could not be looked at.
+            Notes on properties that could not be checked.
 
         Raises:
             UserError: it cannot.
@@ -135,7 +136,7 @@ class CompletionServer:
         return self._model
 
     def _cards(self) -> dict[str, dict[str, Any]]:
-        """Returns what the server says of its models and adapters, by name."""
+        """Returns the server's records of its models and adapters, by name."""
         answer = self._http.call("/v1/models", most_bytes=_LIST_BYTES)
         cards = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
@@ -178,7 +179,7 @@ class CompletionServer:
         self._model = name
 
     def _compare_tokens(self, text: str, own: Sequence[int]) -> list[str]:
-        """Refuses a server whose tokenizer gives a text other tokens."""
+        """Refuses a server whose tokenizer splits a text into other tokens."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
             most = SMALL_ANSWER + _TOKEN_BYTES * len(text.encode())
@@ -239,7 +240,7 @@ class CompletionServer:
     # adapters
 
     def unload_all(self, prefix: str) -> None:
-        """Gives up the adapters whose names begin so, which a run that was killed has left there.
+        """Unloads the adapters whose names begin with `prefix`, left there by a run that was killed.
 
         Raises:
             UserError: the server is gone, or too slow.
@@ -281,7 +282,7 @@ class CompletionServer:
             ) from None
 
     def unload(self, adapter: str) -> None:
-        """Gives an adapter up; one that the server does not have is none to give up.
+        """Unloads an adapter; does nothing where the server does not have it.
 
         Raises:
             UserError: the server is gone.
@@ -305,7 +306,7 @@ class CompletionServer:
         return Asked([self._pool.submit(self._sampled, adapter, one, settings) for one in questions])
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the calls under way."""
         self._http.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -332,7 +333,7 @@ class CompletionServer:
         """Refuses a completion that cannot be trained on.
 
         Raises:
-            UserError: what is wrong with it.
+            UserError: the completion is unusable; says why.
         """
         tokens, ends, longest = found.tokens, settings.ends, settings.max_tokens
         if not 1 <= len(tokens) <= longest:

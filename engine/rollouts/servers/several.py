@@ -11,11 +11,11 @@ from engine.rollouts.servers.server import Asked, CompletionServer, Shown
 
 
 class CompletionServers:
-    """The servers of a run. The calls are those of `CompletionServer`, which has their docstrings; what fails on one of
-    them fails.
+    """The servers of a run. The calls are those of `CompletionServer`, which has their docstrings; a call that fails on
+    one server fails.
 
     Args:
-        options: rollout.server and what goes with it.
+        options: rollout.server and the options that go with it.
         vocabulary: entries of the trained model's.
         key: that the servers ask for; None for none.
     """
@@ -52,7 +52,7 @@ class CompletionServers:
             one.close()
 
     def _each(self, call: Callable[[CompletionServer], None]) -> None:
-        """Calls all servers at once, and raises what the first of them in their order raised."""
+        """Calls all servers at once, and raises the error of the first of them, in their order."""
         with ThreadPoolExecutor(len(self._servers), thread_name_prefix="servers") as pool:
             outcomes = [pool.submit(call, one) for one in self._servers]
             wait(outcomes)

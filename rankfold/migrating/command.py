@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from engine.config.load import from_yaml
 from engine.config.rules import check_config
 from engine.errors import UserError
 from engine.files.durable import write_named
@@ -62,6 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: something cannot be read, or the result is no possible configuration.
     """
+    from engine.config.load import from_yaml  # imports jsonargparse, which --help needs not
+
     if arguments.out.exists() and not arguments.overwrite:
         raise UserError(f"{arguments.out} is there already: give another --out, or --overwrite to replace it.")
     if arguments.ranks is not None and arguments.ranks < 1:

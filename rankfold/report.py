@@ -16,8 +16,6 @@ from engine.config.command_line import CommandLine
 from engine.config.run_files import REPORT
 from engine.files.durable import write_durably
 from engine.files.refusals import writing
-from rankfold.reporting.page import page
-from rankfold.reporting.reading import read_runs
 
 
 def main() -> None:
@@ -25,6 +23,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument("--out", type=Path, help="HTML file (default: report.html in the first run's folder)")
     arguments = parser.parse_args()
+    # imported after the help, which draws nothing
+    from rankfold.reporting.page import page
+    from rankfold.reporting.reading import read_runs
+
     out = arguments.out or arguments.runs[0] / REPORT
     text = page(read_runs(arguments.runs))
     with writing(out):

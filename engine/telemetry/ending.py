@@ -10,7 +10,6 @@ like any program. Nothing else in the engine or its tools ends a process or regi
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -69,6 +68,8 @@ def end_with_parent(parent: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
+    import ctypes  # needed here alone
+
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it went while this was asked for

@@ -3,8 +3,8 @@
 rankfold report RUN_DIR
 rankfold report RUN_DIR OTHER_RUN_DIR --out compared.html
 
-What was trained, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
-pipeline's timeline, options and environment; of several runs what differs, and their speed against the number of
+The trained parameters, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
+pipeline's timeline, options and environment; of several runs their differences, and their speed against the number of
 devices where they do the same work.
 """
 

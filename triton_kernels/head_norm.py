@@ -5,7 +5,7 @@
                dx = rstd (g - xhat mean(g xhat)),   dw = sum over tokens and heads of dn xhat
 
 One weight vector for all query heads and one for all key heads. Nothing is written between norm and rotation; x, the
-heads as they lie in the product, is what backward reads again. The norms over all heads together, whose sums cross
+heads as they lie in the product, is read again by backward. The norms over all heads together, whose sums cross
 ranks, are engine.ops.wide_norm's.
 
 A program has a tile of heads of one token, and in backward with trained weights of several tokens one after the other,

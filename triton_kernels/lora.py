@@ -1,7 +1,7 @@
 """The skinny products of a low-rank adapter on the side of its input, each reading its wide operand once.
 
     H   = drop(x) A^T            project
-    dA  = dH^T drop(x)           a_gradient; from a norm's input where that is what there is
+    dA  = dH^T drop(x)           a_gradient; from a norm's input where only that is kept
     dX += drop'(dH A)            add_input_gradient; norm and SwiGLU do it themselves as a prologue (`update_tile`)
 
 Those on the side of the output, dH and dB, are in triton_kernels.output_gradients.
@@ -116,7 +116,7 @@ def project(
         x_TI: [T, I], rows any distance apart.
         a_RI: [R, I] stacked A.
         mask: bits of the elements of x that are kept (triton_kernels.dropout), or None.
-        keep_scale: 1 / (1 - p), and whatever else the fp32 result is to be multiplied by.
+        keep_scale: 1 / (1 - p), times any other factor of the fp32 result.
         out: [T, R or more] view to write (the last columns of [x | H | padding], say), zeros after the first R columns;
             new where None.
 

@@ -193,8 +193,8 @@ def _merge_kernel(
 def split_length(group: int) -> int:
     """Returns the keys of a split, for `group` query heads of a key/value head.
 
-    What the splits leave to the merge is 16 / 512 of the keys and values that are read for a tile of 16 query heads in
-    16 bits, each way; larger tiles have longer splits, so that it stays as little.
+    The partial results that the splits leave to the merge are 16 / 512 of the keys and values that are read for a tile
+    of 16 query heads in 16 bits, each way; larger tiles have longer splits, so the share stays as small.
     """
     return 32 * power_of_2(group, SMALLEST_DOT)
 
@@ -281,8 +281,8 @@ def paged_attention(
 def bytes_moved(
     num_keys: int, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, *, num_splits: int
 ) -> dict[str, int]:
-    """Returns the compulsory bytes: keys and values of all rows once, queries and results; and what the splits of rows
-    of equal length leave to the merge, there and back.
+    """Returns the compulsory bytes: keys and values of all rows once, queries and results; and the partial results of
+    the splits of rows of equal length, there and back.
 
     Args:
         num_keys: of all rows together.

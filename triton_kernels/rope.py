@@ -158,7 +158,7 @@ def rope_merge(
 
 
 def bytes_moved(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Returns the compulsory bytes: what is rotated (and, split, what is copied) read and written once; cos and sin in
+    """Returns the compulsory bytes: rotated (and, split, copied) heads read and written once; cos and sin in
     fp32."""
     tables = num_tokens * head_dim * 4
     turned = 2 * num_tokens * (num_heads + num_kv_heads) * head_dim * itemsize

@@ -393,7 +393,7 @@ def swiglu_project(
         gate_up_T2F: [T, 2F], rows any distance apart.
         a_RF: [R, F] stacked A.
         mask: bits of y's mask, or None.
-        keep_scale: 1 / (1 - p), and whatever else the fp32 result is to be multiplied by.
+        keep_scale: 1 / (1 - p), times any other factor of the fp32 result.
         out: with the bits of `swiglu_forward`.
         h_out: [T, R or more], zeros after the first R columns.
 

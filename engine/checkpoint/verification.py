@@ -171,7 +171,7 @@ def checked_together(checks: Sequence[PieceChecks], axis: Axis, *, learn: bool =
         learn: sum pieces without a recorded checksum too, and let all ranks know the sums of all pieces.
 
     Raises:
-        UserError: a piece is not what was written; the same on all ranks.
+        UserError: a piece has changed since it was written; the same on all ranks.
     """
     for one in checks:
         one.begin(together=axis.size > 1, learn=learn)

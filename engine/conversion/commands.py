@@ -1,5 +1,5 @@
-"""The conversion commands: each recognises a folder, converts it, and reports the result. What `inspect`
-shows is in `engine.conversion.inspection`.
+"""The conversion commands: each recognises a folder, converts it, and reports the result. The output of
+`inspect` is in `engine.conversion.inspection`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MAX_FILES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A training checkpoint with the base it belongs to, which has a head of its own where that is what was trained;
+    """A training checkpoint with the base it belongs to, which has a head of its own where that was trained;
     `weights` is None where it started from random values."""
 
     checkpoint: TrainingCheckpoint

@@ -1,7 +1,7 @@
 """A quantized base as the run computed with it: frozen linears encoded and decoded again, some rows at a time.
 
 An adapter trained beside a base in NF4 or FP8 has learned to compensate for that base's own errors. So the model that
-trained is the decoded base with the adapter, and that is what a merge gives unless the 16-bit weights are asked for.
+trained is the decoded base with the adapter, and a merge gives that one unless the 16-bit weights are asked for.
 """
 
 from __future__ import annotations

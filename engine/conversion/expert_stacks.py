@@ -7,7 +7,7 @@ up's, or both in turns. Where down is adapted too, the inner of two nested wrapp
 `experts.base_layer`, is that of gate and up, and the outer one, `experts`, is down's; else `experts` is all.
 
 SGLang's and vLLM's, for adapters that share their outer factors: w1, w2 and w3 are gate, down and up, with `lora_A`
-[E, R, in] and `lora_B` [E, out, R]. What all experts share is there once, [1, ...].
+[E, R, in] and `lora_B` [E, out, R]. A factor that all experts share is there once, [1, ...].
 
 Legend: E experts, R rank, I features of an expert's input, O of its output.
 """

@@ -1,7 +1,7 @@
 """Converts between Hugging Face folders and partitioned base checkpoints, both ways, byte for byte.
 
 Neither direction holds a model in memory, and each writes beside its destination and renames at the end. A conversion
-that was killed resumes from what it had written. What is written is opened again before it takes its name; reading
+that was killed resumes from the files it had written. An output is opened again before it takes its name; reading
 all of its bytes back is up to `verify`.
 """
 
@@ -177,8 +177,8 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
 def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
     """Plans a file for each rank; tensors outside the language model go into rank 0's.
 
-    Tensors are written in the source's order, all ranks' parts of one together: those that share what is stored are
-    then made from one read of it.
+    Tensors are written in the source's order, all ranks' parts of one together: those made from the same stored tensor
+    are then made from one read of it.
     """
     pieces: list[list[Piece]] = [[] for _ in specs]
     for order, name in enumerate(source.tensor_names()):

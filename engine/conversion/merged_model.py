@@ -117,7 +117,7 @@ class MergedSource(WeightSource):
             model, base = model.untied(), None if base is None else untied(base)
         super().__init__(model, has_tied_head=base is not None and base.has_tied_head)
         self.base, self.trained, self.scale = base, trained, scale
-        # which never train, and without a base are what a fresh model has
+        # which never train, and without a base have a fresh model's values
         self._zeros = {name for name in self._shapes if name.endswith(f".{CORRECTION}")} if base is None else set()
         self._check(model.path)
 

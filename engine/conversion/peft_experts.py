@@ -1,19 +1,19 @@
-"""The forms that the adapters of a mixture of experts have in a folder, and what each of them can hold.
+"""The forms that the adapters of a mixture of experts have in a folder, and the adapters that each can hold.
 
 | form         | the experts' factors                                    | who reads it                             |
 |--------------|---------------------------------------------------------|------------------------------------------|
 | per_expert   | each expert's apart, by the names of the checkpoint     | PEFT, vLLM                               |
 | stacked      | a stack for each parameter, PEFT's `target_parameters`  | PEFT; vLLM for models that are stored so |
-| shared_outer | a stack for each linear, what all experts share once    | SGLang and vLLM, where an option says so |
+| shared_outer | a stack for each linear, shared factors once            | SGLang and vLLM, where an option says so |
 
-PEFT stacks what is apart, as transformers stacks the experts, and has rules of its own:
+PEFT stacks separate adapters, as transformers stacks the experts, and has rules of its own:
 
 * a target such as `gate_proj` means the experts of all layers, and never an MLP beside them;
 * gate and up of all experts are one parameter, whose adapter has twice the rank and twice the alpha.
 
 vLLM finds the stacks of a model that it knows with experts apart in no module, and computes without them: it skips its
-check of names where one holds `base_layer`. What a reader would load otherwise than it was trained, or not at all, is
-refused, because it would not say a word.
+check of names where one holds `base_layer`. An adapter that a reader would silently load otherwise than it was trained,
+or not at all, is refused.
 
 vLLM finds a linear by its path, so for vLLM alone a folder may hold linears beside the experts, such as those of dense
 first layers and of shared experts. It also reads ranks and scales that PEFT does not read of experts.
@@ -50,7 +50,7 @@ def is_expert(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedAdapters:
-    """What a run trained, as far as a folder's form depends on it.
+    """The trained parameters of a run, as far as a folder's form depends on them.
 
     Args:
         adapters: engine module -> rank and scale of its adapter; of each expert, also where they share factors.
@@ -81,7 +81,7 @@ def obstacle(
 
     Args:
         decoder: of the base.
-        reader: None for those that `form` is made for. Of vLLM, what its version 0.33 reads.
+        reader: None for those that `form` is made for. For vLLM, the forms that its version 0.33 reads.
     """
     if reader == "vllm" and (absorbed := [one for one in trained.adapters if one.endswith(".kv_b_proj")]):
         return f"{min(absorbed)} has an adapter, and vLLM generates with that matrix multiplied into others, without it"
@@ -196,7 +196,7 @@ def fitting_form(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapt
 
 
 def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterReader | None) -> str:
-    """Returns what to do where a form has an obstacle: the first form that has none, else the merge."""
+    """Returns the remedy where a form has an obstacle: the first form that has none, else the merge."""
     fitting = None if not decoder.num_experts else fitting_form(trained, decoder, reader)
     if fitting == "per_expert":
         return "export with --adapter-form per_expert"

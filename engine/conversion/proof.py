@@ -80,7 +80,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
         return _NEEDS_IMAGES
     live = Live(source.model.decoder, source, TrainingPlan())
     if isinstance(source, MergedSource):
-        # without a base all is trained but what never trains, which the source knows
+        # without a base all parameters are trained but those that never train, which the source knows
         live = live_model(source.model.decoder, source.base or source, source.trained, source.scale)
     tokens = proof_tokens(live.config.vocab_size)
     expected = live_logits(*live[:2], tokens, live.plan)

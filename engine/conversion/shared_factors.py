@@ -2,7 +2,7 @@
 
 A run with `lora.experts shared_outer` or `shared` trains `layers.3.mlp.experts.gate_proj.lora_A` once for all experts.
 Merging, exporting and generating read a pair of factors for each expert, which `EachExpert` gives them without a copy.
-A run that starts from a folder with a pair for each expert finds in `CommonFactors` what they have in common.
+A run that starts from a folder with a pair for each expert finds their common factors in `CommonFactors`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EachExpert(_Renamed):
 
 
 class CommonFactors(_Renamed):
-    """A reader in which what experts share has one name, of a folder that has it for each expert.
+    """Reads a folder that has a factor for each expert, with one name for those that experts share.
 
     Args:
         adapter: both factors of every expert's adapters.

@@ -1,6 +1,6 @@
 """A contiguous run of a rank's tensor, as boxes of the whole tensor.
 
-What is spread evenly over ranks element by element (the optimizer's state, the memory of weights) is cut where the
+Tensors spread evenly over ranks element by element (the optimizer's state, the memory of weights) are cut where the
 arithmetic falls, inside a parameter and inside a row. Such a part of a matrix is at most a partial row, whole rows and
 another partial row, and each of them is a `NamedShard` like any other: checkpoints, loaders and initialisation see
 shards.

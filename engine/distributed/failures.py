@@ -1,10 +1,10 @@
 """A rank that died or hangs, as the others see it: one exception that names the peer and the operation.
 
-The backends report a lost rank as a RuntimeError among others, with the address of a socket. What says that contact was
-lost becomes a `CommunicationError`; anything else, such as sizes that do not fit, is a defect and stays as it is.
-With Gloo the error comes out of a start or a wait. With NCCL a wait does not block: a communicator that was aborted is
-found at the next start, and what hangs is ended by NCCL's watchdog, which prints the group's name and ends the process.
-Nothing here costs anything until something fails.
+The backends report a lost rank as a RuntimeError among others, with the address of a socket. An error that says that
+contact was lost becomes a `CommunicationError`; anything else, such as sizes that do not fit, is a defect and stays as
+it is. With Gloo the error comes out of a start or a wait. With NCCL a wait does not block: a communicator that was
+aborted is found at the next start, and a hanging operation is ended by NCCL's watchdog, which prints the group's name
+and ends the process. Nothing here costs anything until something fails.
 """
 
 from __future__ import annotations

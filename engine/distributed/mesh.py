@@ -2,7 +2,7 @@
 
 Built once at launch. Layers receive the `Axis` they communicate on as an argument; there is no module-level group
 state. Each group is made with the default group's timeout, which torch does not do by itself, is described to the
-backend by its axes, which is what NCCL's watchdog prints, and is connected before anything else uses it.
+backend by its axes, the name that NCCL's watchdog prints, and is connected before anything else uses it.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ Every rank of a group goes through the same collectives of an axis in the same o
 the first one that some ranks have begun and others have not is where they part. Transfers are numbered for each pair
 and direction. Noting one costs a dictionary look-up and an append; nothing is asked of a device or of other ranks.
 
-With NCCL a wait does not stop the host, which runs ahead of its device until a queue is full: what it has begun says
-little. So while a run is watched (`follow`), a mark is left on the device behind each wait, and the thread that watches
-asks which of them the device has passed: the first that it has not is where it stands. The works themselves are not
-kept, because each would keep the tensors that it wrote.
+With NCCL a wait does not stop the host, which runs ahead of its device until a queue is full: the operations it has
+begun say little. So while a run is watched (`follow`), a mark is left on the device behind each wait, and the thread
+that watches asks which of them the device has passed: the first that it has not is where it stands. The works
+themselves are not kept, because each would keep the tensors that it wrote.
 
-There is one record in a process, as there is one set of connections. Nothing decides anything by it. What a graph sends
-is not in it. A channel must not be used by two threads at once.
+There is one record in a process, as there is one set of connections. No decision depends on it. Operations inside a
+CUDA graph are not in it. A channel must not be used by two threads at once.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ A layer has a pool of pages, [places, K, D] of keys and of values, and a row's t
 `engine.inference.pages` say. Its capacity is the length that rows may reach, or the layer's window where that is
 shorter: then keys that have left the window are overwritten, and every kept key is visible. Keys are rotated before
 they are kept, so their order does not matter to attention. Rows that continue one prompt share its pages, so that it
-is run once. What a layer needs of a row beside its tokens, such as keys and values of encoded images, is kept beside
+is run once. Other state that a layer needs for a row, such as keys and values of encoded images, is kept beside
 the pools until the row ends.
 
 Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
 it (`Kernels.paged_attention`), attention reads the pages where they are; else they are gathered, as long as the longest
-row is, and a mask hides what a shorter row does not have. `KeyValues.gathered` says why.
+row is, and a mask hides the positions beyond a shorter row. `KeyValues.gathered` says why.
 
 Legend: T tokens, H query heads, K key/value heads, D head size, N rows of a pass, L longest row, S places of a pool.
 """
@@ -95,7 +95,7 @@ class KeyValues:
                 attend = kernels.paged_attention.attend
             elif self.gathered is None:
                 self.gathered = f"each token that is decoded gathers the keys of all rows: {lack}"
-            # what is masked must be finite
+            # masked values must be finite
             make = torch.zeros if attend is None else torch.empty
             keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
             self.layers[attention.prefix] = _LayerCache(keys, values, table, softcap, sinks, attend)
@@ -104,7 +104,7 @@ class KeyValues:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all pools, and of what is kept beside them."""
+        """The bytes of all pools, and of the state kept beside them."""
         pools = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
         return pools + sum(_num_bytes(kept) for layer in self._beside.values() for kept in layer.values())
 

@@ -5,7 +5,7 @@
 
 which draws from softmax(s) (the Gumbel-max trick), so greedy choice and sampling are one argmax: each rank finds the
 best of its own part, and two numbers per row and rank decide. u is Philox of (seed, row, position, token), and so the
-same on every layout and in every batch: what differs between layouts is the rounding of logits, which moves choices no
+same on every layout and in every batch: layouts differ only in the rounding of logits, which moves choices no
 more than it moves the distribution. Top-k, top-p and min-p are all a lower bound on s, found from the best k of each
 rank, from all of s for top-p alone, or from the maximum. Their order is penalty, temperature, top-k, top-p, min-p.
 

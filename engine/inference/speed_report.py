@@ -59,7 +59,7 @@ class RankFigures:
 
     @property
     def bandwidth_share(self) -> float:
-        """Bytes of weights and cache that these passes read, over what a copy would move in the busy time."""
+        """Bytes of weights and cache that these passes read, over the bytes that a copy would move in the busy time."""
         read = self.pass_bytes * self.speed.decode_passes + self.speed.cache_bytes
         return read / (self.busy_seconds * self.copy_rate) if self.speed.decode_passes else 0.0
 
@@ -96,8 +96,8 @@ def measure(
 
 def report_lines(figures: list[RankFigures]) -> list[str]:
     """Returns the report as text; the times of the first rank are those of all. `busy` is the share of the passes of
-    one token a row in which a rank did not wait for other pipeline ranks; beside it, what of its memory bandwidth it
-    used then."""
+    one token a row in which a rank did not wait for other pipeline ranks; beside it, the share of its memory
+    bandwidth that it used then."""
     speed = figures[0].speed
     lines = [f"prefill: {counted(speed.prefill_tokens, 'token')} in {speed.prefill_seconds:.3f} s"]
     if speed.prefill_tokens:

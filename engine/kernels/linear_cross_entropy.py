@@ -63,7 +63,7 @@ class LossKernels:
         statistics: (logits_CV, targets_C) -> fp32 maximum, sum of exp(logit - maximum), target's logit, each [C], of
             this shard; the target's logit is 0 where the target lies elsewhere. May overwrite the logits.
         gradient: (logits_CV, targets_C, local_max_C, max_C, total_C, scale_C) -> (softmax - onehot) * scale, written
-            over what `statistics` left; local_max is this shard's, max and total the whole vocabulary's.
+            over the result of `statistics`; local_max is this shard's, max and total the whole vocabulary's.
         moment: logits_CV -> sum of exp(logit - maximum) (logit - maximum) of this shard, [C], from which entropies are
             computed. Called before `statistics`, and leaves the logits as they are.
         product: as torch.mm, with `out`.
@@ -136,7 +136,7 @@ def linear_cross_entropy(
         hidden_TH: [T, h].
         weight_VH: [V, h], this shard's rows, padding rows last.
         labels_T: int64 global ids; negative where there is no label.
-        scale_T: fp32 [T] weight of each token's loss in what is differentiated; None for the losses alone.
+        scale_T: fp32 [T] weight of each token's loss in the sum that is differentiated; None for the losses alone.
         kernels: see there.
         first_id, num_ids: the ids this shard holds; `num_ids` None for all rows of `weight`.
         combine_max, combine_sum: over the shards; None with one shard. Every shard must have the same tokens.

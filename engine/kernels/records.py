@@ -114,9 +114,9 @@ class Documents:
         lengths: on the host, so that nothing waits for the device; they sum to T. Empty where only the device knows
             them, as in a captured graph, which must not depend on them.
         offsets: int32 [D + 1] cumulative lengths on the device, from 0 to T; None where no attention here reads them.
-            The last one may be repeated: what follows are documents of no tokens.
+            The last one may be repeated: the repeats are documents of no tokens.
         max_length: no document is longer.
-        bidirectional: tokens that see what comes after them too; None where none does.
+        bidirectional: tokens that see later tokens too; None where none does.
     """
 
     lengths: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The plain-torch specification of the ops that fuse what `reference` has separately.
+"""The plain-torch specification of the fused ops, whose parts `reference` has separately.
 
 Legend: T tokens, F features, V vocabulary rows held here, O output features, R rows of the stacked A.
 """
@@ -58,7 +58,7 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
 def local_gradient(
     logits_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """Computes (softmax - onehot) * scale, written over what `local_statistics` left of the logits."""
+    """Computes (softmax - onehot) * scale, written over the result of `local_statistics`."""
     if logits_TV.dtype == _wide(logits_TV.dtype):
         # the exponentials are relative to this shard's maximum
         return reference.cross_entropy_backward(logits_TV, targets_T, total_T * torch.exp(max_T - local_max_T), scale_T)

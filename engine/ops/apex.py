@@ -76,8 +76,8 @@ def fused_adam() -> type[Optimizer]:
 def with_apex_norms(kernels: Kernels) -> Kernels:
     """Returns `kernels` with RMSNorm by apex, for tensors on a GPU; named "apex".
 
-    Norms of query and key heads stay what they are where they are one kernel with the rotation. What makes a norm's
-    output on its way to something else is left out: it would round otherwise than apex does.
+    Norms of query and key heads are left unchanged where they share a kernel with the rotation. Kernels that make a
+    norm's output as part of another op are left out: they would round otherwise than apex does.
 
     Raises:
         UserError: apex's norms cannot be used here.

@@ -1,9 +1,9 @@
 """The sources of a linear's input, from which backward can recompute it instead of keeping it.
 
-A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps what its
-input was computed from (the residual stream, [gate | up]), which is kept or cheap anyway, and the input itself is
-written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can be had from u
-or from the pass that makes the gradient of u; in some backends that pass writes it again, for less.
+A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps the
+tensors that its input was computed from (the residual stream, [gate | up]), which are kept or cheap anyway, and the
+input itself is written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can
+be had from u or from the pass that makes the gradient of u; in some backends that pass writes it again, for less.
 
 Legend: T tokens, I input features.
 """
@@ -190,7 +190,7 @@ class NormInput(_MadeFirst):
         assert statistics is not None
         gradient = None if self.sink is None else self.sink.buffer
         if self.divisor != 1.0:
-            # what reaches the norm's own output, with all that is added to the gradient of x
+            # the gradient of the norm's own output, with all that is added to the gradient of x
             dx = (dx if update is None else kernels.apply_update(dx, update)).div_(self.divisor)
             update = None
         weight = offset_weight(self.weight.detach(), self.offset)

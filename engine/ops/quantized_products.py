@@ -12,8 +12,8 @@ is:
 The matrix units of a Hopper GPU read both operands along the summed dimension. Forward has that in W as it is stored;
 backward needs W^T, which is made for the call: one stored copy, and O * I bytes for as long as the product runs.
 There the sizes of W must divide by 16, and the row-wise product gives bf16. On a CPU codes are widened to fp32, which
-has their products exactly, a block of W at a time: what torch has for it there takes seconds for a small layer on some
-processors, and refuses others.
+has their products exactly, a block of W at a time: torch's own product there takes seconds for a small layer on some
+processors, and does not run on others.
 
 With a scale by row no row of q(x) depends on another, so x may be quantised where it is made and come as `RowCodes`:
 from the epilogue of a norm's or SwiGLU's kernel, and from other ranks, with the bits it would have here.
@@ -182,7 +182,7 @@ def require_product_sizes(encoding: str, rows: int, columns: int, device: torch.
 
     Args:
         rows, columns: of this rank's weight, or of one of its stacked matrices.
-        what: its name.
+        what: the weight's name.
 
     Raises:
         UserError: a size does not divide by FP8_MULTIPLE.

@@ -45,8 +45,8 @@ class AdamWState:
     """The tensors that an update reads and writes.
 
     Args:
-        flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` is what is
-            updated: all of it, this rank's own part, or a piece of that.
+        flat: masters, gradients, and where they lie; the gradient is summed over all ranks. `flat.spans` are the parts
+            to update: all of it, this rank's own part, or a piece of that.
         exp_avg, exp_avg_sq: fp32 moments, flat like the masters.
         rates: fp32 0-dim learning rate of each factor that spans have.
         step_count: fp32 0-dim count of updates before this one; not changed by the update.
@@ -299,7 +299,7 @@ class ApexUpdate:
 
     def __call__(self) -> None:
         # FusedAdam counts each group up unless its skip flag is still set from the step before. A run that was resumed
-        # has a count of its own, so both are set here: what it counts from, and that it counts.
+        # has a count of its own, so both are set here: the count's start, and that it counts.
         self._optimizer._dummy_overflow_buf.zero_()
         for group in self._optimizer.param_groups:
             group["step"].copy_(self._state.step_count)

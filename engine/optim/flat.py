@@ -1,9 +1,9 @@
 """Trainable parameters as flat fp32 buffers: gradients, master weights, and where each parameter lies in them.
 
-What parameters differ in (the ranks that a gradient is still summed over, the rank that counts it in the norm, weight
-decay, learning rate) is one operation on one slice; `engine.optim.flat_layout` says where everything lies. With a
-`Sharding` the masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the masters
-are kept there; the gradient never is.
+Each property in which parameters differ (the ranks that a gradient is still summed over, the rank that counts it in the
+norm, weight decay, learning rate) is one operation on one slice; `engine.optim.flat_layout` says where everything lies.
+With a `Sharding` the masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the
+masters are kept there; the gradient never is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Span:
     """A range of the masters that is treated alike, and its gradient.
 
     Args:
-        start, stop: in the masters and in whatever lies like them.
+        start, stop: in the masters and in buffers laid out like them.
         gradient: the summed gradient of the range; a view that stays valid.
         owner: whether this rank counts it in the gradient norm.
         decays: whether weight decay applies.

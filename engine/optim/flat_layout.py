@@ -109,8 +109,8 @@ def decays(entry: ShardEntry) -> bool:
 
 
 class _Kind(NamedTuple):
-    """The common properties of the parameters of a region, equal on all ranks; ownership follows from what is
-    replicated."""
+    """The common properties of the parameters of a region, equal on all ranks; ownership follows from
+    `replicated`."""
 
     grad_reduce: tuple[str, ...]
     replicated: tuple[str, ...]

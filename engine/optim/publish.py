@@ -1,6 +1,6 @@
 """Writes the fp32 masters into the weights that the model computes with, rounded once.
 
-Where the masters are sharded, every rank rounds its own part and the ranks exchange the rounded parts: what is sent is
+Where the masters are sharded, every rank rounds its own part and the ranks exchange the rounded parts: they are sent
 in the weights' dtype, not fp32.
 """
 

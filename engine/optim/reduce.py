@@ -186,7 +186,7 @@ def gradient_norm(
 def _square_sum(
     flat: FlatParameters, mesh: Mesh, data: str, holders: tuple[Axis, ...], square_sum: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Returns the sum of squares, on this stage, of what is summed over the axis called `data`, fp64 0-dim.
+    """Returns the sum of squares, on this stage, of the gradients summed over the axis called `data`, fp64 0-dim.
 
     Args:
         holders: the axes whose ranks hold different parts of it.

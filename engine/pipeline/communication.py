@@ -5,7 +5,7 @@ A runner goes through the steps of its rank in order. For each step it
 2. waits for the receive of `needs`, posted in this step or an earlier one,
 3. runs `action`; the next step sends its result.
 The last step has no action: it posts the last action's result. A send's buffer may be freed when the send is done,
-which is worth asking at the next step and must be waited for at the end. What goes from a stage to one on the same rank
+which is worth asking at the next step and must be waited for at the end. A message from a stage to one on the same rank
 (the turn of a V, a single rank) is no transfer: the runner passes it on itself.
 
 Receives are posted early enough to be hidden by other work, and in an order that cannot deadlock. The lists are laid

@@ -4,7 +4,7 @@ A run and the planner both ask `plan_stages`, so that the predicted stages are t
 
 Costs are in layers: the forward and backward of one trainable layer is 1. The embedding belongs to the first stage,
 the head and the loss to the last. Layers below the first trainable one have no backward; with a frozen base, where
-backward costs what forward costs, they cost half.
+backward costs as much as forward, they cost half.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PARTS = 10**6  # costs are compared in millionths of a layer, so that equal one
 
 def time_without_backward(*, layers_are_frozen: bool) -> float:
     """Returns the time of a layer below the first trainable one, in layers that have a backward: 1/2 with a frozen
-    base, whose backward costs what forward costs, and 1/3 where weight gradients cost as much again."""
+    base, whose backward costs as much as forward, and 1/3 where weight gradients cost as much again."""
     return 1 / 2 if layers_are_frozen else 1 / 3
 
 
@@ -59,8 +59,8 @@ def plan_stages(
         parallel: the pipeline's ranks, and the user's options of stages and schedule.
         num_layers: of the model.
         head: the time of the head and the loss, in layers.
-        first_trainable_layer: the first one with a trainable parameter; `num_layers` where only what follows the
-            layers trains.
+        first_trainable_layer: the first one with a trainable parameter; `num_layers` where only parameters after
+            the layers train.
         layers_are_frozen: no matrix of a layer trains, adapters aside.
 
     Raises:
@@ -145,7 +145,7 @@ def split_layers(num_layers: int, num_stages: int, weights: LayerWeights | None 
     Args:
         num_layers: of the model.
         num_stages: over all ranks.
-        weights: what is not one trainable layer; nothing by default.
+        weights: the layers that do not cost one trainable layer; none by default.
 
     Raises:
         UserError: fewer layers than stages.
@@ -241,7 +241,8 @@ def first_trainable_stage(layers: Sequence[int], first_trainable_layer: int) -> 
 
     Args:
         layers: of each stage.
-        first_trainable_layer: of the model; its number of layers where only what follows them trains (the last stage).
+        first_trainable_layer: of the model; its number of layers where only parameters after them train (the last
+            stage).
     """
     end = 0
     for stage, count in enumerate(layers):

@@ -1,7 +1,7 @@
 """Runs a schedule on the stages of this rank. Knows the interface of a stage, and no model.
 
 Transfers are posted as `engine.pipeline.communication` says, ahead of the action that needs them, so that they are in
-flight while something else is computed. What goes to a stage on the same rank is passed on directly.
+flight while something else is computed. Messages to a stage on the same rank are passed on directly.
 """
 
 from __future__ import annotations

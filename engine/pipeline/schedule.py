@@ -1,8 +1,8 @@
 """A schedule is lists of printable actions, one list a rank, made by pure functions and run by one loop.
 
 Stages are numbered through the whole model: stage 0 has the embedding, the last stage the head and the loss. A rank
-holds one stage, or several ("virtual" stages). This module has the records and what follows from them alone: which
-message an action needs from a neighbouring stage, and which one it makes. It knows no process and no tensor.
+holds one stage, or several ("virtual" stages). This module has the records and the facts that follow from them alone:
+which message an action needs from a neighbouring stage, and which one it makes. It knows no process and no tensor.
 """
 
 from __future__ import annotations

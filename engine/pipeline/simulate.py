@@ -1,6 +1,6 @@
 """Simulates a schedule: when each action runs, how long ranks are idle, and how much they keep.
 
-The model: a rank runs its list in order, one action at a time, each as soon as the rank is free and what it needs has
+The model: a rank runs its list in order, one action at a time, each as soon as the rank is free and its inputs have
 arrived. A message leaves when its action ends and takes `transfer`, alongside whatever the ranks compute; links are not
 shared. Nothing else takes time.
 """

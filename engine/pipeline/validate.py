@@ -51,7 +51,7 @@ def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> N
 
 
 def _check_order(rank: int, actions: Sequence[Action]) -> None:
-    """Checks that nothing comes twice, and in a stage forward, then B, or I and W; what is missing is not noticed
+    """Checks that nothing comes twice, and in a stage forward, then B, or I and W; missing actions are not noticed
     here."""
     done: set[Action] = set()
     for action in actions:
@@ -131,8 +131,8 @@ def validate_steps(schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
 
 
 def _check_posts(schedule: Schedule, rank: int, actions: Sequence[Action], steps: Sequence[Step]) -> None:
-    """Checks that the steps have the actions; sends follow what makes them, receives precede what needs them, each
-    once."""
+    """Checks that the steps have the actions; sends follow the actions that make them, receives precede those that
+    need them, each once."""
     if [step.action for step in steps] != [*actions, None]:
         raise UserError(f"the steps of rank {rank} do not have its actions in order, and one step more at the end.")
     made: set[Message] = set()

@@ -16,7 +16,7 @@ each ends in a sentence, at its next place and within a time limit.
 
 A launcher forwards a signal that the scheduler may have sent to all ranks already, so signals close together are one. A
 later one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get
-only what torchrun forwards, the first as SIGINT and the second as SIGTERM.
+only the signals that torchrun forwards, the first as SIGINT and the second as SIGTERM.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class RunFolder:
 
         Raises:
             UserError: checkpoint.resume is none and the folder holds an earlier run, there is nothing at its path, or
-                this rank does not see what rank 0 sees.
+                this rank does not see the files that rank 0 sees.
         """
         try:
             found, problem = (self._newest() if self._is_first else None), None

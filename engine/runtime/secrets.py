@@ -3,7 +3,7 @@
 Other processes of the same user can read the environment that a process began with, whatever it does to its variables,
 and its memory. So a secret is overwritten where it came in, and on Linux the process is closed to all but root: it
 leaves no core, and no debugger or profiler of another process attaches to it. The processes above this one, torchrun
-and shells, keep what they have.
+and shells, keep their copies.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             main()
             sys.stdout.flush()
             end_at_the_next()
-        except BaseException as error:  # whatever it is, do not wait for other ranks
+        except BaseException as error:  # any exception: do not wait for other ranks
             ending = Ending(status=EXIT_DEFECT)
             try:
                 ending = ending_of(error)

@@ -40,7 +40,7 @@ def format_count(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a number and what it counts, such as "1 row" or "2,000 rows"."""
+    """Returns a number and its unit, such as "1 row" or "2,000 rows"."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count:,} {noun}{ending}"
 

@@ -40,7 +40,7 @@ class Log:
         """Prints one line.
 
         Args:
-            wraps: a terminal that it does not fit breaks it between words; false for what is copied from there.
+            wraps: a terminal too narrow for the line breaks it between words; false for text that users copy.
         """
         if self._enabled:
             say(wrapped(message, self.stream) if wraps and self.live else message, self._stream)

@@ -2,8 +2,8 @@
 
 A training record has step, loss, grad_norm, lr, tokens, seconds, tokens_per_second and memory; an evaluation has step
 and eval_loss; a checkpoint has step, save_pause_seconds and save_seconds, once it is complete; a note has step and
-note; what each expert of a mixture was sent has step and expert_rows. Only one rank writes. A run that resumes at step
-s first drops the records after s, which it will write again.
+note; the counts of rows sent to each expert of a mixture have step and expert_rows. Only one rank writes. A run that
+resumes at step s first drops the records after s, which it will write again.
 """
 
 from __future__ import annotations

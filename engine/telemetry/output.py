@@ -88,8 +88,8 @@ def outliving_the_reader() -> Iterator[None]:
 
 
 def print_any_name(stream: TextIO) -> None:
-    """Has the stream escape what its encoding does not have, as stderr does, in place of an error: the name of a file
-    may be any bytes, and a terminal may know ASCII alone."""
+    """Has the stream escape characters that its encoding lacks, as stderr does, in place of an error: the name of a
+    file may be any bytes, and a terminal may know ASCII alone."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
 

@@ -74,9 +74,9 @@ class Progress:
 
     Args:
         log: where the line goes.
-        title: what is being done, such as "reading weights".
+        title: the work, such as "reading weights".
         total: how much there is to do; None when unknown.
-        unit: "bytes", or the plural name of what is counted.
+        unit: "bytes", or the plural name of the items counted.
         clock: as in `ProgressLine`.
     """
 

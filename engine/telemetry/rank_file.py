@@ -4,9 +4,9 @@ A record has step, memory (most bytes held so far), phases (seconds of each part
 last record, which may be one more or less) and, where it is measured, communication since then. No communication is
 needed. A run that resumes from a checkpoint writes the steps after it a second time; the later record counts.
 
-A thread writes, so that no step waits for a disk that all ranks share, and what comes within a moment is written
-together. Closing writes the rest, unless the disk does not answer; what a killed process leaves unwritten is that
-moment's.
+A thread writes, so that no step waits for a disk that all ranks share, and records that come within a moment are
+written together. Closing writes the rest, unless the disk does not answer; a killed process loses only that moment's
+records.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class RankFile:
         self._lines.put(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Writes what is left and closes the file; may be called twice. A failure that no `write` told is a line.
+        """Writes the remaining records and closes the file; may be called twice. A failure that no `write` told is a
+        line.
 
         So is a disk that does not answer in time: the end of a run does not wait for it.
         """
@@ -94,7 +95,7 @@ class RankFile:
             self._say(f"warning: {self._refusal(self._failure)}")
 
     def _write_all(self) -> None:
-        """The thread: after a failure it takes what comes and drops it, so that no caller waits for room."""
+        """The thread: after a failure it takes records and drops them, so that no caller waits for room."""
         is_over = False
         while not is_over:
             lines = [self._lines.get()]

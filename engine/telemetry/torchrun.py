@@ -1,5 +1,5 @@
-"""What the ranks of one torchrun share on a machine: which of them prints, the file that tells torchrun why one failed,
-and variables that are theirs alone.
+"""The state that the ranks of one torchrun share on a machine: which of them prints, the file that tells torchrun why
+one failed, and variables that are theirs alone.
 
 torchrun gives each rank the path of that file, ATTEMPT/RANK/error.json, in a folder that it creates for this start of
 its ranks. It prints the message of the rank that failed first at the very end of its own output.

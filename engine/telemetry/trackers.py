@@ -260,7 +260,7 @@ class _Thread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def begin(self, call: Callable[[], None]) -> Future[None]:
-        """Begins a call when those before have ended; returns what becomes of it."""
+        """Begins a call when those before have ended; returns its outcome."""
         outcome = Future[None]()
         self._calls.put((outcome, call))
         return outcome

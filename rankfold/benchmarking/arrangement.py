@@ -1,6 +1,6 @@
 """Arranges which sides of a step are alive together: all of them, or each alone where a GPU has no room for that.
 
-A side's process keeps its model, and its allocator keeps what a step took, for as long as it lives.
+A side's process keeps its model, and its allocator keeps a step's memory, for as long as it lives.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def find_backends(
     """Returns the kernels by name; and name -> why it is absent.
 
     Args:
-        device, dtype: what they would compute on.
+        device, dtype: of their inputs.
         timed: skip kernels that Triton interprets: their results can be checked, their times mean nothing.
     """
     present, absent = {}, {}

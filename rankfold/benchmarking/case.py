@@ -31,7 +31,8 @@ class Contestant:
 
     Args:
         run: computes it and returns the results in the case's order. Timed.
-        reset: puts back what `run` overwrites; run before each, not timed. None where nothing is overwritten.
+        reset: restores the tensors that `run` overwrites; run before each, not timed. None where nothing is
+            overwritten.
         error: how wrong the results are, where they are not the case's answer (another mask, say).
         note: a sentence for the reader.
     """
@@ -90,7 +91,7 @@ def deviation(found: Results, expected: Results) -> float:
 def _deviation(ours: Tensor, theirs: Tensor) -> float:
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
     sums, peaks = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    # in pieces: a float64 copy of all logits is several times what the op itself needs
+    # in pieces: a float64 copy of all logits is several times the op's own memory
     for left, right in zip(ours.reshape(-1).split(_PIECE), theirs.reshape(-1).split(_PIECE), strict=True):
         wide = right.double()
         for place, values in enumerate((left.double() - wide, wide)):

@@ -104,8 +104,8 @@ _PASSES = 4
 class ColdCache:
     """Writes more than the device's caches hold, so that each run reads its operands from memory.
 
-    It also keeps a GPU busy while the work after it is launched: what is measured is the device's time. On a CPU
-    nothing is written: its caches are what a step's ops work from.
+    It also keeps a GPU busy while the work after it is launched, so that the device's time is measured. On a CPU
+    nothing is written: a step's ops work from its caches.
     """
 
     def __init__(self, device: torch.device) -> None:

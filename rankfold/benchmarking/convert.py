@@ -2,8 +2,8 @@
 
 Every command is a separate process, as a user starts it, timed from its start to its end, with the model's files
 out of the system's memory beforehand; so is `cp -r` followed by `sync` of the copy, right before it. Its peak of
-anonymous memory is the largest RssAnon that /proc showed. What comes out is compared with what went in by the stock
-library.
+anonymous memory is the largest RssAnon that /proc showed. The stock library compares the output with
+the input.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LINEARS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One command: seconds from start to end, peak RssAnon in bytes, and what it printed."""
+    """One command: seconds from start to end, peak RssAnon in bytes, and its output."""
 
     seconds: float
     peak: int

@@ -101,7 +101,7 @@ _SIDES = {ENGINE: _engine, PEER: _peer}
 
 
 def offer(side: str, folder: Path, options: GenerateOptions) -> Offer:
-    """Returns what the process of a side can be asked for: the tokens after prompts, and the seconds that they take."""
+    """Returns the calls that the process of a side offers: the tokens after prompts, and the seconds that they take."""
     device = set_up(options, keeps_freed_memory=side == ENGINE)
     work = _SIDES[side](folder, options, device)
     return {"tokens": work, "seconds": partial(seconds, work, device)}

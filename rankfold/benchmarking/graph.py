@@ -59,7 +59,7 @@ class Measured(NamedTuple):
         samples: kind -> its timed steps.
         difference: kind -> largest difference of its losses from those without graphs, relative.
         kept: kind -> bytes that stay reserved for it; None on a CPU.
-        counts: kind -> what was replayed.
+        counts: kind -> text that counts its replays.
     """
 
     samples: dict[str, list[Timed]]

@@ -1,8 +1,8 @@
-"""Section `guards`: what a run's guards cost, on ranks that hold copies of each other's parameters.
+"""Section `guards`: the cost of a run's guards, on ranks that hold copies of each other's parameters.
 
-Steps with and without the guards take turns, and so do the guards' rarer checks, each alone: comparing copies of
-what trains, comparing all copies, and checking that adapters learn. These have the intervals of the options' defaults,
-so their share of a step is their time over that many steps.
+Steps with and without the guards take turns, and so do the guards' rarer checks, each alone: comparing copies of the
+trained parameters, comparing all copies, and checking that adapters learn. These have the intervals of the options'
+defaults, so their share of a step is their time over that many steps.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Layer:
     Args:
         shape: kind and sizes.
         dropout: probability of dropping an element of the adapters' input.
-        u: what x is made from: [T, I], or [T, 2I] for SwiGLU.
+        u: the source of x: [T, I], or [T, 2I] for SwiGLU.
         norm: [I].
         weights, a, b: of each section: [o, I], [r, I], [o, r].
         dy: [T, O].

@@ -1,4 +1,4 @@
-"""Section `lora-tax`: what adapters cost on top of their frozen linear, forward and backward.
+"""Section `lora-tax`: the cost of adapters on top of their frozen linear, forward and backward.
 
 The ratio of each contestant to the frozen linear (torch's or the engine's, whichever is faster) is taken within each
 turn, and shown beside the limit by arithmetic (the low-rank products are not free) and the target of this project.
@@ -180,7 +180,7 @@ def _rows(
 
 
 def _over_frozen(timed: Timed, who: str) -> Summary:
-    """Returns what a contestant takes over the faster frozen linear."""
+    """Returns a contestant's time over that of the faster frozen linear."""
     return paired_ratio(timed.seconds(who), timed.seconds(_faster_frozen(timed)))
 
 

@@ -1,4 +1,5 @@
-"""Section `machine-speed`: what this machine's memory, products and launches reach, beside what the planner assumes."""
+"""Section `machine-speed`: the speeds of this machine's memory, products and launches, beside the planner's
+assumptions."""
 
 from __future__ import annotations
 

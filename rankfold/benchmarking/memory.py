@@ -1,4 +1,4 @@
-"""Section `memory`: the peak of a LoRA step, and what a layer keeps for backward, beside the design's figure."""
+"""Section `memory`: the peak of a LoRA step, and a layer's bytes kept for backward, beside the design's figure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Side(Protocol):
     """An implementation of the step. The constructor builds the model with its weights and nothing else."""
 
     def prepare(self) -> None:
-        """Builds the optimizer and what else a step needs; called once."""
+        """Builds the optimizer and the rest of a step; called once."""
 
     def step(self, ids_BS: Tensor) -> Outcome:
         """Runs forward, backward, clip and update on int64 token ids, without waiting for the device."""
@@ -125,7 +125,7 @@ def document_lengths(options: ModelOptions) -> tuple[int, ...]:
 
 
 def step_operations(options: ModelOptions) -> int:
-    """Returns the floating-point operations of a LoRA step: what any implementation multiplies, without adapters.
+    """Returns the floating-point operations of a LoRA step in any implementation, without adapters.
 
     4 per weight and token (forward and input gradient; no weight gradient) over all linears and the head, and causal
     attention's 6 L s h a token of a document of s, forward and backward. That nothing is needed below the first layer

@@ -202,9 +202,9 @@ class ExpertsOptions(StepOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions(ModelOptions):
-    """Memory of a LoRA step: its peak, and what each layer keeps for backward.
+    """Memory of a LoRA step: its peak, and the tensors that each layer keeps for backward.
 
-    The peak is that above the loaded model, each side in its own process. What a layer keeps is counted tensor by
+    The peak is that above the loaded model, each side in its own process. A layer's kept bytes are counted tensor by
     tensor, and compared with the arithmetic of a plain implementation and of the engine's design.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 _RESET_HIGH_WATER_MARK = "5"
-"""What to write to clear_refs; see proc(5)."""
+"""The value to write to clear_refs; see proc(5)."""
 
 
 def peak_above_now(work: Callable[[], object], device: torch.device) -> int | None:

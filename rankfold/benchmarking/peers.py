@@ -15,7 +15,7 @@ _PACKAGES = {
     "flash-attn": ("flash_attn", "flash_attn.flash_attn_interface"),
     "flash-attn-4": ("flash_attn", "flash_attn.cute"),
 }
-"""Peer -> its package, and what else must be importable."""
+"""Peer -> its package, and the others that must be importable."""
 _ON_GPU_ONLY = ("liger", "quack", "flash-attn", "flash-attn-4")
 
 

@@ -65,7 +65,7 @@ class PeftSide:
         self.model.train()
 
     def _targets(self) -> dict[str, list[str]]:
-        """Returns what has adapters, as PEFT's options."""
+        """Returns the adapted modules, as PEFT's options."""
         return {"target_modules": list(TARGETS)}
 
     def _draw(self, name: str, parameter: Tensor) -> None:

@@ -30,7 +30,7 @@ def in_new_process_with(
 
 
 def caches_in(folder: Path) -> dict[str, str]:
-    """Returns the environment in which Triton and torch.compile keep what they compile in `folder`."""
+    """Returns the environment in which Triton and torch.compile keep their caches in `folder`."""
     return {name: str(folder / name.lower()) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
 
 

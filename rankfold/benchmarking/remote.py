@@ -58,7 +58,8 @@ class RemoteSide:
         return self._worker.ask(f"operations of {what}")
 
     def timed(self, what: str) -> Callable[[], Sample]:
-        """Returns what runs "a step" on the next batch, or (the engine alone) the floor or the square product, once."""
+        """Returns a call that runs "a step" on the next batch, or (the engine alone) the floor or the square
+        product, once."""
         return partial(self._worker.ask, what)
 
     def close(self) -> None:

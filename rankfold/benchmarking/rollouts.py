@@ -113,7 +113,7 @@ def write_adapter(options: RolloutsOptions, folder: Path) -> None:
 
 
 def offer(side: str, folder: Path, options: RolloutsOptions) -> Offer:
-    """Returns what the process of a side can be asked for: greedy tokens, the seconds of sampled ones, and the bytes of
+    """Returns the calls that the process of a side offers: greedy tokens, the seconds of sampled ones, and the bytes of
     keys and values in the call before."""
     device = set_up(options, keeps_freed_memory=side == ENGINE)
     work = _SIDES[side](folder, options, device)

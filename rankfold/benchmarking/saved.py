@@ -23,7 +23,7 @@ _LAYERS = 2
 def saved_bytes(side: Side, ids_BS: Tensor, own: Iterable[Tensor]) -> int:
     """Returns the bytes of all storages that the graph of a loss keeps, each counted once, without those of `own`.
 
-    Sees what is saved through autograd, which is everything but the closures of non-reentrant checkpointing.
+    Sees tensors saved through autograd, which are all but the closures of non-reentrant checkpointing.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in own}
     kept: dict[int, int] = {}
@@ -54,7 +54,7 @@ def layer_bytes(kind: SideKind, options: ModelOptions, device: torch.device) -> 
 
 
 def plain_bytes(options: ModelOptions) -> int:
-    """Returns bytes per token and layer where each op of a LoRA layer keeps what it needs: 6h + 2h_kv + 3f numbers.
+    """Returns bytes per token and layer where each op of a LoRA layer keeps its inputs: 6h + 2h_kv + 3f numbers.
 
     The inputs of two norms and of four products (norms' outputs, attention's output, SwiGLU's output), queries, keys
     and values, gate and up.

@@ -128,7 +128,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardsOptions(ModelOptions):
-    """What the guards of a run cost, on data-parallel ranks that hold copies of each other's parameters.
+    """The cost of a run's guards, on data-parallel ranks that hold copies of each other's parameters.
 
     On CPU ranks of this machine, one process each.
 
@@ -153,9 +153,9 @@ class GuardsOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions(ModelOptions):
-    """What saving a training checkpoint costs the training: waiting for the disk, and writing beside the steps.
+    """The cost to training of saving a checkpoint: waiting for the disk, and writing beside the steps.
 
-    What was written is opened again and compared with what was trained at that moment.
+    The checkpoint is opened again and compared with the parameters of that moment.
 
     Raises:
         UserError: sizes that do not fit together.
@@ -260,7 +260,7 @@ class LoaderOptions:
     """How long a step waits for images that threads read from the disk and decode.
 
     Raises:
-        UserError: numbers below what is possible.
+        UserError: numbers below their minimum.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ()

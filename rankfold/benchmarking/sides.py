@@ -26,12 +26,12 @@ ENGINE, PEER = "engine", "transformers + PEFT"
 
 
 class SideKind(NamedTuple):
-    """A side's name in tables, and what builds it."""
+    """A side's name in tables, and its constructor."""
 
     name: str
     build: Callable[[ModelOptions, torch.device], Side]
     keeps_freed_memory: bool = False
-    """Whether its process asks the C allocator to keep what is freed, as the engine's launcher does on a CPU."""
+    """Whether its process asks the C allocator to keep freed memory, as the engine's launcher does on a CPU."""
 
 
 PEER_KINDS = {
@@ -70,7 +70,7 @@ class Alone(NamedTuple):
     Args:
         peak: bytes above the loaded model: optimizer, gradients, activations, buffers; None where not measured.
         first_seconds: of the first step, with nothing compiled before.
-        share: of the GPU's memory that is taken afterwards, what the allocator keeps included; None on a CPU.
+        share: of the GPU's memory that is taken afterwards, the allocator's cache included; None on a CPU.
     """
 
     peak: int | None

@@ -17,7 +17,7 @@ class Table:
         title: of the table.
         columns: headings; the first column names the row.
         rows: formatted cells, one row each.
-        findings: sentences below the table: ratios, what was checked, what was not measured and why.
+        findings: sentences below the table: ratios, checks, and cases not measured with the reasons.
         machine: where and with what it was measured; empty inside a report, which has it once.
         data: settings and raw samples, for the JSON file.
     """

@@ -58,7 +58,7 @@ def measure(work: Work, device: torch.device, before: Work | None = None) -> Sam
     """Times one run of `work`, with nothing else running.
 
     Args:
-        work: what is measured.
+        work: the call to measure.
         device: where it runs.
         before: run first and not measured. On a GPU it is not waited for: while it runs, `work` is being launched, so
             that a short kernel's time is not that of its launch.
@@ -93,12 +93,12 @@ def interleave(
     one leaves do not always affect the same other one.
 
     Args:
-        contestants: name -> what to run.
+        contestants: name -> the call to time.
         repeats: timed turns.
         warmup: untimed turns before.
         device: where the work runs.
         turn: called with the number of timed turns done.
-        before: name -> what to run before each of its runs, not measured; see `measure`.
+        before: name -> a call made before each of its runs, not measured; see `measure`.
 
     Returns:
         name -> one sample per turn.
@@ -110,7 +110,7 @@ def interleave(
 def take_turns(
     runs: Mapping[str, Callable[[], Sample]], *, repeats: int, warmup: int, turn: Callable[[int], None]
 ) -> dict[str, list[Sample]]:
-    """Does what `interleave` does, for contestants that measure themselves.
+    """Works as `interleave`, for contestants that measure themselves.
 
     Args:
         runs: name -> one measured run.

@@ -1,8 +1,8 @@
 """Section `tower`: a vision tower against transformers' own, with the same weights on the same images.
 
-The tower is SigLIP's, which transformers has too. Forward alone is what a frozen tower costs, and forward with backward
-to all weights what one costs that trains in full. Both sides are plain modules in torch; what a run adds, adapters,
-recomputation and the division of tiles, is not measured here.
+The tower is SigLIP's, which transformers has too. Forward alone is the cost of a frozen tower, and forward with
+backward to all weights that of one trained in full. Both sides are plain modules in torch; a run's additions (adapters,
+recomputation and the division of tiles) are not measured here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both towers, and what each is called with.
+    """Both towers, and the arguments of each.
 
     Args:
         modules: of each side.
@@ -103,7 +103,7 @@ def _names(name: str) -> list[str]:
 
 
 def _works(pair: Pair) -> dict[tuple[str, str], Callable[[], None]]:
-    """What is measured, by side and kind."""
+    """The calls to measure, by side and kind."""
 
     def forward(side: str) -> None:
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Runs contestants in their own processes, which take turns.
 
-What one side does to its process (allocator settings, threads left behind, caches) does not reach the other: each runs
-as its users run it. While one works the others wait for a message and use no processor.
+The effects of one side on its process (allocator settings, threads left behind, caches) do not reach the other: each
+runs as its users run it. While one works the others wait for a message and use no processor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Worker:
         other.close()
 
     def ask(self, name: str, *args: object) -> Any:
-        """Calls what is offered as `name` and waits for its result.
+        """Calls the function offered as `name` and waits for its result.
 
         Raises:
             RuntimeError: it raised there, or the process ended; with its traceback where there is one.
@@ -62,6 +62,6 @@ def _serve(connection: Connection, build: Callable[..., Offer], args: Sequence[o
         try:
             offer = build(*args) if offer is None else offer
             reply = True, offer[name](*given)
-        except BaseException:  # whatever it is, it is raised in the parent
+        except BaseException:  # any exception is raised in the parent
             reply = False, traceback.format_exc()
         connection.send(reply)

@@ -1,12 +1,12 @@
-"""Records what one layout computes in a few steps, piece by piece, for comparison with another layout.
+"""Records the results of one layout in a few steps, piece by piece, for comparison with another layout.
 
 `record_run` is one rank's side: it trains and writes the pieces it holds, replicated or not. `Recording` is the other
 side, in one process without ranks: it assembles whole tensors from all ranks' pieces, and checks whether ranks that
 should hold the same numbers do. Tolerances are not its concern.
 
-The run is the configured one, from its base, except for what would prove nothing or hide differences in rounding: see
-`certificate_config`, and factors of adapters that start at zero, which are drawn, because the gradient of the other
-factor would vanish.
+The run is the configured one, from its base, except for options that would prove nothing or hide differences in
+rounding: see `certificate_config`, and factors of adapters that start at zero, which are drawn, because the gradient of
+the other factor would vanish.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     Raises:
         UserError: something in the configuration, the model or the data cannot work.
     """
-    # what torch.use_deterministic_algorithms does, without loading torch's compiler, which takes seconds
+    # as torch.use_deterministic_algorithms, without loading torch's compiler, which takes seconds
     torch.set_deterministic_debug_mode("error")
     source = model_source(config)
     plan = check_model(config, source.model, launch.world_size)

@@ -115,7 +115,7 @@ def certify(options: CertifyOptions, worker: Path | None = None) -> Certificate:
 
     Args:
         options: of the command.
-        worker: what each rank runs, instead of worker.py.
+        worker: the script that each rank runs, instead of worker.py.
 
     Raises:
         UserError: a layout that does not fit, or a run that cannot work.

@@ -135,7 +135,7 @@ def compare(
     Args:
         own: the run's layout.
         others: the layouts to compare with; one result each.
-        trained: names and global shapes of what is trained, in forward order.
+        trained: names and global shapes of the trained parameters, in forward order.
         steps: number of steps taken.
         limit: of relative deviations.
     """

@@ -45,7 +45,7 @@ class Layout:
         return {"label": self.label, "ranks": self.num_ranks, "data": self.data, **asdict(self.config.parallel)}
 
     def trained_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns the logical names and global shapes of what is trained, in forward order; needs no ranks.
+        """Returns the logical names and global shapes of the trained parameters, in forward order; needs no ranks.
 
         Raises:
             UserError: the model, the batch or the ranks do not fit the layout.

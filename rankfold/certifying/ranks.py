@@ -33,15 +33,15 @@ def run_layout(
 
     Args:
         layout: the layout.
-        folder: an empty one for what the ranks write.
+        folder: an empty one for the ranks' files.
         steps: to take.
         device: "cuda" or "cpu", the same for all layouts of a comparison.
         say: called with each line that rank 0 prints.
-        worker: what each rank runs.
+        worker: the script that each rank runs.
 
     Raises:
         UserError: the ranks refused the run.
-        RuntimeError: they failed, which is a defect; what they printed is on stderr.
+        RuntimeError: they failed, which is a defect; their output is on stderr.
     """
     recipe = {"config": to_yaml(layout.config), "steps": steps}
     (folder / RECIPE).write_text(json.dumps(recipe), encoding="utf-8")
@@ -76,7 +76,7 @@ def _launcher(num_ranks: int) -> list[str]:
 
 
 def _environment(num_ranks: int, device: str) -> dict[str, str]:
-    # the ranks import what this process imports: a checkout that is not installed, or not the one that is
+    # the ranks import the modules of this process: a checkout that is not installed, or not the one that is
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # without it torchrun uses one thread per rank, and prints a warning
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_processors() // num_ranks)))

@@ -33,7 +33,7 @@ class Certificate:
         steps: number of steps taken.
         limit: of relative deviations.
         device: "cuda" or "cpu".
-        trained: what is trained, in forward order.
+        trained: the trained parameters, in forward order.
         comparisons: one for each other layout.
     """
 

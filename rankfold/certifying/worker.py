@@ -1,6 +1,6 @@
 """One rank of a layout that is being certified, started by rankfold/certifying/ranks.py alone.
 
-It reads the configuration from the folder that is its only argument, and writes what it computed into it.
+It reads the configuration from the folder that is its only argument, and writes its results into it.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def convert(
         The conversion, and how many processes the run has.
 
     Raises:
-        UserError: the source is not known, what it trains is not available, or a value that its key cannot have.
+        UserError: the source is not known, its kind of training is not available, or a key has a value that it cannot
+            have.
     """
     trainer = recognise(given, source)
     conversion = Conversion(trainer=trainer.name)
@@ -175,7 +176,7 @@ def _rule(trainer: Trainer, one: Given) -> Rule | None:
     all keys that begin as it does.
     """
     own, launchers = trainer.rule(one.key), launcher_rules.rule_for(one.key)
-    if one.value == "auto" and launchers is not None:  # DeepSpeed's auto is what the trainer's own key says
+    if one.value == "auto" and launchers is not None:  # DeepSpeed's auto takes the value of the trainer's own key
         return launchers
     if one.key not in trainer.rules and launchers is not None and launcher_rules.names(one.key):
         return launchers
@@ -209,7 +210,7 @@ def to_text(options: dict[str, Any], *, title: str) -> str:
 
 
 def report(conversion: Conversion, width: int) -> str:
-    """Returns the report: one line for each key, and what is left to do."""
+    """Returns the report: one line for each key, and the remaining work."""
     rows = conversion.rows
     keys = [row.given.key for row in rows]
     values = [_short(row.given.value) for row in rows]

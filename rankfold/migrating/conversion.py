@@ -24,7 +24,7 @@ DTYPES = {
 
 
 NOT_GIVEN = "not given"
-"""The source shown for what another trainer does by default."""
+"""The source shown for another trainer's defaults."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Row:
 
     Args:
         given: the key.
-        became: what it is now, or why it was dropped.
+        became: its new value, or why it was dropped.
         kind: "taken", "dropped" or "unknown".
     """
 
@@ -81,7 +81,7 @@ class Conversion:
         self.rows.append(Row(given, f"dropped: {why}", "dropped"))
 
     def unsupported(self, given: Given, why: str) -> None:
-        """Reports a key that changes what is trained and has no counterpart: the run will differ."""
+        """Reports a key that changes the training and has no counterpart: the run will differ."""
         self.drop(given, f"no counterpart, {why}")
         self.notes.append(f"{given.key} {_text(given.value)} has no counterpart, and the run will differ: {why}")
 
@@ -99,7 +99,7 @@ class Conversion:
             row.became, row.kind = f"dropped: {why}", "dropped"
 
     def given(self, *keys: str) -> bool:
-        """Returns whether one of `keys` was among what was read."""
+        """Returns whether one of `keys` was in the input."""
         return any(row.given.key in keys for row in self.rows)
 
     def unknown(self, given: Given, why: str) -> None:
@@ -107,7 +107,7 @@ class Conversion:
         self.rows.append(Row(given, f"not known: {why}", "unknown"))
 
     def set_default(self, source: str, key: str, option: str, value: Any, note: str = "") -> None:
-        """Sets an option that is not in the input to what the other trainer does by default."""
+        """Sets an option that is not in the input to the other trainer's default."""
         if option not in self.options:
             self.take(Given(source=source, key=key, value=NOT_GIVEN), option, value, note)
 
@@ -289,7 +289,7 @@ def kind_of(name: str) -> Callable[[Given], Any]:
 
 def option_or_none(name: str, kind: str, why: str) -> Rule:
     """Returns the rule of a key that is an option of this engine where it is given, and none for "None" or, of the kind
-    positive, for what is not above 0.
+    positive, for numbers not above 0.
     """
     read = kind_of("whole" if kind == "positive" else kind)
 

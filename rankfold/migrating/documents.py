@@ -1,5 +1,5 @@
-"""Parses the YAML and JSON files of other trainers, which may be damaged or hostile: the size of what comes out is
-bounded, and what is ambiguous is refused.
+"""Parses the YAML and JSON files of other trainers, which may be damaged or hostile: the size of the result is
+bounded, and ambiguous texts are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_small_text(path: Path, advice: str) -> str:
 
 
 def parse_document(text: str, path: Path, advice: str) -> Any:
-    """Returns what a YAML or JSON text holds.
+    """Returns the contents of a YAML or JSON text.
 
     Raises:
         UserError: it is neither, has a key twice, or is nested too deeply.

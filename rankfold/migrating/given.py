@@ -1,4 +1,4 @@
-"""One key and its value as they were written: what readers return and rules take."""
+"""One key and its value as they were written, as readers return and rules take them."""
 
 from __future__ import annotations
 

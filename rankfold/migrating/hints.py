@@ -16,7 +16,7 @@ _VALUES: dict[str, str] = {
     "sft": "language_modeling", "pt": "language_modeling", "pretrain": "language_modeling", "sigmoid": "dpo",
     "scratch": "random", "true": "full", "false": "none", "chat": "messages", "chatml": "messages",
 }  # fmt: skip
-"""Word of another trainer -> what it may mean here, in any option."""
+"""Another trainer's word -> its possible meaning here, in any option."""
 
 
 def options_of(key: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Keys of accelerate's and DeepSpeed's files and of the launchers together, and what these do by default."""
+"""Keys of accelerate's and DeepSpeed's files and of the launchers together, and their defaults."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _deepspeed_schedule(conversion: Conversion, name: str) -> None:
 
 
 def follow(conversion: Conversion) -> None:
-    """Applies what accelerate and DeepSpeed do by default."""
+    """Applies the defaults of accelerate and DeepSpeed."""
     facts, options = conversion.facts, conversion.options
     kind = facts.get("distributed_type")
     if kind == "FSDP":

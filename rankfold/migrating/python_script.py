@@ -28,7 +28,7 @@ _OTHER_OBJECTIVES = re.compile(
 )
 """Classes of TRL's that train something else."""
 OBJECTIVES = (PROGRAM, OWN_LOOP, "trainer", "task_type", "tools", "environment_factory", "rollout_func")
-"""Keys by which this module says what a script trains, whatever its arguments are."""
+"""Keys by which this module names a script's trained parameters, whatever its arguments are."""
 SWITCHES = ("use_lora", "use_peft", "lora_enable")
 """Arguments of scripts that make adapters or leave it."""
 _ADAPTED = ("LoraConfig", "get_peft_model", "prepare_model_for_kbit_training")
@@ -224,7 +224,7 @@ def _plain_ones(pairs: Iterable[tuple[str, ast.expr]], kind: str) -> list[tuple[
 
 
 def _name(function: ast.expr) -> tuple[str, str]:
-    """Returns the name of what is called, and the name before its last dot."""
+    """Returns the name of the function called, and the name before its last dot."""
     if isinstance(function, ast.Attribute):
         return function.attr, _name(function.value)[0]
     return (function.id, "") if isinstance(function, ast.Name) else ("", "")

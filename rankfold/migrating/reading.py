@@ -133,8 +133,8 @@ def _records(path: Path) -> int | None:
 
 
 def _started(name: str, folder: Path) -> list[Given]:
-    """Returns what the script that a command starts says of itself, where it is there: the defaults of its arguments,
-    which count where a rule knows them and nothing later gives them, and what it trains.
+    """Returns the keys that the script started by a command sets, if the script exists: its arguments' defaults,
+    which count where a rule knows them and nothing later gives them, and the parameters that it trains.
     """
     path = find_file(name, folder)
     if path is None:
@@ -150,7 +150,7 @@ def _started(name: str, folder: Path) -> list[Given]:
         for one in said
         if one.key in OBJECTIVES and (one.key, one.value) != (PROGRAM, path.name) and (one.key != OWN_LOOP or defaults)
     ]
-    # what a script that may leave adapters out says of them counts only where it does not
+    # the adapter settings of a script that may leave adapters out count only where it does not
     fixed = [] if any(one.key in SWITCHES for one in defaults) else said
     plain = [one for one in fixed if one.key not in OBJECTIVES and one.value is not None and not one.open]
     return [*kinds, *with_files([replace(one, idle=True) for one in (*defaults, *plain)], path.parent)]

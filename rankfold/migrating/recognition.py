@@ -76,7 +76,8 @@ def check_known(conversion: Conversion) -> None:
 
 
 def names_objective(key: str) -> bool:
-    """Returns whether a key that no table has, or its last part, is one by which trainers name what they train."""
+    """Returns whether a key that no table has, or its last part, is one by which trainers name the trained
+    parameters."""
     leaf = key.rpartition(".")[2].lower()
     names = str(_table()["objective keys"]).split()
     return any(leaf.startswith(name[:-1]) if name.endswith("*") else leaf == name for name in names)
@@ -130,8 +131,8 @@ def _programs(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _recognised(everything: list[Given]) -> str | None:
-    """Returns the table of the first row that applies; else that of Hugging Face's Trainer, where one of the keys says
-    what trains, or that of the launchers.
+    """Returns the table of the first row that applies; else that of Hugging Face's Trainer, where one of the keys names
+    the trained parameters, or that of the launchers.
     """
     keys = {part for one in everything for part in (one.key, one.key.partition(".")[0]) if not one.idle}
     script = {one.key for one in everything if one.idle and one.key != one.key.upper()}
@@ -163,5 +164,6 @@ def _has_own_flags(flags: list[str]) -> bool:
 
 
 def _trains(rule: Rule | None) -> bool:
-    """Returns whether a key says what is trained or how; data, or a folder for the results, alone do not."""
+    """Returns whether a key names the trained parameters or configures their training; data, or a folder for the
+    results, alone do not."""
     return rule is not None and any(not option.startswith(("checkpoint.", "log.", "data.")) for option in rule.options)

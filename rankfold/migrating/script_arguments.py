@@ -9,7 +9,7 @@ from collections.abc import Container
 
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _OBJECTS = ("args", "training_args")
-"""Usual names of what a script has parsed, where it changes it."""
+"""Usual names of a script's parsed arguments, where it changes them."""
 _OPTIONS = frozenset({
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "max_length", "lora_r",

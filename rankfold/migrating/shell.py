@@ -1,7 +1,8 @@
 """Reads shell scripts and command lines without running them.
 
 Plain values and arrays are substituted where variables are used, and the command that has the most flags is taken
-apart. What only the shell can know ($1, $(nproc), a variable of the environment) stays as it is written.
+apart. Expressions that only the shell can expand ($1, $(nproc), a variable of the environment) stay as they are
+written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BRANCHES = "(branches)"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
 _REST = re.compile(r"\$\{?[@*](?::\d+)?\}?")
-"""Stands for what the user adds to a script's command."""
+"""Stands for the arguments that the user adds to a script's command."""
 _ARRAY = re.compile(r"^[ \t]*(?:(?:export|local|declare|readonly)[ \t]+(?:-\w+[ \t]+)*)?(\w+)(\+?)=\(", re.MULTILINE)
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _BEFORE = ("export", "exec", "eval", "nohup", "local", "readonly", "srun", "time", "then", "else", "do")
@@ -131,7 +132,7 @@ _TRAININGS = ("sft", "pt", "rlhf", "train", "pretrain", "dpo", "kto", "orpo", "c
 
 
 def _last(branch: str, value: str) -> str:
-    """Returns the value that a variable has in the end, or what a branch adds to it, cut to a line."""
+    """Returns the value that a variable has in the end, or a branch's addition to it, cut to a line."""
     text = branch if branch.startswith("+=") else f"={value or '(nothing)'}"
     return on_one_line(text, most=_SHOWN)
 
@@ -193,7 +194,7 @@ def read_words(words: list[str], source: str) -> list[Given]:
             continue
         name, equals, value = word.lstrip("-").partition("=")
         values = [value] if equals else []
-        # what follows a value is another value of a list; a script ends the launcher's flags
+        # the word after a value is another value of a list; a script ends the launcher's flags
         while not equals and position < len(words) and not _FLAG.match(words[position]):
             if words[position].endswith(".py") and (values or not name.startswith("train_script")):
                 break

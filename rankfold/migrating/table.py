@@ -1,9 +1,9 @@
-"""The tables of other trainers (tables/*.yaml): what their keys set, and what they do where a key is absent.
+"""The tables of other trainers (tables/*.yaml): the options that their keys set, and their defaults for absent keys.
 
 An absent key means the other trainer's default, never this engine's. So each option that a trainer's keys can set has
 an entry in its defaults, which is written into the run's file where it differs from this engine's own default.
 
-README.md says what the entries of a table are.
+README.md explains the entries of a table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Default:
     """A trainer's default for an option.
 
     Args:
-        value: of the option here; or a function of what was read that gives it, None where nothing follows.
+        value: of the option here; or a function of the input that gives it, None where nothing follows.
         where: the trainer's own place for it, as Class.field or file: name.
     """
 
@@ -47,10 +47,10 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A default that depends on what was read.
+    """A default that depends on the input.
 
     Args:
-        what: "fact NAME", "option NAME", or "module.function" in trainers/.
+        what: the fact or option it depends on: "fact NAME", "option NAME", or "module.function" in trainers/.
         values: by the word that it is; "other" is for all others.
     """
 
@@ -82,10 +82,10 @@ class Trainer:
 
     Args:
         name: as the report calls it.
-        rules: key -> what it becomes.
-        defaults: full name of an option here -> what the trainer does where no key sets it.
-        adapters: whether what was read trains adapters; all parameters train where it does not.
-        finish: what follows once all keys are read, before the defaults.
+        rules: key -> its rule.
+        defaults: full name of an option here -> the trainer's default where no key sets it.
+        adapters: whether the input trains adapters; all parameters train where it does not.
+        finish: called once all keys are read, before the defaults.
         dropout_with_answers: whether adapters keep their dropout where answers are compared.
         installed: classes whose fields are known.
     """

@@ -3,7 +3,7 @@
 Predicts the peak memory of a rank by part (weights, adapters, fp32 masters, gradients and optimizer state, activations
 under each recompute policy, logits, buffers of collectives, temporary tensors) and the time of a step, for every layout
 of the GPUs. Prints the fastest that fits with its table, the next ones, why the rest do not fit, and the sections of a
-configuration for rankfold train; where nothing fits, what to add to the command so that it does. --offload and
+configuration for rankfold train; where nothing fits, the options to add to the command so that it does. --offload and
 --activation-dtype let it use host memory and fewer bits as well. --config predicts for one
 configuration as it is, and with --measure takes its steps on this device, with drawn weights. Nothing is measured
 unless --probe or --measure is given; --examples answers for some well-known models and machines.
@@ -29,8 +29,8 @@ STANDS_FOR = {
 """Option of a run -> the flag; see `engine.config.command_line`."""
 RESERVE = 10.0
 """Percent of a GPU's memory. A run warns where it holds a tenth more than predicted, so that one that does not warn
-fits. On a CPU no measured peak was more than 1% above its prediction; a GPU's allocator, context and communicators add
-to it what has not been measured."""
+fits. On a CPU no measured peak was more than 1% above its prediction; the additions of a GPU's allocator, context
+and communicators have not been measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -62,7 +62,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _missing(sections: Sequence[tuple[str, Markup]]) -> Markup | None:
-    """Returns one line that names what was not recorded, among what every run can record."""
+    """Returns one line that names the records that are missing, among those that every run can have."""
     optional = ("Speed against devices", "Pipeline", "Experts")
     absent = [title for title, content in sections if not content and title not in optional]
     if not absent:

@@ -1,4 +1,4 @@
-"""Sections on runs that sample what they train on: rewards, completions, and the model that gives them."""
+"""Sections on runs that sample their own training data: rewards, completions, and the model that gives them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST, _LAST = 2, 8
 
 
 def rewards(runs: Sequence[Run]) -> Markup:
-    """Returns a chart of the mean reward and, of a single run, of what each function gave and how much it varied."""
+    """Returns a chart of the mean reward and, of a single run, of each function's mean and spread."""
     if len(runs) > 1:
         return over_steps(runs, "reward", "mean reward", zero=False, show=_short)
     run = runs[0]

@@ -1,8 +1,8 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
-Bytes that are contiguous in stored files are handed out as they are read; a part of a tensor that is scattered
-over rows is put together block by block (also `engine.checkpoint.copying.exchange`). What changes on the way (a merge)
-is a content of its own, elsewhere.
+Bytes that are contiguous in stored files are handed out as they are read; a part of a tensor that is scattered over
+rows is put together block by block (also `engine.checkpoint.copying.exchange`). Tensors that change on the way (a
+merge) have a content of their own, elsewhere.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CheckedRange:
     """A run of bytes that is read from first to last and compared with its checksum at the end.
 
     Raises:
-        UserError: the file is too short or, on leaving the `with` block without an exception, what was read does not
+        UserError: the file is too short or, on leaving the `with` block without an exception, the bytes read do not
             have the recorded checksum.
     """
 

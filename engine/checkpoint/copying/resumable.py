@@ -103,8 +103,8 @@ def plan_digest(plan: Mapping[str, Any], inputs: Iterable[Path]) -> str:
 def resumable_folder(
     out: Path, *, plan: Mapping[str, Any], overwrite: bool, inputs: Iterable[Path], num_bytes: int
 ) -> Iterator[tuple[Path, Journal]]:
-    """Opens a hidden sibling of `out` and its journal; see `staged_folder`, and `check_output` for what may be
-    replaced.
+    """Opens a hidden sibling of `out` and its journal; see `staged_folder`, and `check_output` for the folders that may
+    be replaced.
 
     Args:
         out: the folder to make.

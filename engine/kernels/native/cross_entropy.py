@@ -39,7 +39,7 @@ def local_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tens
 def local_gradient(
     left_TV: Tensor, targets_T: Tensor, local_max_T: Tensor, max_T: Tensor, total_T: Tensor, scale_T: Tensor
 ) -> Tensor:
-    """Computes d loss / d logits = (softmax - onehot) * scale, written over what `local_statistics` left.
+    """Computes d loss / d logits = (softmax - onehot) * scale, written over the result of `local_statistics`.
 
     Args:
         targets_T: int64, those of `local_statistics`.

@@ -1,7 +1,7 @@
 """Codes of quantised weights and their decoding by the compiled kernels; the spec is engine.kernels.reference_quantize.
 
-For fp32 and bf16 on the CPU, which is what weights are there. e4m3 codes and other dtypes are torch's own work: its
-casts are compiled, and nothing multiplies with what they decode to.
+For fp32 and bf16, the dtypes of weights on the CPU. e4m3 codes and other dtypes are torch's own work: its
+casts are compiled, and nothing multiplies with the decoded values.
 """
 
 from __future__ import annotations

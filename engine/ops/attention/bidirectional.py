@@ -1,6 +1,6 @@
 """Causal attention of documents in which some spans of tokens see all of themselves, by kernels that are causal.
 
-What a span's tokens see beyond causal attention is the tokens after them. Of a span a ... b, queries a ... b - 1 see
+Beyond causal attention, a span's tokens see the tokens after them. Of a span a ... b, queries a ... b - 1 see
 keys a + 1 ... b, of which query i sees those from i + 1 on: from the last to the first, a causal block again. So the
 spans are one more call of the same kernel, on copies of their tokens in reversed order, and the two results are merged
 by their log sum exp. Gradients need no merging (see `engine.ops.attention.blocks`), they add up. A window hides earlier
@@ -102,8 +102,8 @@ def with_spans(plain: Attention, blocks: AttentionBlocks) -> Attention:
 
     Args:
         plain: causal within documents.
-        blocks: what computes here, for an attention that goes document by document; where they are the reference, which
-            keeps all scores, plain torch computes a block of queries at a time instead.
+        blocks: the attention that computes here, for an attention that goes document by document; where they are the
+            reference, which keeps all scores, plain torch computes a block of queries at a time instead.
     """
     if isinstance(plain, VarlenAttention):
         return BidirectionalAttention(plain=plain, attention=InOneCall())
@@ -113,7 +113,7 @@ def with_spans(plain: Attention, blocks: AttentionBlocks) -> Attention:
 
 
 def spans_sentence(plain: Attention, blocks: AttentionBlocks) -> str:
-    """Returns a sentence on what computes bidirectional spans, for a run's log."""
+    """Returns a sentence that names the implementation of bidirectional spans, for a run's log."""
     if isinstance(plain, VarlenAttention):
         how = "one more call of the flash kernel, merged"
     elif blocks is REFERENCE_BLOCKS:

@@ -42,7 +42,7 @@ class KeyValueCache(Protocol):
         *,
         scale: float,
     ) -> Tensor:
-        """Caches k and v, and attends to them and to what was cached before.
+        """Caches k and v, and attends to them and to the keys and values cached before.
 
         Args:
             layer: the attention's name, such as `layers.3.attention`.

@@ -1,8 +1,8 @@
 """The flash kernels that may compute packed documents on a GPU, and which of them torch's flash ops run.
 
 torch has FlashAttention-2 built in. FlashAttention-3 and -4 are packages of their own, which torch takes in the place
-of its own where it is told to (`torch.nn.attention.activate_flash_attention_impl`): its ops, and what differentiates
-them, stay the same, so that nothing but the choice is here.
+of its own where it is told to (`torch.nn.attention.activate_flash_attention_impl`): its ops, and the code that
+differentiates them, stay the same, so this module has only the choice.
 
 cuDNN, which torch prefers for documents of one length, is no candidate: up to torch 2.13 the path of
 `_cudnn_attention_forward` for cumulative lengths looks a plan up, but never stores one, and so builds it in every call.
@@ -95,7 +95,7 @@ def _is_installed(package: str) -> bool:
         return False
     try:
         return find_spec(package) is not None
-    except (ImportError, OSError):  # of the parent, which is imported to look into it; `activate` says what is wrong
+    except (ImportError, OSError):  # of the parent, which is imported to look into it; `activate` reports the error
         return True
 
 

@@ -1,11 +1,11 @@
-"""Causal attention with a sliding window, a soft cap on scores, tokens that see what comes after them, or several of
+"""Causal attention with a sliding window, a soft cap on scores, tokens that see later tokens, or several of
 these: plain torch, a block of queries at a time.
 
     z_ij = scale q_i . k_j,   s_ij = cap tanh(z_ij / cap) or z_ij,   p_ij = exp(s_ij - lse_i),   out_i = sum_j p_ij v_j
     ds_ij = p_ij (dout_i . v_j - dout_i . out_i),   dz_ij = ds_ij (1 - (s_ij / cap)^2)
 
-over the keys j of the same document with i - window < j <= i, or up to the last token of the span that i is in. What a
-block of queries cannot see is not computed, and scores are never kept. Arithmetic is fp32 or wider.
+over the keys j of the same document with i - window < j <= i, or up to the last token of the span that i is in. Keys
+that a block of queries cannot see are skipped, and scores are never kept. Arithmetic is fp32 or wider.
 
 Legend: T tokens, H query heads, K key/value heads, D head size; Q queries and M keys of a block.
 """
@@ -142,7 +142,7 @@ class _MaskedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: what is recomputed is given up with it
+        saved = ctx.saved_tensors  # once: recomputed tensors are freed with it
         gradients = masked_backward(dout, saved, ctx.blocks, ctx.rule)
         dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(gradients, saved[:3], strict=True))
         return dq, dk, dv, None, None

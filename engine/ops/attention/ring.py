@@ -159,7 +159,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        saved = ctx.saved_tensors  # once: what is recomputed is given up with it
+        saved = ctx.saved_tensors  # once: recomputed tensors are freed with it
         if ctx.sinks is not None:
             ctx.sinks.add_gradient(dout, *saved[3:], ALL_HEADS)
         gradients = _backward(dout, saved, ctx.plan, ctx.axis, ctx.scale, ctx.blocks)

@@ -4,7 +4,7 @@
 
 A sink is one more key, whose results are merged with those of the keys (see `engine.ops.attention.blocks`): its output
 is 0, and its log sum exp the sink itself. So any attention that gives the log sum exp computes it, and its backward
-takes out and l as those of all keys. What is left is the sink's own gradient,
+takes out and l as those of all keys. There remains the sink's own gradient,
 
     dsink = - sum_i exp(sink - l_i) (dout_i . out_i)
 
@@ -139,8 +139,8 @@ def with_sinks(
 
     Args:
         plain: causal within documents.
-        blocks: what computes here, for an attention that goes document by document; where they are the reference, which
-            keeps all scores, plain torch computes a block of queries at a time instead.
+        blocks: the attention that computes here, for an attention that goes document by document; where they are the
+            reference, which keeps all scores, plain torch computes a block of queries at a time instead.
         window, sinks, cp: see `SinkAttention`.
     """
     whole: MergeableAttention = ByDocument(blocks)
@@ -152,7 +152,7 @@ def with_sinks(
 
 
 def sinks_sentence(plain: Attention, blocks: AttentionBlocks) -> str:
-    """Returns a sentence on what computes attention with sinks, for a run's log."""
+    """Returns a sentence that names the implementation of attention with sinks, for a run's log."""
     if isinstance(plain, VarlenAttention):
         how = "the flash kernel's log sum exp takes them in"
     elif blocks is REFERENCE_BLOCKS:

@@ -29,9 +29,9 @@ _BLOCK = 128
 def flash_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
     """Runs torch's flash op, as whichever kernel is active (`engine.ops.attention.flash`).
 
-    Not through torch.nn.attention.varlen: that may choose another library's kernel, and what it says of a causal mask,
+    Not through torch.nn.attention.varlen: that may choose another library's kernel, and its spelling of a causal mask,
     a window of (-1, 0), FlashAttention-4 reads as a window in torch 2.11. Fewer key/value heads go down as they are,
-    because the kernels index them by group, forward and backward; so what autograd keeps of them is not expanded.
+    because the kernels index them by group, forward and backward; so the tensors that autograd keeps are not expanded.
     """
     out, *_ = torch.ops.aten._flash_attention_forward(
         q_THD, k_TKD, v_TKD, offsets, offsets, longest, longest, 0.0, True, return_debug_mask=False, scale=scale

@@ -22,7 +22,7 @@ class Op:
             modules must be named, because they are imported late.
         shape: stands for the kernel on the meta device: allocates its results and its buffers, and computes nothing.
             None where the planner has the op computed by others.
-        triton_shape: the same for the Triton kernel; None where it allocates what the native one does.
+        triton_shape: the same for the Triton kernel; None where its allocations are the native one's.
         flops: of the same arguments, those of products with adapters; None for none.
     """
 

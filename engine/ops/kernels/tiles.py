@@ -15,7 +15,7 @@ the output twice as many of up to 32 ranks, unless they are in fp32."""
 _TILE_RANKS, _TILE_RANKS_FP32 = 128, 32
 _MULTIPROCESSORS = 132
 """Multiprocessors of a Hopper GPU. Sums are cut into parts until there are two programs for each; a GPU with another
-number has partial sums of other sizes, which are a few percent of what the products read."""
+number has partial sums of other sizes, which are a few percent of the bytes that the products read."""
 
 
 def num_splits(programs: int, length: int, block: int) -> int:

@@ -65,7 +65,7 @@ def make_schedule(
 ) -> Schedule:
     """Makes the actions of all ranks, and places the stages.
 
-    "lora" is the schedule that fits a frozen base. Its backward costs what forward costs and has no weight gradients
+    "lora" is the schedule that fits a frozen base. Its backward costs as much as forward and has no weight gradients
     worth a slot of their own, so it is interleaved where a rank has several stages, and 1F1B otherwise.
 
     Below the first trainable parameter there is no backward: under every schedule the actions of those stages are left

@@ -1,1 +1,1 @@
-"""The first hour on a machine with a GPU: its parts, what ran, and a judgement against the targets."""
+"""The first hour on a machine with a GPU: its parts, their runs, and a judgement against the targets."""

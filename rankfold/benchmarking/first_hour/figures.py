@@ -21,7 +21,7 @@ def record_of_tests(xml: str) -> dict[str, Any]:
 
 
 def key_figures(record: dict[str, Any]) -> str:
-    """Returns the main figures in one line of what a part wrote as JSON."""
+    """Returns the main figures of a part's JSON in one line."""
     if "certified" in record:
         layouts = record["comparisons"]
         return f"{sum(one['certified'] for one in layouts)} of {len(layouts)} layouts compute what one process does"
@@ -52,7 +52,7 @@ def _rows(tables: list[dict[str, Any]]) -> str:
 
 
 def _figure(columns: list[str], row: list[str]) -> str:
-    """Returns what a row is about, who took part where several did, and the figure behind that."""
+    """Returns a row's subject, its contestants where there are several, and the figure behind them."""
     if "median ms" in columns:
         return f"{row[0]} {row[columns.index('contestant')]} {row[columns.index('median ms')]} ms"
     if "unit" in columns:

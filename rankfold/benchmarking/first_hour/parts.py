@@ -1,4 +1,4 @@
-"""The parts of the first hour on a machine with a GPU: their commands and what each needs. Does not import torch."""
+"""The parts of the first hour on a machine with a GPU: their commands and requirements. Does not import torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Part:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Names of what it imports beside torch, triton, transformers and peft."""
+        """Names of the packages it imports beside torch, triton, transformers and peft."""
         match self.tool:
             case "machine-speed" | "kernels" | "lora-tax":
                 return ()
@@ -166,4 +166,4 @@ PARTS = (
     _layouts(2, "tensor=2", "data=2,parallel.expert=2", "tensor=2,parallel.expert=2", experts=True),
     _layouts(8, "data=8,parallel.expert=8", "tensor=2,pipeline=2,data=2,parallel.expert=2", experts=True),
 )  # fmt: skip
-"""In order: whether everything is right, then what decides how kernels run, then whole steps, then several GPUs."""
+"""In order: correctness, then the measurements that decide how kernels run, then whole steps, then several GPUs."""

@@ -1,7 +1,7 @@
 """Runs the first tests and benchmarks on a machine with a GPU, part by part: bash tools/gpu_first_hour.sh OUT [PART
 ...]
 
-First whether everything is right, then what decides how products and norms run, then whole steps, then layouts of
+First correctness, then the measurements that decide how products and norms run, then whole steps, then layouts of
 several GPUs where there are some. A part that fails or takes longer than its nine minutes does not stop the others. For
 each part OUT gets its log, a JSON and a Markdown file, and at the end summary.json and summary.md over all parts that
 OUT has, also from earlier calls, with the figures that have a target and whether they met it. Without PART all parts
@@ -128,7 +128,7 @@ def run_part(number: int, part: Part, out: Path, seconds: float = SECONDS) -> Ou
 
 
 def _cleared(number: int, part: Part, out: Path) -> Path:
-    """Deletes what an earlier call left of a part, and returns what its files begin with."""
+    """Deletes the files that an earlier call left of a part, and returns their prefix."""
     stem = out / f"{number:02d}-{part.name}"
     for old in out.glob(f"{stem.name}.*"):
         if old.is_dir():
@@ -207,7 +207,7 @@ def _has_passed(number: int, part: Part, out: Path) -> bool:
 
 
 def leave_out(number: int, part: Part, out: Path, why: str) -> Outcome:
-    """Notes that this machine cannot run a part, in place of what an earlier call left of it."""
+    """Notes that this machine cannot run a part, in place of an earlier call's files."""
     stem = _cleared(number, part, out)
     outcome = Outcome(
         number=number, name=part.name, command=shlex.join(part.command(stem)), seconds=0.0, status=LEFT_OUT, figures=why

@@ -38,8 +38,8 @@ def judge(record: dict[str, Any] | None, log: str) -> list[Judged]:
     """Returns the figures of a part that have a target.
 
     Args:
-        record: what the part wrote as JSON.
-        log: what it printed.
+        record: the part's JSON.
+        log: its output.
     """
     judges = {"step": _step, "graph": _graph, "kernels": _kernels, "lora-tax": _lora_tax}
     section = (record or {}).get("section")
@@ -84,7 +84,7 @@ def _lora_tax(record: dict[str, Any]) -> Iterator[Judged]:
 
 
 def _measured_memory(log: str) -> Iterator[Judged]:
-    """Reads the line of `rankfold plan memory --measure`: what was predicted, measured, and their ratio."""
+    """Reads the line of `rankfold plan memory --measure`: the predicted and measured peaks, and their ratio."""
     for factor in re.findall(r"^GiB in a step +\S+ +\S+ +(\S+)$", log, re.MULTILINE):
         value = float(factor)
         yield Judged("measured over predicted memory", value, 1.0, abs(value - 1) <= MEMORY_FACTOR)

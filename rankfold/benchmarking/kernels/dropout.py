@@ -1,7 +1,7 @@
 """Cases that draw a dropout mask.
 
 The engine's is a function of coordinates and must agree bit for bit; torch's is another mask, whose share of kept
-elements alone can be checked. Memory is not what limits drawing, so the limit (one bit written an element) is far away.
+elements alone can be checked. Memory does not limit drawing, so the limit (one bit written an element) is far away.
 """
 
 from __future__ import annotations

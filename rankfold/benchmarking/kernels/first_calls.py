@@ -1,8 +1,8 @@
 """Measures the first call of each kernel, and checks that a second process finds the first one's compiled kernels.
 
 On a GPU every contestant is called once in a process whose Triton and Inductor caches are empty, then in another one
-that finds them as the first left them. On a CPU nothing is compiled at run time; what there is instead is the loading
-of the compiled library.
+that finds them as the first left them. On a CPU nothing is compiled at run time; the compiled library is loaded
+instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FirstCalls:
         warm: with the caches that the cold process left; empty on a CPU.
         files: in the Triton cache after the cold and after the warm process.
         library_seconds: of loading the compiled library; None where it is not used.
-        library: what was loaded, or why nothing was.
+        library: its name, or why none was loaded.
     """
 
     cold: Seconds

@@ -1,4 +1,4 @@
-"""Products of activations with frozen weights on a CPU, both ways: what the native backend chooses among.
+"""Products of activations with frozen weights on a CPU, both ways: the native backend's candidates.
 
     x W^T    the forward product of each linear and of the head
     dY W     its input gradient

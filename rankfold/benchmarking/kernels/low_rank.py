@@ -201,8 +201,8 @@ def _qkv(setting: Setting) -> list[int]:
 
 
 def output_gradients(setting: Setting, *, widths: Callable[[Setting], Sequence[int]]) -> Case:
-    """Returns the case dH = dY B and dB += dY^T H together: what an adapter that is not folded computes of dY beside
-    the base's product.
+    """Returns the case dH = dY B and dB += dY^T H together: the products with dY of an adapter that is not folded,
+    beside the base's own.
 
     The limit is one read of dY. A backend without a kernel for both has two products, as in a step.
     """

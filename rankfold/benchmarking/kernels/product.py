@@ -8,9 +8,9 @@ H is beside x already, where the op that makes x writes it there; where x comes 
 the fold has to copy it, which is a contestant of its own. The scale of the adapters is applied to H and dH and omitted
 here.
 
-What to do in backward alone is decided by all of it, dB included: the fold has dH from its product and reads dY again
-for dB, while otherwise one read of dY gives both. The fold's dX lies in rows that are wider than dX; where attention
-reads it, it is copied, again a contestant of its own. `engine.ops.kernels.product` has the rule that follows.
+Whether to fold in backward alone is decided by its total time, dB included: the fold has dH from its product and reads
+dY again for dB, while otherwise one read of dY gives both. The fold's dX lies in rows that are wider than dX; where
+attention reads it, it is copied, again a contestant of its own. `engine.ops.kernels.product` has the rule that follows.
 
 Legend: T tokens, I input features, O output features of all sections, R rows of the stacked A, r of each section.
 """

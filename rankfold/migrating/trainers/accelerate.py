@@ -1,4 +1,4 @@
-"""Keys of accelerate's files, and flags of the launchers: what each becomes."""
+"""Keys of accelerate's files, and flags of the launchers: their rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's files: what each becomes."""
+"""The rules of keys in DeepSpeed's files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def capacity(conversion: Conversion, given: Given) -> None:
 
 
 def finish(conversion: Conversion) -> None:
-    """Sets the coefficient of the routers' auxiliary loss, or says what has none."""
+    """Sets the coefficient of the routers' auxiliary loss, or reports a setting that has no counterpart."""
     facts = conversion.facts
     kinds = facts.get("router_losses", ["aux_loss"])
     coefficients = facts.get("router_coefficients", [0.0])

@@ -1,4 +1,4 @@
-"""What trainers of vision-language models have in common: rules for images, and for what trains."""
+"""Rules that trainers of vision-language models share, for images and for the trained parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VIDEOS = "videos are not read"
 
 
 def switch(fact: str, became: str) -> Rule:
-    """Returns the rule of a switch that says what of the model trains."""
+    """Returns the rule of a switch that selects the trained part of the model."""
 
     def rule(conversion: Conversion, given: Given) -> None:
         conversion.add_fact(given, fact, truth(given), f"{became}: {'yes' if truth(given) else 'no'}")

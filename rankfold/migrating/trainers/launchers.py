@@ -1,4 +1,4 @@
-"""Rules for accelerate's and DeepSpeed's files alone: what trains is in the script that they start, which is
+"""Rules for accelerate's and DeepSpeed's files alone: the script that they start decides what to train, and is
 missing.
 """
 

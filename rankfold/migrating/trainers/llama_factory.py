@@ -152,7 +152,7 @@ _IMAGES = (
 
 
 def _images(conversion: Conversion) -> None:
-    """Sets what trains of a vision-language model: by default the language model alone. Full training says
+    """Sets the trained parts of a vision-language model: by default the language model alone. Full training says
     so of every model, because nothing given tells which has a vision model."""
     facts = conversion.facts
     frozen = {part: facts.get(f"freeze_{part}", part != "language_model") for part in _PARTS}
@@ -177,7 +177,7 @@ def _images(conversion: Conversion) -> None:
 
 
 _PARTS = {"vision_tower": "the tower", "projector": "the projector", "language_model": ""}
-"""Parts of a vision-language model that may be frozen -> what they are called where they train in full."""
+"""Parts of a vision-language model that may be frozen -> their names where they train in full."""
 
 
 def _freeze(conversion: Conversion) -> None:

@@ -10,7 +10,8 @@ _PROJECTOR = "multi_modal_projector"
 
 
 def what_trains(conversion: Conversion) -> list[str]:
-    """Returns what trains in full: the projector, also beside adapters, and what the script does not freeze."""
+    """Returns the parts that train in full: the projector, also beside adapters, and those that the script does not
+    freeze."""
     facts = conversion.facts
     parts = [] if facts.get("freeze_projector") else [_PROJECTOR]
     parts += ["vision_tower"] if facts.get("tune_tower") else []

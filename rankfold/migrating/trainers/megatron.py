@@ -104,7 +104,7 @@ def finish(conversion: Conversion) -> None:
         elif name in facts:
             conversion.to_fill.append(f"{became}: {facts[name]} samples over a global batch that was not given")
     row = options.get("data.seq_length")
-    if batch and row:  # the fork of DeepSpeed counts tokens, and ends at what comes first
+    if batch and row:  # the fork of DeepSpeed counts tokens, and ends at the earlier limit
         if "steps_tokens" in facts:
             steps = facts["steps_tokens"] // (batch * row)
             options["train.steps"] = min(steps, options.get("train.steps", steps))
@@ -152,7 +152,7 @@ def finish(conversion: Conversion) -> None:
 
 
 def _model(conversion: Conversion) -> None:
-    """Reports what model.path must be, since Megatron's own checkpoints are not read."""
+    """Reports the folder that model.path must name, since Megatron's own checkpoints are not read."""
     facts = conversion.facts
     if init(conversion) == "random":
         shape = {key.removeprefix("shape_"): value for key, value in facts.items() if key.startswith("shape_")}

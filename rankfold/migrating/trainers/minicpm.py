@@ -15,7 +15,8 @@ def max_slice_nums(conversion: Conversion, given: Given) -> None:
 
 
 def what_trains(conversion: Conversion) -> list[str]:
-    """Returns what trains in full: beside adapters the script's modules_to_save, without them what it leaves alone."""
+    """Returns the parts that train in full: beside adapters the script's modules_to_save, without them all it does
+    not freeze."""
     facts = conversion.facts
     tower = ["vpm"] if facts.get("tune_vision", True) else []
     if facts.get("lora", False):

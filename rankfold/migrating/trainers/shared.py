@@ -233,7 +233,7 @@ def files(conversion: Conversion, given: Given, which: str, found: list[str], re
     data.mix to the others.
 
     Args:
-        conversion: what is written.
+        conversion: the result so far.
         given: the key.
         which: the option.
         found: the files.

@@ -27,7 +27,7 @@ _OTHERS = {
 
 
 def command(conversion: Conversion) -> str:
-    """Returns "sft", "pt" or "rlhf": the subcommand, or without one what the keys are for."""
+    """Returns "sft", "pt" or "rlhf": the subcommand, or without one the kind of run that the keys imply."""
     programs = [str(row.given.value).partition(" ")[2] for row in conversion.rows if row.given.key == PROGRAM]
     said = next((name for name in programs if name), None)
     if said is not None and said not in _COMMANDS:
@@ -310,7 +310,7 @@ def reference(conversion: Conversion) -> str:
 
 
 def finish(conversion: Conversion) -> None:
-    """Sets the objective, what is evaluated, and what trains of a vision-language model."""
+    """Sets the objective, the evaluation, and the trained parts of a vision-language model."""
     facts, options = conversion.facts, conversion.options
     conversion.set_default("derived", command(conversion), "objective.name", objective(conversion))
     own = dtype(conversion)
@@ -354,7 +354,7 @@ def finish(conversion: Conversion) -> None:
 
 
 def set_what_trains(conversion: Conversion) -> None:
-    """Sets what trains: by default the language model alone, where there is a vision model."""
+    """Sets the trained parts: by default the language model alone, where there is a vision model."""
     facts = conversion.facts
     facts["full training"] = [] if facts.get("freeze_language_model") else list(images.LANGUAGE_MODEL)
     thawed = [said for part, said in (("vision_tower", "the tower"), ("projector", "the projector"))

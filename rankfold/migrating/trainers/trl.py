@@ -12,7 +12,8 @@ _TASKS = ("orpo", "simpo", "kto", "cpo", "dpo", "reward", "sft")
 
 
 def task(conversion: Conversion) -> str:
-    """Returns "sft", "dpo", ...: the command, or the script that was started; without either what its keys are for."""
+    """Returns "sft", "dpo", ...: the command, or the script that was started; without either the kind of run that
+    its keys imply."""
     programs = [str(row.given.value) for row in conversion.rows if row.given.key == PROGRAM]
     name = " ".join([*programs, *(row.given.source for row in conversion.rows[:1])]).lower()
     found = next((one for one in _TASKS if one in name), None)

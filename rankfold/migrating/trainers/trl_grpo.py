@@ -67,7 +67,7 @@ def cispo_limit(conversion: Conversion) -> float | None:
 
 
 def complete(conversion: Conversion) -> None:
-    """Sets what follows from several keys of `OWN`, once all are read and objective.name is grpo."""
+    """Sets the options that follow from several keys of `OWN`, once all are read and objective.name is grpo."""
     options, facts = conversion.options, conversion.facts
     longest = int(options.get("rollout.max_completion_length", 512))
     if "data.seq_length" not in options:

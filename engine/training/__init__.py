@@ -1,1 +1,1 @@
-"""The only package that knows everyone: builds a run from its configuration and drives it."""
+"""The only package that knows all others: builds a run from its configuration and drives it."""

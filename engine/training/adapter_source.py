@@ -1,4 +1,4 @@
-"""The PEFT adapter that a run starts from, found to be what the run would train before any weight is read."""
+"""The PEFT adapter that a run starts from, checked against the run's own adapters before any weight is read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.training.start_model import ModelPlan, ModelSource
 
 
 def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> TensorReader:
-    """The adapter of `lora.init_from`.
+    """Returns the adapter of `lora.init_from`.
 
     Raises:
-        UserError: it is no adapter that can be read, belongs to another base, or differs from what the run would train
-            in modules, ranks, scales, shapes or dtypes, or has numbers that are not finite.
+        UserError: it is no adapter that can be read, belongs to another base, differs from the adapters that the run
+            would train in modules, ranks, scales, shapes or dtypes, or has numbers that are not finite.
     """
     lora, model = config.lora, source.model
     assert lora.init_from is not None

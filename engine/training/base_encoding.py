@@ -1,4 +1,4 @@
-"""A frozen base in fewer bytes: what is encoded in a run, whether it can be, and what fills it."""
+"""A frozen base in fewer bytes: which weights a run encodes, whether it can, and how they are filled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
 FP8_CAPABILITY = {"fp8": (8, 9), "fp8_row": (9, 0)}
-"""The oldest GPU that multiplies with one scale a matrix, and with one a row."""
+"""The oldest GPU that multiplies with one scale per matrix, and with one per row."""
 
 
 def base_encoding(config: RunConfig, device: torch.device) -> BaseEncoding | None:
@@ -63,7 +63,7 @@ def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncodin
 
 
 def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) -> None:
-    """Checks that `model.base_dtype` can do what is asked of it in this model.
+    """Checks that `model.base_dtype` can be used in this model.
 
     Raises:
         UserError: every linear of the layers trains, or ranks would cut through numbers that share a scale.
@@ -95,7 +95,7 @@ def fill_base(
 
     Args:
         config: of the run.
-        model, source: what they are; None as source draws them.
+        model, source: the model, and the reader of its weights; None as source draws them.
         parts: of the model on this rank.
         weights: where encoded weights are between computations.
         log: says how many bytes they take.
@@ -123,7 +123,7 @@ def fill_base(
 
 
 def base_sentence(config: RunConfig, entries: list[EncodedEntry], weights: WeightPlacement) -> str:
-    """Returns what a run's log says of its encoded weights: their bytes, and over how many ranks these are spread."""
+    """Returns the log line on a run's encoded weights: their bytes, and the number of ranks these are spread over."""
     numbers = sum(prod(entry.spec.local_shape) for entry in entries)
     encoded = sum(entry.num_bytes for entry in entries)
     plain = numbers * (4 if config.model.dtype == "float32" else 2)

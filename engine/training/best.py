@@ -1,4 +1,4 @@
-"""The best evaluation loss of a run so far, and when there has been none better for too long."""
+"""The best evaluation loss of a run so far, and the number of evaluations without a better one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BestLoss:
     mark: float = float("inf")
 
     def take(self, step: int, loss: float, *, min_delta: float) -> bool:
-        """Counts an evaluation; whether it is the best so far. One that was counted before is not counted again."""
+        """Counts an evaluation, and returns whether it is the best so far. An evaluation is counted only once."""
         if step <= self.seen:
             return False
         self.seen, self.last = step, loss if loss == loss else float("inf")  # JSON has no NaN
@@ -41,7 +41,7 @@ class BestLoss:
         return True
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint: numbers that JSON has; empty before the first evaluation."""
+        """Returns the state for a checkpoint: numbers that JSON has; empty before the first evaluation."""
         finite = {key: value for key, value in asdict(self).items() if abs(value) < float("inf")}
         return finite if self.seen >= 0 else {}
 

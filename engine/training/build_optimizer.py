@@ -1,4 +1,4 @@
-"""Builds what updates the trained parameters: their buffers, the sums over ranks, AdamW and the loss scale."""
+"""Builds the parts of a step's update: flat buffers, the gradient reduction, AdamW and the loss scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.training.host_places import HostPlaces, host_sentence
 
 
 def weight_placement(config: RunConfig, mesh: Mesh, host: HostMemory | None) -> WeightPlacement:
-    """Returns where weights wait: on other ranks, in host memory, or on the device."""
+    """Returns the placement of weights between computations: on other ranks, in host memory, or on the device."""
     if config.parallel.shard != "parameters":
         return WeightPlacement(Axis("dp_cp"), host=host)
     return WeightPlacement(mesh.dp_cp, host=host, expert_axis=mesh.edp)
@@ -47,7 +47,7 @@ def build_flat(
     lr_factor: Callable[[str], float],
     log: Log,
 ) -> FlatParameters:
-    """Builds the buffers of trained parameters, and logs what of them is spread over ranks and lies in host memory.
+    """Builds the buffers of trained parameters, and logs which of them are spread over ranks or in host memory.
 
     Args:
         entries: parameters of this rank.
@@ -78,12 +78,12 @@ def build_optimizer(
 
 
 def build_reducer(config: RunConfig, flat: FlatParameters, mesh: Mesh) -> GradientReducer:
-    """Builds what sums gradients over data ranks."""
+    """Builds the reducer that sums gradients over data ranks."""
     return GradientReducer(flat, mesh, bucket_bytes=_bucket_bytes(config))
 
 
 def _sharding(config: RunConfig, mesh: Mesh, weights: WeightPlacement, log: Log) -> Sharding:
-    """Chooses and logs what of the optimizer is spread over ranks."""
+    """Chooses and logs which parts of the optimizer are spread over ranks."""
     sharding = Sharding(
         level=config.parallel.shard,
         axis=mesh.dp_cp,

@@ -1,4 +1,4 @@
-"""Builds the parts of the model on this rank, and what its layers compute with."""
+"""Builds the parts of the model on this rank, and the arithmetic of its layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build_stages(
     loss_scale: LossScale | None,
     log: Log,
 ) -> Stages:
-    """Builds this rank's parts of the model, still empty, as stages, and logs what they compute with.
+    """Builds this rank's parts of the model, still empty, as stages, and logs their kernels.
 
     Args:
         weights: where the weights wait.
@@ -83,7 +83,7 @@ def build_stages(
 
 
 def _layout(config: RunConfig, mesh: Mesh, partition: Partition, choices: DeviceChoices) -> TensorLayout:
-    """Returns how this rank's tensors are laid out, and the arithmetic behind the layers."""
+    """Returns the layout of this rank's tensors, and the arithmetic behind the layers."""
     # in a V the first and the last stage are on one rank and share one tensor
     ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
     return TensorLayout.over(

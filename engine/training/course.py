@@ -1,4 +1,4 @@
-"""The course of a run: how many steps it takes, and the learning rate of each."""
+"""The course of a run: the number of its steps, and the learning rate of each."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Course:
     optim: OptimOptions
 
     def how_far(self, step: int) -> str:
-        """Returns how far the run is after `step` steps."""
+        """Returns the progress of the run after `step` steps."""
         return how_far(step, self.steps, self.epochs)
 
     def rate(self, step: int) -> float:
-        """Learning rate of the step after `step` others."""
+        """Returns the learning rate of the step after `step` others."""
         optim = self.optim
         return learning_rate(
             step,
@@ -57,7 +57,8 @@ def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed:
 
 
 def rate_change(saved: str, course: Course, data: RunData, *, step: int) -> str | None:
-    """Says where the learning rate after `step` steps is not what it would have been; None where it is.
+    """Returns a sentence where the learning rate after `step` steps differs from the checkpoint's schedule; None where
+    it does not.
 
     Args:
         saved: configuration of the checkpoint, as YAML.

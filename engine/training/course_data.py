@@ -30,7 +30,7 @@ class CourseData:
 
     Args:
         data: the rows.
-        fingerprint: of those that are trained on.
+        fingerprint: of the training rows.
         prompts: tokens of train.sample_prompts.
         course: how many steps, at which learning rates.
     """
@@ -44,7 +44,7 @@ class CourseData:
 def read_course(
     config: RunConfig, launch: Launch, log: Log, folder: RunFolder, model: ModelFolder, start: Start
 ) -> CourseData:
-    """Reads the data, plans the run's course through it, and logs what has changed where the run resumes.
+    """Reads the data, plans the run's course through it, and logs changes where the run resumes.
 
     Raises:
         RunComplete: nothing is left to do.

@@ -1,4 +1,4 @@
-"""The data of a run: what reads it, and which part of it a rank takes."""
+"""The data of a run: its readers, and the part that each rank takes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     Under torchrun the first rank of each machine reads and tokenises; see `engine.training.node_data`.
 
     Args:
-        model: that is trained; its tower decides whether images are read.
+        model: the trained one; its tower decides whether images are read.
 
     Raises:
-        UserError: a record or tokenizer that cannot be used.
+        UserError: a record or tokenizer cannot be used.
     """
     decoder = model.decoder
     tokenizer = load_tokenizer(config.data.tokenizer or config.model.path, chat_options(config))
@@ -52,7 +52,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
 
 
 def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ConversationReader | None:
-    """Returns what reads conversations for a model with a vision tower."""
+    """Returns the reader of conversations for a model with a vision tower."""
     if not model.decoder.fronts:
         return None
     reader: ConversationReader | None = resolve(_IMAGE_READER)(
@@ -62,7 +62,8 @@ def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -
 
 
 def chat_options(config: RunConfig) -> ChatOptions:
-    """Returns how the run's conversations are rendered, and which tokens of them are trained on."""
+    """Returns the options that say how the run's conversations are rendered, and which of their tokens are trained
+    on."""
     data, stored = config.data, _stored_templates(config)
     return ChatOptions(
         template=data.chat_template,
@@ -73,7 +74,7 @@ def chat_options(config: RunConfig) -> ChatOptions:
 
 
 def _stored_templates(config: RunConfig) -> set[str]:
-    """The chat templates that the token stores of the training data were rendered with, as far as they say it."""
+    """The chat templates that the token stores of the training data were rendered with, where they record it."""
     mixed = [split_mix(entry)[0] for entry in config.data.mix]
     stores = [open_store(path) for path in (config.data.train, *mixed) if path is not None and is_store(path)]
     return {store.chat_template for store in stores if store.chat_template is not None}
@@ -91,7 +92,7 @@ def _template_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def trained_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> TrainedTokenizer:
-    """Returns what of the run's tokenizer is not its base's own, for exports."""
+    """Returns the parts of the run's tokenizer that differ from its base's own, for exports."""
     options, path = chat_options(config), config.data.tokenizer
     beside = processor_template(Path(path or config.model.path).expanduser())  # adapters leave without its files
     chosen = any(one is not None for one in (options.template, options.trained_template, beside))

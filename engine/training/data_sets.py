@@ -42,7 +42,7 @@ class BuildDataset(Protocol):
         """Reads and tokenises files of records.
 
         Raises:
-            UserError: a file or record that cannot be used, or nothing left to train on.
+            UserError: a file or record cannot be used, or no row is left to train on.
         """
         ...
 
@@ -56,8 +56,8 @@ class DataSets:
         tokenizer: of the model.
         images: reads conversations of a vision-language model; None for text alone.
         decoder: the model.
-        log: gets what was read of each.
-        node: shares what is read among the ranks of a machine.
+        log: gets a line on each.
+        node: shares data sets among the ranks of a machine.
     """
 
     config: RunConfig
@@ -68,7 +68,7 @@ class DataSets:
     node: NodeData
 
     def training_set(self, path: str) -> tuple[TokenDataset, TokenDataset | None]:
-        """Returns data.train with what data.mix adds to it, and what data.validation_split holds out of data.train."""
+        """Returns data.train mixed with data.mix, and the rows of data.train that data.validation_split holds out."""
         config = self.config
         whole, held_out = self.dataset(path, "training"), None
         share, seed = config.data.validation_split, config.train.seed

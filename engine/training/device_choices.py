@@ -1,7 +1,7 @@
-"""Chooses what computes a run on this device: kernels, attention, AdamW, products of an encoded base.
+"""Chooses a run's implementations on this device: kernels, attention, AdamW, products of an encoded base.
 
-Nothing here needs data or weights, so a run looks at it first: what the device cannot do is refused before anything is
-read.
+Nothing here needs data or weights, so a run does it first: options that the device cannot satisfy are refused before
+anything is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceChoices:
     """The choices for one device.
 
     Args:
-        optimizer, attention, blocks, base: as the functions that choose them give them.
+        optimizer, attention, blocks, base: the results of the functions that choose them.
         sentences: which they are and why, for the log.
     """
 
@@ -43,10 +43,11 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
     """Chooses for `decoder` on `device`.
 
     Raises:
-        UserError: something was asked for by name that this device, or what is installed for it, cannot do.
+        UserError: an implementation was asked for by name that cannot run on this device, or with the installed
+            packages.
     """
     optimizer, which_optimizer = choose_backend(config.optim.backend, device=device)
-    # also where a row is cut out of samples end to end: a graph wants its boundaries read on the device all the same.
+    # also where a row is cut out of samples end to end: a graph still needs its boundaries read on the device.
     apart = any(one.packs_rows for one in decoder.variants)
     packed = config.data.fills_rows or config.objective.kind.group > 1 or apart
     attention, which_kernels = choose_model_kernels(config, device, decoder, packed=packed)
@@ -72,7 +73,8 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
 def choose_model_kernels(
     config: RunConfig, device: torch.device, decoder: DecoderConfig, *, packed: bool
 ) -> tuple[AttentionChoice, str]:
-    """The kernels of a model, those of attention among them, and one sentence that says which backend it is and why.
+    """Returns the kernels of a model, those of attention among them, and one sentence that says which backend it is and
+    why.
 
     Args:
         packed: rows may hold several documents.
@@ -89,7 +91,7 @@ def choose_model_kernels(
 
 
 def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderConfig) -> AttentionBlocks:
-    """Chooses what attends between ranks, within images whose tokens see each other, and beside sinks.
+    """Chooses the kernel that attends between ranks, within images whose tokens see each other, and beside sinks.
 
     Where neither is needed, and where no other than the reference was asked for, it is the reference.
     """

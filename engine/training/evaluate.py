@@ -16,7 +16,7 @@ from engine.training.rank_stages import Stages
 
 
 def is_due(options: TrainOptions, step: int, *, ends: bool = False) -> bool:
-    """Whether the validation data is evaluated after `step` steps.
+    """Returns whether the validation data is evaluated after `step` steps.
 
     Args:
         ends: no step follows.
@@ -30,10 +30,11 @@ def is_due(options: TrainOptions, step: int, *, ends: bool = False) -> bool:
 def evaluate(
     stages: Stages, loader: EvalLoader, mesh: Mesh, progress: Callable[[int], None] | None = None
 ) -> list[float]:
-    """Means of the loss and the objective's metrics over all targets of the loader's data set, equal on every rank.
+    """Returns the means of the loss and the objective's metrics over all targets of the loader's data set, equal on
+    every rank.
 
     Args:
-        progress: called after each group of micro-batches with their number.
+        progress: called after each group of micro-batches with the number in it.
     """
     total: Tensor | float = 0.0
     size = group_size(mesh)
@@ -49,12 +50,12 @@ def evaluate(
 
 
 def group_size(mesh: Mesh) -> int:
-    """Micro-batches that go through the pipeline together; the more, the less of it stands idle."""
+    """Returns the number of micro-batches that go through the pipeline together; the more, the less it idles."""
     return 4 * mesh.pp.size if mesh.pp.size > 1 else 1
 
 
 def groups(loader: EvalLoader, size: int) -> Iterator[list[Batch]]:
-    """The loader's micro-batches, `size` at a time."""
+    """Yields the loader's micro-batches, `size` at a time."""
     batches = iter(loader)
     while group := list(islice(batches, size)):
         yield group

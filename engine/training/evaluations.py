@@ -1,4 +1,4 @@
-"""The evaluations of a run: when there is one, what is logged of it, and whether it ends the run."""
+"""The evaluations of a run: their steps, their records, and whether one ends the run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from engine.training.build import Training
 from engine.training.evaluate import evaluate, is_due
 
 Ending = Literal["target", "patience"]
-"""Why an evaluation ends a run: train.target_eval_loss, or train.early_stopping_patience."""
+"""The option by which an evaluation ends a run: train.target_eval_loss, or train.early_stopping_patience."""
 
 
 class Evaluations:
-    """The evaluations of one run. Collective: every rank has one and calls it at the same places.
+    """The evaluations of one run. Collective: every rank makes the same calls.
 
     Args:
         config, training: of the run.
         loader: the validation data; None evaluates nothing.
         metrics: gets a record of each evaluation.
         say: prints a line on rank 0.
-        best: what earlier evaluations came to.
+        best: outcome of earlier evaluations.
     """
 
     def __init__(
@@ -44,15 +44,16 @@ class Evaluations:
         self._metrics, self._say = metrics, say
         self.best = best
         self.losses: list[tuple[int, float]] = []
-        """Step and loss of those of this start."""
+        """Step and loss of this start's evaluations."""
 
     def is_due(self, step: int, *, ends: bool = False) -> bool:
-        """Whether the validation data is evaluated after `step` steps, and has not been; `ends`: no step follows."""
+        """Returns whether the validation data is evaluated after `step` steps, and has not been; `ends`: no step
+        follows."""
         return self._loader is not None and self.best.seen != step and is_due(self._options, step, ends=ends)
 
     @property
     def ending(self) -> Ending | None:
-        """Why the newest evaluation ends the run; None where it does not."""
+        """The reason why the newest evaluation ends the run; None where it does not."""
         return ending(self.best, target=self._options.target_eval_loss, patience=self._options.early_stopping_patience)
 
     def run(self, step: int, check: Callable[[], None]) -> float:
@@ -85,7 +86,7 @@ class Evaluations:
 
 
 def ending(best: BestLoss, *, target: float | None, patience: int | None) -> Ending | None:
-    """Returns why a run ends after its evaluations so far; None where it continues."""
+    """Returns the reason why a run ends after its evaluations so far; None where it continues."""
     if target is not None and best.last <= target:
         return "target"
     return "patience" if patience is not None and best.misses >= patience else None

@@ -1,4 +1,4 @@
-"""Opens a model for generation: any checkpoint the engine reads, an adapter beside it, on this rank's place."""
+"""Opens this rank's part of a model for generation: any checkpoint the engine reads, and an adapter beside it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OpenedModel:
         config: of the whole model.
         mesh: of the ranks.
         folder: of the model, where its tokenizer and generation_config.json are.
-        tokenizer: what of the adapter's tokenizer is not the model's own.
+        tokenizer: the parts of the adapter's tokenizer that are not the model's own.
         full: modules that were trained in full beside the adapter.
     """
 
@@ -70,7 +70,7 @@ class OpenedModel:
     full: tuple[str, ...] = ()
 
     def end_tokens(self, tokenizer_end: int | None) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """Returns the tokens that end an answer."""
         return end_tokens(self.folder, tokenizer_end)
 
 
@@ -78,11 +78,11 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     """Builds this rank's part of the model and reads its weights. Collective.
 
     Args:
-        image: what names an image of a prompt, for a message; None where prompts are text alone.
+        image: the option or field that names a prompt's image, for a message; None where prompts are text alone.
 
     Raises:
-        UserError: no such model or adapter, one that does not fit the other, a layout that does not fit the model, or
-            an image for a model of text alone.
+        UserError: no such model or adapter, an adapter that does not fit the model, a layout that does not fit the
+            model, or an image for a model of text alone.
     """
     tensor = choice.tensor_size(launch.world_size)
     source, live, tokenizer, full = _sources(choice, log)
@@ -126,7 +126,8 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
 
 
 def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, TrainedTokenizer, tuple[str, ...]]:
-    """The base, the live model of it and the adapter, the adapter's tokenizer, and the modules trained in full."""
+    """Returns the base, the live model of it and the adapter, the adapter's tokenizer, and the modules trained in
+    full."""
     if choice.adapter is None:
         assert choice.path is not None
         source = open_source(choice.path)
@@ -140,19 +141,19 @@ def _sources(choice: ModelChoice, log: Log) -> tuple[WeightSource, Live, Trained
     merged = MergedSource(source.model, source, trained, scale=scale)
     live = live_model(merged.model.decoder, merged.base, trained, scale)
     full = {name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())}
-    if full and choice.base_dtype is not None:  # what training changed in full was not encoded
+    if full and choice.base_dtype is not None:  # modules trained in full were not encoded
         live = live._replace(plan=replace(live.plan, trains=full.__contains__))
     return source, live, tokenizer, tuple(sorted(full))
 
 
 class _Adapter(NamedTuple):
-    """A trained adapter, and what it was trained with.
+    """A trained adapter, with the base and tokenizer that it was trained with.
 
     Args:
         source: the base.
         trained: values, and `scale` theirs.
-        encoded: the encoding of the base that they were trained beside; None where it had none or is not known.
-        tokenizer: what they were trained with.
+        encoded: encoding of the base in training; None where it had none or is not known.
+        tokenizer: the one that they were trained with.
     """
 
     source: WeightSource
@@ -201,7 +202,7 @@ def _layout(options: RunConfig, mesh: Mesh, config: DecoderConfig, launch: Launc
 
 
 def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
-    """The part of each pipeline rank.
+    """Returns the part of each pipeline rank.
 
     Raises:
         UserError: fewer layers than ranks.
@@ -210,10 +211,11 @@ def _parts(config: DecoderConfig, pipeline: int) -> list[Part]:
 
 
 def storage_bytes(decoder: Decoder, *, each_token: bool = False) -> int:
-    """Bytes of the weights on this rank, encoded ones as they are stored.
+    """Returns the bytes of the weights on this rank, encoded ones as they are stored.
 
     Args:
-        each_token: only of what every pass reads as a whole: not of an embedding, unless it is the head as well.
+        each_token: only of the weights that every pass reads as a whole: not of an embedding, unless it is the head as
+            well.
     """
     parts = (decoder.layers, decoder.norm, decoder.head) if each_token else (decoder,)
     tensors = [parameter for part in parts if part is not None for parameter in part.parameters()]

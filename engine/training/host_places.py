@@ -1,4 +1,4 @@
-"""Chooses what of a run is kept in host memory, and describes it for the log."""
+"""Chooses which tensors of a run are kept in host memory, and describes them for the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def host_places(memory: MemoryOptions, device: torch.device) -> HostPlaces:
 
 
 def host_sentence(places: HostPlaces, weights: WeightPlacement, flat: FlatParameters) -> str | None:
-    """Says how much of this rank's numbers is in host memory, for the log; None where nothing was asked for."""
+    """Returns the log line on this rank's tensors in host memory; None where none was asked for."""
     place = places.weights or places.state
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""Which trained parameter has which learning rate, by the patterns of `optim.lr_pattern`."""
+"""The learning rate of each trained parameter, by the patterns of `optim.lr_pattern`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.telemetry.format import format_parameters
 
 
 def patterns_of(options: OptimOptions, model: ModelFolder, trained: Collection[str]) -> dict[str, str]:
-    """Returns trained parameter -> the pattern that says its learning rate, the first that matches; those that none
-    matches are left out.
+    """Returns trained parameter -> the first pattern of a learning rate that matches it; those that none matches are
+    left out.
 
     Args:
         options: of the run.
@@ -25,7 +25,7 @@ def patterns_of(options: OptimOptions, model: ModelFolder, trained: Collection[s
         trained: names of all trained parameters of the whole model.
 
     Raises:
-        UserError: a pattern that nothing that trains has as its name.
+        UserError: a pattern matches no trained parameter.
     """
     patterns = tuple(options.lr_pattern or ())
     found: dict[str, str] = {}
@@ -64,7 +64,7 @@ def lr_factors(options: OptimOptions, model: ModelFolder, trained: Collection[st
 
 
 def rates_line(options: OptimOptions, model: ModelFolder, trained: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns the line that says which learning rates a run has; None where it has one.
+    """Returns the log line on a run's learning rates; None where it has only one.
 
     Args:
         trained: name -> global shape.

@@ -1,4 +1,4 @@
-"""Plans what each module of this model does, from the configuration's names and patterns."""
+"""Plans the role of each module of this model, from the configuration's names and patterns."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def _carries_adapter(module: str, decoder: DecoderConfig) -> bool:
 
 
 def trains_apart(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> bool:
-    """Returns whether a run trains a copy of one side of a tied matrix, or of each: the model then has a head of its
-    own.
+    """Returns whether a run trains a copy of one side of a tied matrix, or of each: the model then has its own head.
 
     Args:
         decoder, names: of the model on the disk.
@@ -56,8 +55,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
     """Plans which modules of the model train in full, and which carry an adapter.
 
     Raises:
-        UserError: a pattern that matches nothing, a module that is asked to do both, or an adapter to start from that
-            cannot be read.
+        UserError: a pattern matches nothing, a module is asked to do both, or an adapter to start from cannot be read.
     """
     modules = {name: names.aliases(name) for name in module_names(decoder)}
     trained = {name for name, aliases in modules.items() if matches_trainable(name, config.trainable, aliases)}
@@ -68,7 +66,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
         fusable = _fusable(config.lora, decoder, names)
         for fused in fusable:
             for part in fused_parts(fused):
-                candidates[part] = [*candidates[part], fused]  # a pattern may name what they share
+                candidates[part] = [*candidates[part], fused]  # a pattern may name the fused module
         require_matched("lora.targets", config.lora.targets, candidates, matches_target)
         _require_patterns(config.lora, candidates, decoder)
         settings = {
@@ -106,7 +104,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
 
 
 def _check_tying(decoder: DecoderConfig, trained: Collection[str], adapted: Collection[str]) -> None:
-    """Raises UserError where lora.ensure_weight_tying means nothing, or adapters."""
+    """Raises UserError where lora.ensure_weight_tying has no effect, or would apply to adapters."""
     ends = ("embed_tokens", "lm_head")
     if not decoder.tied_embeddings:
         raise UserError(
@@ -150,7 +148,7 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
 
 
 def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[str]:
-    """The modules, such as `layers.3.attention.qkv_proj`, that one adapter is to stand for."""
+    """Returns the modules, such as `layers.3.attention.qkv_proj`, that one adapter is to stand for."""
     if lora.fused == "auto" and lora.init_from is not None:
         adapter_source = resolve("engine.conversion.peft_read:AdapterSource")
         start = adapter_source(lora.init_from, names=names, decoder=decoder, fused=None, with_saved_modules=True)
@@ -164,7 +162,7 @@ def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[
 
 
 def _places(fused: str, decoder: DecoderConfig) -> list[str]:
-    """Returns the modules that the layer has in the place of a plain one's."""
+    """Returns the modules that the layer has in place of a plain layer's."""
     layer, _, inside = fused.removeprefix("layers.").partition(".")
     places: tuple[str, ...] = (inside,)
     for variant in decoder.variants_at(int(layer)):
@@ -173,7 +171,7 @@ def _places(fused: str, decoder: DecoderConfig) -> list[str]:
 
 
 def _require_patterns(lora: LoraOptions, candidates: Mapping[str, Sequence[str]], decoder: DecoderConfig) -> None:
-    """Raises UserError where an option about some of the adapters means no module at all."""
+    """Raises UserError where an option for some of the adapters matches no module."""
     for option, patterns in (
         ("lora.exclude", lora.exclude),
         ("lora.rank_pattern", tuple(lora.rank_pattern or ())),

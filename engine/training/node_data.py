@@ -1,10 +1,10 @@
-"""Records are read and tokenised once per machine: its first rank does it, and the others map what comes of it.
+"""Reads and tokenises records once per machine: its first rank does it, and the others map the result.
 
-The ranks of a machine meet in a folder of their own among its temporary files, not in a collective: tokenising may
-take longer than `train.collective_timeout`, and machines need not share a disk. The folder's name follows from the
-launcher, whose children they all are, and from this start, and it is deleted by the last who has mapped its files. The
-first rank holds the system's lock on it as long as it lives, so that the first rank of a later run can tell, and
-delete, what a killed one has left.
+The ranks of a machine meet in a folder of their own among its temporary files, not in a collective: tokenising may take
+longer than `train.collective_timeout`, and machines need not share a disk. The folder's name follows from the launcher,
+whose children they all are, and from this start, and it is deleted by the last who has mapped its files. The first rank
+holds the system's lock on it as long as it lives, so that the first rank of a later run can recognise, and delete, the
+folders of killed runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.telemetry.output import say
 _PREFIX = "rankfold-data-"
 _READY, _PROBLEM, _NO_ROOM = "ready", "problem", "no-room"
 _FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
-"""Seconds between two looks for the first rank's result, at first and after a while."""
+"""Seconds between two checks for the first rank's result, at first and after a while."""
 
 
 class NodeData:
@@ -53,7 +53,7 @@ class NodeData:
 
     @classmethod
     def of_this_process(cls, launch: Launch) -> NodeData:
-        """Returns that of a rank under torchrun; elsewhere one that shares nothing."""
+        """Returns the shared data of a rank under torchrun; elsewhere one that shares nothing."""
         launcher = Launcher.from_environment()
         key = None
         if launcher is not None and launcher.key is not None:
@@ -64,7 +64,7 @@ class NodeData:
         """Returns what `build` returns on the machine's first rank, the same arrays on all of its ranks.
 
         Raises:
-            UserError: `build` refuses; the same sentence on all of the machine's ranks.
+            UserError: `build` failed; the same sentence on all of the machine's ranks.
         """
         if self._prefix is None:
             return build()
@@ -84,7 +84,7 @@ class NodeData:
         try:
             dataset = build()
         except UserError as error:
-            with suppress(OSError):  # where it cannot be told, the other ranks are ended with this one
+            with suppress(OSError):  # where it cannot be reported, the other ranks are ended with this one
                 self._tell(folder, _PROBLEM, str(error))
             raise
         try:
@@ -136,7 +136,7 @@ class NodeData:
         return dataset
 
     def _tell(self, folder: Path, name: str, text: str) -> None:
-        for path in folder.iterdir():  # a note takes no more room than what it is about
+        for path in folder.iterdir():  # frees the space that the note needs
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         unfinished = folder / f"{name}.tmp"
         unfinished.write_text(text, encoding="utf-8")
@@ -144,7 +144,7 @@ class NodeData:
         self._seen(folder)
 
     def _seen(self, folder: Path) -> None:
-        """Notes that this rank needs the files no more, and deletes them where it is the last."""
+        """Notes that this rank no longer needs the files, and deletes them where it is the last."""
         (folder / f"seen-{self._rank}").touch()
         with suppress(FileNotFoundError):  # another has counted at the same moment, and deleted them
             if sum(name.startswith("seen-") for name in os.listdir(folder)) == self._size:
@@ -155,11 +155,11 @@ def _make_and_lock(folder: Path) -> int:
     """Makes a folder that is locked as soon as it has its name; returns its descriptor.
 
     Raises:
-        OSError: the system does not allow it, or there is something of that name.
+        OSError: the system does not allow it, or the name is taken.
     """
     while True:
         unnamed = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=folder.parent))
-        with suppress(FileNotFoundError):  # a run that starts now has found it not yet locked, and deletes it
+        with suppress(FileNotFoundError):  # a run that starts now may have seen it unlocked, and deletes it
             descriptor = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 if take_system_lock(descriptor) is not False:

@@ -1,4 +1,4 @@
-"""The observers of a run: which of them a run has, and in which order they follow its steps."""
+"""The observers of a run, and the order in which they follow its steps."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def build_observers(
     """Returns the observers of a run whose weights and state are loaded.
 
     Args:
-        dataset: whose rows are trained on; None where they are not known yet.
-        opened: closes what they hold open.
+        dataset: the training rows; None where they are not known yet.
+        opened: closes the files and processes that they hold.
         run_dir: folder of the run.
         steps: that it takes.
         metrics: gets records beside those of the steps.

@@ -13,7 +13,7 @@ from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
 
 ReadHead = Callable[[Decoder, Tensor, Batch, TokenContext], Tensor]
-"""Makes something of the last layer's output [T, hidden], in place of a loss."""
+"""Computes a result from the last layer's output [T, hidden], in place of a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class Pass:
         gradients: whether a backward follows.
         adapters: False leaves them out; not in training.
         head: the result on the last stage. The "loss" of the objective, its "reference" (which the next pass of the
-            same micro-batches is compared with), "nothing", or what a function makes of the last layer's output.
+            same micro-batches is compared with), "nothing", or the result of a function of the last layer's output.
     """
 
     training: bool = False

@@ -38,17 +38,17 @@ class PreparedRun:
     """A run that is ready to take its first step, on this rank.
 
     Args:
-        config, launch, log, listener: as they were given.
+        config, launch, log, listener: as given.
         folder: of the run, locked by it.
         start: where the run begins.
-        data, course: what it trains on, and for how many steps.
+        data, course: the training data, and the steps.
         source: of these steps.
-        training: the model with its weights, and what trains it.
-        metrics, progress: where figures and lines go.
+        training: the model with its weights, and its optimizer.
+        metrics, progress: the destinations of figures and lines.
         clock: of the run.
         reporter: reports the steps to the observers of the run too.
         forecast: the line about the predicted memory; None on other ranks than 0.
-        evaluations, samples: what is done between them; None where no samples are asked for.
+        evaluations, samples: run between the steps; None where no samples are asked for.
         saver: saves checkpoints.
         supervision: notices signals and hangs; not started yet.
     """
@@ -86,7 +86,7 @@ def assemble(
     metrics: MetricsWriter,
     opened: ExitStack,
 ) -> PreparedRun:
-    """Makes what the loop calls. Collective."""
+    """Makes the objects that the loop calls. Collective."""
     data, clock = read.data, RunClock()
     progress = TrainProgress(log, read.course.steps, start.step)
     say = progress.info
@@ -155,10 +155,10 @@ def assemble(
 
 
 def _text_samples(config: RunConfig, training: Training, read: CourseData) -> TextSamples | None:
-    """Makes what continues train.sample_prompts; None where there are none.
+    """Makes the sampler that continues train.sample_prompts; None where there are none.
 
     Raises:
-        UserError: a file that names the tokens which end a text cannot be read.
+        UserError: a file that names end tokens cannot be read.
     """
     data = read.data
     end_tokens(training.source.model.path, data.tokenizer.eos_id)

@@ -57,17 +57,17 @@ class Stages:
 
     @classmethod
     def whole(cls, stage: ModelStage, balance: AuxiliaryLoss | None = None) -> Stages:
-        """One stage that is the whole model."""
+        """Returns one stage that is the whole model."""
         return cls({0: stage}, balance=balance)
 
     def rebuilt(self, make: Callable[[ModelStage], Any]) -> Stages:
-        """The same schedule over what `make` makes of each stage: something that can be used like one."""
+        """Returns the same schedule over the stages that `make` returns for these ones."""
         stages = {number: make(stage) for number, stage in self._stages.items()}
         return Stages(stages, self._axis, self._choice, self.balance)
 
     @property
     def step(self) -> Tensor:
-        """0-dim int64: optimizer steps taken, the same tensor in all stages."""
+        """The optimizer steps taken, 0-dim int64; the same tensor in all stages."""
         return next(iter(self._stages.values())).step
 
     def entries(self) -> list[ShardEntry]:
@@ -84,7 +84,7 @@ class Stages:
         target_count: Tensor,
         before_last_backward: Callable[[Iterable[ShardEntry]], None],
     ) -> Tensor:
-        """Forward and backward of a step's micro-batches.
+        """Runs forward and backward of a step's micro-batches.
 
         Args:
             batches: this rank's.
@@ -109,8 +109,8 @@ class Stages:
 
     @torch.no_grad()
     def figures(self, batches: list[Batch]) -> Tensor:
-        """fp32 [1 + metrics] sums of the loss and the objective's metrics without dropout, equal on all pipeline
-        ranks."""
+        """Returns the fp32 [1 + metrics] sums of the loss and the objective's metrics without dropout, equal on all
+        pipeline ranks."""
         moved = self._moved(batches)
         self._compare_with_base(moved)
         self._forward(moved, EVALUATION)
@@ -122,7 +122,7 @@ class Stages:
         return self._last.objective.baseline is not None
 
     def compute_baseline(self, groups: Iterable[list[Batch]]) -> None:
-        """Computes what `figures` needs of a whole data set. Collective over the ranks of dp and pp.
+        """Computes the baseline that `figures` needs, over a whole data set. Collective over the ranks of dp and pp.
 
         Args:
             groups: this rank's micro-batches, as many as go through the pipeline together at a time.
@@ -133,8 +133,8 @@ class Stages:
         self._set_baseline(sums.float())
 
     def references(self, batches: list[Batch], *, adapters: bool = True) -> list[Tensor] | None:
-        """Computes what the objective compares with, by the model as it is now, of each micro-batch; None where this
-        rank does not have the last stage.
+        """Returns the reference results of each micro-batch under the current model; None where this rank does not have
+        the last stage.
 
         Args:
             adapters: False leaves them out.
@@ -145,8 +145,8 @@ class Stages:
 
     @torch.no_grad()
     def read_head(self, batches: list[Batch], read: ReadHead) -> list[Tensor] | None:
-        """Returns what `read` makes of each micro-batch's output, without dropout; None where this rank does not have
-        the last stage."""
+        """Returns the result of `read` for each micro-batch's output, without dropout; None where this rank does not
+        have the last stage."""
         self._forward(self._moved(batches), Pass(head=read))
         found = self._last.references
         return [found.pop(number) for number in range(len(batches))] if found else None
@@ -163,7 +163,7 @@ class Stages:
                 stage.capture_layers(capture, shape, num_slots)
 
     def _moved(self, batches: list[Batch]) -> list[Batch]:
-        """Returns the micro-batches on the device; pixels go to the rank that has the first stage alone."""
+        """Returns the micro-batches on the device; pixels go only to the rank that has the first stage."""
         if 0 not in self._stages:
             batches = [batch.without_input() for batch in batches]
         return [batch.to(self.step.device) for batch in batches]
@@ -178,13 +178,13 @@ class Stages:
         return torch.stack([stage.maxima for stage in self._stages.values()]).amax(dim=0)
 
     def _compare_with_base(self, batches: list[Batch]) -> None:
-        """Computes what the micro-batches are compared with, where that is the model without adapters and they do not
-        bring it."""
+        """Computes the micro-batches' reference results, where the reference is the model without adapters and they
+        do not bring them."""
         if self._last.objective.compares_with_base and not all(batch.brings_reference for batch in batches):
             self._forward(batches, BASE_REFERENCE)
 
     def _count_choices(self, batches: list[Batch], balance: AuxiliaryLoss) -> None:
-        """Counts what routers choose in the whole batch before the first backward: where a backward comes before some
+        """Counts the routers' choices in the whole batch before the first backward: where a backward comes before some
         forward, in a pass of its own. Collective."""
         one_pass = len(batches) == 1 and self._axis.size == 1
         balance.begin(rehearses=not one_pass)
@@ -193,7 +193,7 @@ class Stages:
             balance.settle()
 
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:
-        """fp32 [2] of these micro-batches on the last stage's rank, 0 elsewhere."""
+        """Returns the fp32 [2] baseline sums of these micro-batches on the last stage's rank, 0 elsewhere."""
         sums = torch.zeros(2, dtype=torch.float32, device=self.step.device)
         objective = self._last.objective
         assert objective.baseline is not None
@@ -206,7 +206,7 @@ class Stages:
         return sums
 
     def _set_baseline(self, sums: Tensor) -> None:
-        """Every data-parallel rank that has the last stage puts its part together with those of the others."""
+        """Combines the parts of all data-parallel ranks that have the last stage."""
         baseline = self._last.objective.baseline
         if baseline is not None and self._last.model.head is not None:
             self._last.baseline.copy_(baseline.of(sums))
@@ -229,7 +229,8 @@ class Stages:
 
 
 def max_in_flight(actions: tuple[Action, ...], stage: int) -> int:
-    """Micro-batches of `stage` whose backward is still to come at once, at most; 0 where it has no backward."""
+    """Returns the maximum number of micro-batches of `stage` whose backward is pending at once; 0 where it has no
+    backward."""
     if not any(action.op == "B" and action.stage == stage for action in actions):
         return 0
     alive = [0]

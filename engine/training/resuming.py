@@ -1,4 +1,4 @@
-"""Resuming: what the checkpoint says, what has changed since, and whether anything is left to do."""
+"""Resuming: the state of the checkpoint, the changes since, and whether any step is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.training.run_data import RunData
 
 
 class RunComplete(Exception):
-    """Raised where nothing is left to do; the message says why, and what to do instead."""
+    """Raised where nothing is left to do; the message gives the reason, and advice."""
 
     def __init__(self, sentence: str, *, step: int, run_dir: Path) -> None:
         super().__init__(sentence)
@@ -44,7 +44,7 @@ class StartingPoint:
         step, consumed: steps taken and samples consumed.
         updates: steps that were not skipped.
         data: fingerprint of the training data.
-        best: what its evaluations came to.
+        best: outcome of its evaluations.
         run_config: its configuration, as YAML.
     """
 
@@ -89,13 +89,13 @@ class StartingPoint:
         return found
 
     def completion(self, config: RunConfig, course: Course, best: BestLoss) -> str | None:
-        """Says why nothing is left to do; None where something is.
+        """Returns the reason why nothing is left to do; None where steps are left.
 
         Args:
-            best: what all evaluations came to.
+            best: outcome of all evaluations.
 
         Raises:
-            UserError: nothing is left to do, and nothing was done.
+            UserError: nothing is left to do, and no step was applied.
         """
         train, ends = config.train, self.step >= course.steps
         why = ending(best, target=train.target_eval_loss, patience=train.early_stopping_patience)
@@ -114,7 +114,7 @@ class StartingPoint:
         return f"this run is complete ({reason}): nothing to do; choose another checkpoint.dir to train anew{more}"
 
     def best_with(self, evaluated: float, *, min_delta: float) -> BestLoss:
-        """Adds the evaluation after `step` steps, which the checkpoint may not know of, to the others."""
+        """Adds the evaluation after `step` steps, which the checkpoint may lack, to the others."""
         best = BestLoss.of_state(self.best.state())
         best.take(self.step, evaluated, min_delta=min_delta)
         return best

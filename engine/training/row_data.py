@@ -1,4 +1,4 @@
-"""Rows that are there before a run begins: records and token stores, read and tokenised once."""
+"""Rows that exist before a run begins: records and token stores, read and tokenised once."""
 
 from __future__ import annotations
 

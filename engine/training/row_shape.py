@@ -13,11 +13,11 @@ from engine.runtime.launch import Launch
 
 GPU_LENGTH_MULTIPLE = 128
 """Row lengths on a GPU are multiples of it. torch attends to rows of one document by cuDNN, which builds a plan for
-each new length, forward and backward: rows as long as their samples would have it build them for most of a run."""
+each new length, forward and backward: rows as long as their samples would keep it building plans for most of a run."""
 
 
 def shape_of_launch(config: RunConfig, launch: Launch) -> RowShape:
-    """Returns the rows of this rank, before there are process groups."""
+    """Returns the shape of this rank's rows, before there are process groups."""
     data_size = data_parallel_size(config, launch.world_size)
     # tensor-parallel neighbours are neighbouring ranks and share a data rank
     tensor, context = config.parallel.tensor, config.parallel.context
@@ -33,7 +33,7 @@ def shape_of_launch(config: RunConfig, launch: Launch) -> RowShape:
 
 
 def shape_on_mesh(config: RunConfig, device: torch.device, mesh: Mesh) -> RowShape:
-    """Returns the rows of this rank, by its place in the mesh."""
+    """Returns the shape of this rank's rows, by its coordinates in the mesh."""
     return _shape(
         config,
         device,

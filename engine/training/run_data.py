@@ -32,7 +32,7 @@ class TrainingSamples(Protocol):
 
     @property
     def order(self) -> DataOrder:
-        """The order of what the data cursor counts."""
+        """The order of the samples that the data cursor counts."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class TrainingSamples(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Returns a hash of everything that training reads."""
+        """Returns a hash of all data that training reads."""
         ...
 
 
@@ -76,17 +76,17 @@ class RunData(Protocol):
         rank: int,
         resumed: Path | None,
     ) -> None:
-        """Gives the data what the model that the run starts from says of it, where the objective compares with that.
-        Collective.
+        """Gives the data its log-likelihoods under the model that the run starts from, where the objective compares
+        with it. Collective.
 
         Args:
-            run_dir: where that is kept.
+            run_dir: where they are kept.
             rank: of this process.
             resumed: the checkpoint whose weights the model has now, in the folder of this run or of another one; None
                 where the run has just started.
 
         Raises:
-            UserError: it is not there, belongs to other data, or is not finite.
+            UserError: they are absent, belong to other data, or are not finite.
         """
         ...
 
@@ -100,10 +100,10 @@ class RunData(Protocol):
         say: Callable[[str], None],
         run_dir: Path,
     ) -> StepSource:
-        """Returns what the loop takes its steps from; to be closed.
+        """Returns the source of the loop's steps; to be closed.
 
         Args:
-            metrics: gets what is reported of samples.
+            metrics: gets records on samples.
             say: prints a line on rank 0.
             run_dir: the run's folder.
 
@@ -133,6 +133,6 @@ class DataReader(Protocol):
             images: reads conversations of a vision-language model; None for text alone.
 
         Raises:
-            UserError: a record that cannot be used.
+            UserError: a record cannot be used.
         """
         ...

@@ -1,4 +1,4 @@
-"""Text from the model as it is, while it trains: what prompts are continued with, greedily.
+"""Text from the current model, while it trains: greedy continuations of prompts.
 
 The passes are those of an evaluation, so that every layout that trains can do it: without a cache, each token is a
 pass through the whole of its row, with its images. A few short samples cost as much as evaluating a few hundred rows.
@@ -51,15 +51,15 @@ class _Row:
 
 
 def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig, family: Any) -> list[SamplePrompt]:
-    """Tokens of train.sample_prompts.
+    """Returns the tokens of train.sample_prompts.
 
     Args:
         family: of a vision-language model, which writes its conversations; None for a model of text alone.
 
     Raises:
-        UserError: the model needs an image in each; one has no tokens, or no room in the model's context for
-            train.sample_tokens more; a chat template is wanted and missing; or an image cannot be read, or is given to
-            a model of text alone.
+        UserError: the model needs an image in each prompt; a prompt has no tokens, or no room in the model's context
+            for train.sample_tokens more; a chat template is needed and missing; or an image cannot be read, or is given
+            to a model of text alone.
     """
     options = config.train
     if family is None and any(options.sample_images):
@@ -94,7 +94,7 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig
 
 
 class TextSamples:
-    """Continues the prompts of a run. Collective: every rank has one and runs it at the same places.
+    """Continues the prompts of a run. Collective: every rank makes the same calls.
 
     Args:
         config, training: of the run.
@@ -124,7 +124,7 @@ class TextSamples:
         self._length_multiple = math.lcm(2 * shape.pad_multiple * mesh.cp.size, shape.length_multiple)
 
     def run(self) -> list[tuple[str, str]]:
-        """Each prompt and what it is continued with; the same on all ranks."""
+        """Returns each prompt and its continuation; the same on all ranks."""
         rows = [_Row(prompt, TextStream(self._tokenizer, (), prompt.ids)) for prompt in self._prompts]
         decoded: dict[Any, Any] = {}  # each image once, though every token takes a pass over all of its text
         while active := [row for row in rows if not row.ended]:
@@ -138,7 +138,7 @@ class TextSamples:
         return list(zip(self._texts, (row.stream.text for row in rows), strict=True))
 
     def _next(self, rows: list[_Row], decoded: dict[Any, Any]) -> list[int]:
-        """The most likely token after each row's text, all of which go through the pipeline together."""
+        """Returns the most likely token after each row's text; all rows go through the pipeline together."""
         mesh, stages = self._training.mesh, self._training.stages
         texts = [row.prompt.ids + row.ids for row in rows]
         longest = round_up(max(map(len, texts)), self._length_multiple)
@@ -153,7 +153,7 @@ class TextSamples:
         lasts = [row * longest + len(ids) - 1 for row, ids in enumerate(texts)]
 
         def choose(model: Decoder, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
-            """int64 [1], 0 where the text's last token is another context rank's."""
+            """Returns int64 [1], 0 where the text's last token is on another context rank."""
             logits = model.logits(x, context)
             index = batch.token_index_BS.flatten()
             here = (index == lasts[int(index[0]) // longest]).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Saves a run: who writes, and what is logged of it."""
+"""Saves a run: chooses the ranks that write, and logs the saves."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from engine.training.state import state_contents, state_tensors
 from engine.training.step_source import NOTHING, SourceState
 
 _SECONDS_FOR_A_SAVE = 30.0
-"""What a checkpoint that is being written gets to be finished, where the run ends with an error."""
+"""Seconds that a checkpoint under way gets to finish where the run ends with an error."""
 
 
 class StateSaver:
-    """Saves one run on this rank. Collective: every rank makes one before the first step.
+    """Saves one run on this rank. Collective: every rank has a saver before the first step.
 
     Leaving it as a context manager waits for a save under way where the run ends with an error.
 
@@ -43,10 +43,10 @@ class StateSaver:
     Args:
         run_dir: the run's folder.
         config: of the run.
-        training: what is saved.
+        training: the state to save.
         launch: this rank.
         data: fingerprint of the training data.
-        tokenizer: what the data was tokenised with.
+        tokenizer: of the training data.
         say: prints a line on rank 0.
         metrics: gets a record of each checkpoint.
     """
@@ -97,12 +97,12 @@ class StateSaver:
     def save(
         self, *, step: int, consumed: int, best: BestLoss, source: SourceState = NOTHING, last: bool = False
     ) -> float:
-        """Saves, or begins to. Every rank calls this after the same step.
+        """Saves, or begins to save. Every rank calls this after the same step.
 
         Args:
             step: steps taken.
             consumed: samples consumed: the data cursor.
-            best: what the evaluations so far come to.
+            best: outcome of the evaluations so far.
             source: of the steps' source.
             last: training ends here.
 
@@ -137,7 +137,7 @@ class StateSaver:
                 self._say(f"warning: {error}")
 
     def finish(self) -> None:
-        """Waits for the save under way, where that was of the last step.
+        """Waits for the save under way, where it is that of the last step.
 
         Raises:
             UserError: it failed, or does not end.
@@ -149,7 +149,7 @@ class StateSaver:
             raise UserError("the last checkpoint could not be saved, see above: correct that, and start the run again.")
 
     def report(self) -> None:
-        """Logs what became of saves that have ended; costs nothing where none has."""
+        """Logs the outcome of saves that have ended; costs nothing where none has."""
         for report in self._saver.take_reports():
             if self._is_first:
                 self._tell(report)
@@ -159,7 +159,7 @@ class StateSaver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Gives a save under way some time to end where the run ends with an error; none where a rank is lost, whose
-        part would never come."""
+        part would never arrive."""
         if kind is not None and not issubclass(kind, CommunicationError):
             self._saver.wait(_SECONDS_FOR_A_SAVE)
             self.report()
@@ -194,7 +194,7 @@ class StateSaver:
 
 
 def _in_background(work: Callable[[], str | None]) -> Future[str | None]:
-    """Returns the result to come of `work`, which begins in a thread of its own."""
+    """Returns the future of `work`, which starts in its own thread."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="fingerprint")
     outcome = pool.submit(work)
     pool.shutdown(wait=False)
@@ -203,7 +203,7 @@ def _in_background(work: Callable[[], str | None]) -> Future[str | None]:
 
 def _result_or(outcome: Future[str | None], source: ModelSource) -> str | None:
     """Returns the fingerprint that was read in the background, or reads it now where that failed: steps have been taken
-    meanwhile, and an error of the disk that has passed must not lose them.
+    meanwhile, and a transient disk error must not lose them.
 
     Raises:
         UserError: it cannot be read now either.
@@ -215,7 +215,8 @@ def _result_or(outcome: Future[str | None], source: ModelSource) -> str | None:
 
 
 def tidy(run_dir: Path, options: CheckpointOptions | None, say: Callable[[str], None]) -> None:
-    """Deletes what killed runs left behind and, with options, checkpoints that are no longer kept; for one rank."""
+    """Deletes files that killed runs left behind and, with options, checkpoints that are no longer kept; for one
+    rank."""
     try:
         prune(run_dir, options.keep if options else 0, options.keep_every if options else 0)
     except UserError as error:

@@ -73,11 +73,11 @@ class ModelStage:
         self.references: dict[int, Tensor] = {}
         """The reference's results by micro-batch; empty but on the last stage."""
         self.baseline = torch.zeros((), dtype=torch.float32, device=device)
-        """0-dim fp32, what the objective must know of the global batch beforehand; its own value only on the last stage
-        and where the objective has a baseline."""
+        """0-dim fp32, the objective's baseline over the global batch; its value only on the last stage and where the
+        objective has one."""
 
     def without_graphs(self) -> ModelStage:
-        """A stage of the same part of the model whose layers run one by one."""
+        """Returns a stage of the same part of the model whose layers run one by one."""
         return ModelStage(
             self.model,
             self.objective,
@@ -158,7 +158,7 @@ class ModelStage:
         return None if message is None else message.detach()
 
     def _loss(self, microbatch: int, figures: TokenFigures) -> Tensor:
-        """0-dim loss of a micro-batch, or what it will be compared with."""
+        """Returns the 0-dim loss of a micro-batch, or the reference result that it will be compared with."""
         batch = self._batches[microbatch]
         if self._pass.head == "reference":
             self.references[microbatch] = self.objective.reference(figures.losses_T, batch)
@@ -207,7 +207,7 @@ class ModelStage:
         return None if made is None else made.clone()  # the slot's next micro-batch writes there while this is sent
 
     def before_last_backward(self, start: Callable[[Iterable[ShardEntry]], None]) -> None:
-        """Says that the stage's next backward is its last one of the step.
+        """Announces that the stage's next backward is its last one of the step.
 
         Args:
             start: called with parameters before their last gradient is reported: their reduction may start with it.
@@ -218,7 +218,7 @@ class ModelStage:
         """Has the layers of training's micro-batches of this shape replayed from now on. Between two steps.
 
         Args:
-            num_slots: micro-batches whose backward is still to come at once, at most.
+            num_slots: maximum number of micro-batches whose backward is pending at once.
         """
         in_front = [one for one in (self.model.embedding, *self.model.fronts) if one is not None]
         trains_in_front = any(entry.sink is not None for one in in_front for entry in shard_entries(one))

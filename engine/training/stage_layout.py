@@ -1,4 +1,4 @@
-"""Plans which layers each pipeline stage holds, and the schedule that fits what is trained."""
+"""Plans which layers each pipeline stage holds, and the schedule that fits the trained parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Partition:
     stage_rank: tuple[int, ...]
 
     def parts(self, rank: int) -> dict[int, Part]:
-        """The parts of the model that pipeline rank `rank` holds, by stage."""
+        """Returns the parts of the model that pipeline rank `rank` holds, by stage."""
         parts = enumerate(split_parts(self.layers))
         return {stage: part for stage, part in parts if self.stage_rank[stage] == rank}
 
@@ -45,7 +45,7 @@ def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collectio
         trained: names of all parameters that train.
 
     Raises:
-        UserError: the layers cannot be split like that, or the schedule does not fit the micro-batches.
+        UserError: the layers cannot be split that way, or the schedule does not fit the micro-batches.
     """
     parallel = config.parallel
     if parallel.pipeline == 1:
@@ -62,7 +62,8 @@ def plan_partition(config: RunConfig, decoder: DecoderConfig, trained: Collectio
 
 
 def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
-    """The model's first layer with a trained parameter; `num_layers` where only the norm or head after them trains."""
+    """Returns the model's first layer with a trained parameter; `num_layers` where only the norm or head after them
+    trains."""
     first = num_layers
     for name in trained:
         layer = _LAYER.match(name)
@@ -71,7 +72,7 @@ def _first_trainable_layer(trained: Iterable[str], num_layers: int) -> int:
 
 
 def _layers_are_frozen(trained: Iterable[str], decoder: DecoderConfig) -> bool:
-    """Whether no matrix of a layer trains, adapters aside: then backward costs what forward costs."""
+    """Returns whether no matrix of a layer trains, adapters aside: then backward costs as much as forward."""
     further = (name for variant in decoder.variants for name in variant.further_linears())
     matrices = ("_proj.weight", *(f".{name}.weight" for name in further))
     return not any(_LAYER.match(name) and name.endswith(matrices) for name in trained)

@@ -1,4 +1,4 @@
-"""The start of a run: what is refused before anything is read, and the checkpoint that it resumes from."""
+"""The start of a run: the checks before data and weights are read, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Start:
 
     Args:
         resume: the checkpoint to resume from; None for a run that begins anew.
-        point: what that checkpoint says.
-        best: what evaluations came to.
+        point: state of that checkpoint.
+        best: outcome of evaluations.
     """
 
     resume: Path | None

@@ -1,7 +1,7 @@
-"""A run's training state: what is saved of it, and how it is loaded again.
+"""A run's training state: the tensors and records that are saved, and how they are loaded again.
 
-A checkpoint holds what training changed (fp32 masters and moments of adapters and trained parameters) and where the
-run stood; the frozen base is referred to by path and fingerprint.
+A checkpoint holds the trained tensors (fp32 masters and moments of adapters and trained parameters) and the run's
+progress; the frozen base is referred to by path and fingerprint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.training.step_source import NOTHING, SourceState
 
 
 def state_tensors(training: Training) -> list[NamedShard]:
-    """Returns what this rank saves: masters and moments, in the memory that training changes."""
+    """Returns the tensors that this rank saves: masters and moments, in the memory that training changes."""
     return once(training, training.optimizer.state_shards())
 
 
@@ -54,15 +54,15 @@ def state_contents(
     best: BestLoss,
     source: SourceState = NOTHING,
 ) -> TrainingContents:
-    """Returns what a checkpoint holds apart from tensors; all but the step is for the rank that writes it.
+    """Returns the contents of a checkpoint apart from tensors; all but the step is for the rank that writes it.
 
     Args:
         step: steps taken.
         consumed: samples consumed: the data cursor.
         fingerprint: of the base's weights as they were read, not as they are stored; None without a base.
         data: fingerprint of the training data.
-        tokenizer: what the data was tokenised with.
-        best: what the evaluations so far come to.
+        tokenizer: of the training data.
+        best: outcome of the evaluations so far.
         source: of the steps' source.
     """
     if not training.mesh.is_writer:
@@ -110,8 +110,8 @@ def check_state(
     """Opens a checkpoint to resume from; reads no tensor of it.
 
     Args:
-        looks_at_files: whether this rank looks whether all files of the checkpoint are there; one has to.
-        say: gets a line where the base cannot be compared with all of what the checkpoint was trained on.
+        looks_at_files: whether this rank checks that all files of the checkpoint exist; one rank has to.
+        say: gets a line where the base cannot be compared in full with the checkpoint's.
 
     Raises:
         UserError: the checkpoint is damaged, or belongs to another base or to other parameters that train.
@@ -121,7 +121,7 @@ def check_state(
     _check_recorded(checkpoint)
     _check_best(checkpoint)
     if checkpoint.lora:
-        # what checkpoints from before there were these options do not have
+        # missing in checkpoints from before these options
         added = {"rank_pattern": None, "alpha_pattern": None, "dora": False, "bias": False}
         saved, now = {**added, **checkpoint.lora}, asdict(config.lora)
         _check_same("lora", saved, now, path, _SAME_LORA)
@@ -136,7 +136,7 @@ def check_state(
             f"{config.model.path} has {fingerprint}: give the base it was trained on ({checkpoint.base['path']})."
         )
     expect_base(checkpoint, source.weights, say)
-    # checkpoints from before there was a choice have none
+    # checkpoints from before this choice have none
     _check_same("model", {"base_dtype": checkpoint.base.get("dtype")}, asdict(config.model), path, ("base_dtype",))
     return checkpoint
 
@@ -173,9 +173,9 @@ _RECORDED: dict[str, dict[str, tuple[type, ...]]] = {
     "base": {"path": (str,), "fingerprint": (str, type(None))},
     "lora": {"rank": (int,), "alpha": (int, float), "rslora": (bool,)},
 }
-"""What is read of a checkpoint's records."""
+"""The fields of a checkpoint's records that are read, and their types."""
 _OF_FLOAT16: dict[str, tuple[type, ...]] = {"loss_scale": (int, float), "good_steps": (int, float)}
-"""What the state of a run in float16 has too."""
+"""The further state of a run in float16, and its types."""
 
 
 def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
@@ -193,7 +193,7 @@ def _check_recorded(checkpoint: TrainingCheckpoint) -> None:
 
 
 def _check_trained(checkpoint: TrainingCheckpoint, plan: ModelPlan) -> None:
-    """Raises UserError unless the checkpoint has exactly what this run trains."""
+    """Raises UserError unless the checkpoint has exactly the parameters that this run trains."""
     now, saved = set(plan.trained), set(checkpoint.trained().tensor_names())
     if differing := sorted(now ^ saved):
         does, does_not = ("this run", checkpoint.folder) if differing[0] in now else (checkpoint.folder, "this run")
@@ -204,7 +204,8 @@ def _check_trained(checkpoint: TrainingCheckpoint, plan: ModelPlan) -> None:
 
 
 def _check_best(checkpoint: TrainingCheckpoint) -> None:
-    """Raises UserError unless what evaluations came to is of the kinds that were saved; older checkpoints have none."""
+    """Raises UserError unless the outcome of evaluations is of the kinds that were saved; older checkpoints have
+    none."""
     best = checkpoint.state.get("best", {})
     kinds = {field.name: int if field.type == "int" else float for field in fields(BestLoss)}
     for key, value in best.items() if isinstance(best, dict) else ((None, best),):

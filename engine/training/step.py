@@ -24,7 +24,7 @@ class StepResult(NamedTuple):
         loss: 0-dim fp32 mean over the targets of the global batch, before the update.
         grad_norm: 0-dim fp32 norm before clipping.
         metrics: fp32 means of the objective's metrics, and behind them its maxima.
-        loss_scale: 0-dim fp32, what the loss was multiplied by before backward; 1 where it is not scaled.
+        loss_scale: 0-dim fp32 factor of the loss before backward; 1 where it is not scaled.
     """
 
     loss: Tensor
@@ -36,8 +36,8 @@ class StepResult(NamedTuple):
 class TrainStep:
     """Forward and backward over the micro-batches, reduction, clipping and update.
 
-    The numbers that the host gives for a step lie in device tensors, `prepare` writes them, and from there on nothing
-    depends on them: `on_device` launches the same work in each step, as a graph that replays it must.
+    The host's numbers for a step are kept in device tensors, which `prepare` writes; from there on nothing depends
+    on the host: `on_device` launches the same work in each step, as a graph that replays it must.
     """
 
     def __init__(self, stages: Stages, reducer: GradientReducer, optimizer: FlatAdamW, mesh: Mesh) -> None:
@@ -49,15 +49,15 @@ class TrainStep:
 
     @property
     def stages(self) -> Stages:
-        """The stages that forward and backward go through."""
+        """The stages through which forward and backward run."""
         return self._stages
 
     def with_stages(self, stages: Stages) -> TrainStep:
-        """The same step through other stages of the same model."""
+        """Returns the same step through other stages of the same model."""
         return TrainStep(stages, self._reducer, self._optimizer, self._mesh)
 
     def gradients(self, batches: list[Batch], target_count: float) -> Tensor:
-        """Leaves the global batch's summed gradient, times the loss scale where there is one, in the flat buffer.
+        """Writes the global batch's summed gradient, times the loss scale where there is one, into the flat buffer.
 
         Returns:
             0-dim fp32 mean loss over the targets of the global batch.
@@ -66,8 +66,8 @@ class TrainStep:
         return self._gradients(batches)[0]
 
     def _gradients(self, batches: list[Batch]) -> Tensor:
-        """fp32 [1 + metrics + maxima]: means of the loss and the objective's metrics over the global batch, and the
-        largest of its maxima."""
+        """Returns fp32 [1 + metrics + maxima]: means of the loss and the objective's metrics over the global batch,
+        and the largest of its maxima."""
         sums = self._stages.gradients(batches, self._target_count, before_last_backward=self._reducer.arm)
         self.phases.passed("forward_backward")
         figures, handle = all_reduce_async(sums, self._mesh.dp_cp)  # hidden by the gradients' sum

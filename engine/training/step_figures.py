@@ -20,7 +20,7 @@ class Figures(NamedTuple):
 
 
 class StepFigures:
-    """The figures of a step, to be made right after it was launched.
+    """The figures of a step; to be constructed right after its launch.
 
     Args:
         result: of the step.
@@ -31,6 +31,6 @@ class StepFigures:
         self._copy = HostCopy(torch.cat((numbers, result.metrics)))
 
     def read(self) -> Figures:
-        """Waits for the step, and for nothing that was launched after it."""
+        """Waits for the step, but not for later launches."""
         loss, grad_norm, loss_scale, *metrics = self._copy.read().tolist()
         return Figures(loss, grad_norm, loss_scale, metrics)

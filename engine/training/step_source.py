@@ -1,4 +1,4 @@
-"""Where the steps of a run come from: rows that were there before it began, or rows that the model makes as it goes.
+"""The source of a run's steps: rows that existed before it began, or rows that the model makes as it trains.
 
 The loop asks for one step after the other and knows nothing else of its data. A source may work between two steps, on
 all ranks, on the thread that asks.
@@ -25,9 +25,9 @@ class StepRows:
         targets: sum of the loss weights over the global batch.
         samples: by which the data cursor moves.
         rows, tokens: of the global batch.
-        figures: what is reported of them, by name.
+        figures: of these rows, by name.
         has_signal: whether a gradient is to be expected of them.
-        is_followed_by_work: the source works before the next step, so that this one can be read without a loss of time.
+        is_followed_by_work: the source works before the next step, so that reading this one loses no time.
     """
 
     batches: list[Batch]
@@ -42,10 +42,10 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """What a source needs to continue from a checkpoint.
+    """The state that a source needs to continue from a checkpoint.
 
     Args:
-        values: JSON values, by name; empty where the data cursor says it all.
+        values: JSON values, by name; empty where the data cursor suffices.
         files: small files, by name.
     """
 
@@ -54,11 +54,11 @@ class SourceState:
 
 
 NOTHING = SourceState()
-"""What a checkpoint keeps of a source that its cursor describes."""
+"""The state in a checkpoint of a source that the data cursor describes."""
 
 
 class StepSource(Protocol):
-    """The steps of a run on this rank. Every rank has one and makes the same calls. To be closed, as a context."""
+    """The steps of a run on this rank. Every rank has a source and makes the same calls. To be closed, as a context."""
 
     def __enter__(self) -> Self: ...
 
@@ -85,7 +85,7 @@ class StepSource(Protocol):
         ...
 
     def sentence(self) -> str:
-        """Returns what the log says of the order of samples."""
+        """Returns the log line on the order of samples."""
         ...
 
     def stream(self, step: int, consumed: int, num_steps: int) -> Generator[StepRows]:
@@ -94,12 +94,12 @@ class StepSource(Protocol):
         Args:
             step: steps that were taken.
             consumed: the data cursor after them.
-            num_steps: how many follow.
+            num_steps: steps to yield.
         """
         ...
 
     def state(self, consumed: int) -> SourceState:
-        """Returns what a checkpoint keeps after the step that moved the cursor to `consumed`."""
+        """Returns the state for a checkpoint after the step that moved the cursor to `consumed`."""
         ...
 
     def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
@@ -112,7 +112,7 @@ class StepSource(Protocol):
 
 
 class RowSource:
-    """Rows that were there before the run began.
+    """Rows that existed before the run began.
 
     Args:
         loader: reads them.
@@ -128,7 +128,7 @@ class RowSource:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Does nothing: a stream is closed by who asked for it."""
+        """Does nothing: a stream is closed by its caller."""
 
     @property
     def stalled(self) -> float:
@@ -154,4 +154,4 @@ class RowSource:
         return NOTHING
 
     def restore(self, checkpoint: TrainingCheckpoint, consumed: int) -> None:
-        """Does nothing: the cursor says it all."""
+        """Does nothing: the cursor suffices."""

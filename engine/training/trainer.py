@@ -1,7 +1,6 @@
-"""A run from start to end: the loop, when it evaluates, samples and saves, and how it ends.
+"""A run from start to end: the training loop with its evaluations, samples and saves, and its end.
 
-What it consists of is made by `engine.training.prepare`; what is reported of steps is in
-`engine.training.reports.step_reporter`.
+Its parts are built by `engine.training.prepare`; steps are reported by `engine.training.reports.step_reporter`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Trainer:
         self._take_step = run.training.step if run.training.graphs is None else run.training.graphs
 
     def train(self) -> RunSummary:
-        """Takes the steps, evaluations and saves, to the end or until a scheduler wants the run to stop.
+        """Runs the steps, evaluations and saves, to the end or until a scheduler asks the run to stop.
 
         Raises:
             CommunicationError: another rank is lost.
@@ -144,7 +143,7 @@ class Trainer:
         return f"{best.loss:.4f} (step {best.step}), {kept}"
 
     def _sample(self) -> None:
-        """Shows what the model as it is makes of the prompts, where there are any and it has not been shown."""
+        """Shows the current model's continuations of the prompts, where there are any and they have not been shown."""
         run, samples = self._run, self._run.samples
         if samples is None or self._sampled == self.step:
             return
@@ -155,7 +154,7 @@ class Trainer:
                 run.progress.info(f"step {self.step}: sample {number}: {quoted(prompt)} -> {quoted(text)}")
 
     def _evaluate_in_turn(self) -> bool:
-        """Evaluates where it is time to, but for the last evaluation; whether the run ends with what came of it."""
+        """Evaluates where an evaluation is due, except the last one; returns whether its outcome ends the run."""
         run = self._run
         if self.step < run.course.steps and self.step % max(1, self._config.train.sample_every) == 0:
             self._sample()
@@ -205,17 +204,17 @@ def train(
 ) -> RunSummary:
     """Trains as configured, in this process or as one rank under torchrun.
 
-    However the run ends, its folder is given up and its threads, files and trackers are closed. Only the process group
+    However the run ends, its folder is released and its threads, files and trackers are closed. Only the process group
     of several ranks stays open after an error, because these notice when connections close, and must not log before
     the rank that knows the reason: such a process is expected to end.
 
     Args:
         config: of the run.
-        listener: hears, on every rank, when things happen.
+        listener: is told of events, on every rank.
         command: returns the command line that a user gave, with words added at its end; None where a program calls.
 
     Raises:
-        UserError: something in the configuration, the model or the data cannot work, or another rank is lost.
+        UserError: the configuration, the model or the data cannot be used, or another rank is lost.
     """
     check_world(config, world_size_from_environment())
     trainer = None
@@ -247,9 +246,9 @@ def train(
 
 
 def _how_to_resume(summary: RunSummary, config: RunConfig, command: Callable[..., str] | None) -> str:
-    """Returns how a run that a signal stopped goes on, for its last line."""
+    """Returns instructions for resuming a run that a signal stopped, for its last line."""
     options = {} if config.checkpoint.dir is not None else {"checkpoint.dir": short_path(summary.run_dir)}
-    if config.checkpoint.resume != "auto":  # which would start the run where it has begun
+    if config.checkpoint.resume != "auto":  # any other value would start where this run started
         options["checkpoint.resume"] = "auto"
     does = "start again with" if summary.steps == 0 else "resume with"
     if command is not None:
@@ -264,7 +263,7 @@ def _loss_course(losses: list[tuple[int, float]], begin: int) -> str:
 
 
 def _ends(losses: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Returns the first and the last; one, where there is only one."""
+    """Returns the first and the last loss; one, where there is only one."""
     return (losses[0], losses[-1]) if len(losses) > 1 else tuple(losses)
 
 

@@ -2,7 +2,7 @@
 
 A vision model runs on a tile of the usual size in each row. Tiles of other sizes have their first step with the data.
 
-They leave no trace. Masters, moments, counters and torch's generators are put back as they were, and dropout and the
+They leave no trace. Masters, moments, counters and torch's generators are restored, and dropout and the
 data order are functions of the step and the sample, so that the run's first step has the bits it would have had.
 """
 
@@ -28,7 +28,7 @@ from engine.training.row_shape import shape_of_launch
 
 
 def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> None:
-    """Takes train.synthetic_steps steps and as many evaluations of one group. Collective: every rank calls it."""
+    """Takes train.synthetic_steps steps and as many evaluations of one group. Collective."""
     steps = config.train.synthetic_steps
     if not steps:
         return
@@ -50,7 +50,7 @@ def warm_up(config: RunConfig, launch: Launch, training: Training, log: Log) -> 
 
 
 def _with_made_up_parts(training: Training, batch: Batch) -> Batch:
-    """Returns the batch with what the model's fronts and layers read beside tokens."""
+    """Returns the batch with the further inputs of the model's fronts and layers."""
     decoder, cp = training.source.model.decoder, training.mesh.cp
     if not decoder.fronts:
         return batch
@@ -60,7 +60,7 @@ def _with_made_up_parts(training: Training, batch: Batch) -> Batch:
 
 
 def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> DataLoader:
-    """Makes full rows of one document each, of tokens that mean nothing, as this rank would get them."""
+    """Makes full rows of one document each, of meaningless tokens, as this rank would get them."""
     length = config.data.seq_length
     rows = gradient_accumulation_steps(config, launch.world_size) * config.train.micro_batch_size
     rows *= data_parallel_size(config, launch.world_size)
@@ -81,7 +81,7 @@ def _synthetic_loader(config: RunConfig, launch: Launch, *, vocabulary: int) -> 
 
 
 class _State:
-    """A copy of what steps change, on this rank."""
+    """A copy of the state that steps change, on this rank."""
 
     def __init__(self, training: Training) -> None:
         optimizer = training.optimizer
@@ -102,7 +102,7 @@ class _State:
     def put_back(self) -> None:
         host = self._training.optimizer.flat.host
         if host is not None:
-            host.settle()  # what the last step sends there has arrived
+            host.settle()  # the last step's transfers have arrived
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)
         self._training.optimizer.flat.publish()

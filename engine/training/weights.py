@@ -36,7 +36,7 @@ def fill_parameters(
     filled in their fp32 masters, so that nothing is rounded to the compute dtype on the way. Collective.
 
     Args:
-        mesh: of ranks that hold the same parts of what is not sharded, one reads each.
+        mesh: of ranks that hold the same unsharded parts, one reads each.
     """
     masters = flat.master_shards()
     base = [shard for shard in masters if shard.name.rpartition(".")[2] not in LORA_LEAVES]
@@ -89,14 +89,14 @@ def _initialise_magnitudes(
 
 
 def _as_drawn(shard: NamedShard, source: ModelSource) -> NamedShard:
-    """The shard by the name that its random values follow from: a head that is the embedding, or a copy of it, has
-    those of the embedding."""
+    """Returns the shard under the name that seeds its random values: a head that is the embedding, or a copy of it,
+    has the embedding's."""
     is_shared = source.head_is_copy or source.model.decoder.tied_embeddings
     return shard._replace(name=SHARED) if is_shared and shard.name == TIED_HEAD else shard
 
 
 def _by_part(shard: NamedShard, decoder: DecoderConfig) -> list[NamedShard]:
-    """The magnitudes of one adapter over several modules, as those of each module: views of the same memory."""
+    """Returns the magnitudes of one adapter over several modules, split by module: views of the same memory."""
     module, _, leaf = shard.name.rpartition(".")
     if fused_parts(module) == [module]:
         return [shard]

@@ -1,1 +1,1 @@
-"""CUDA graphs: what of a training step is recorded once and replayed from then on."""
+"""CUDA graphs: the parts of a training step that are captured once and replayed from then on."""

@@ -1,4 +1,4 @@
-"""Builds a step that replays graphs from the options, or says in a sentence why there can be none."""
+"""Builds a step that replays graphs from the options, or gives the reason why there can be none."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Graphs: TypeAlias = StepGraph | LayerGraphs
 
 
 def check_graphs(config: RunConfig, device: torch.device, attention: AttentionChoice, decoder: DecoderConfig) -> None:
-    """Checks that this machine and this model's attention allow the graphs that are asked for.
+    """Checks that this machine and this model's attention allow the requested graphs.
 
     Raises:
-        UserError: they do not; says why.
+        UserError: they do not; gives the reason.
     """
     graph = config.memory.cuda_graph
     if graph == "none":
@@ -73,7 +73,7 @@ def build_graphs(
     data_ranks: int,
     most_documents: int | None,
 ) -> Graphs | None:
-    """Builds what the loop calls in place of `step`; None where memory.cuda_graph is none.
+    """Builds the graphed step that the loop calls in place of `step`; None where memory.cuda_graph is none.
 
     Args:
         device: the GPU; see `check_graphs`.
@@ -102,7 +102,7 @@ def build_graphs(
 
 
 def graphs_sentence(graphs: Graphs) -> str:
-    """The sentence for the log."""
+    """Returns the sentence for the log."""
     shape = graphs.shape
     what = "the whole step" if isinstance(graphs, StepGraph) else "each layer's forward and backward"
     return (

@@ -1,7 +1,7 @@
-"""Capturing work on the device and replaying it, behind a protocol of what training needs of it.
+"""Captures work on the device and replays it, behind a protocol of the operations that training needs.
 
-Capturing runs a function once while its launches are recorded instead of carried out: device memory stays as it is,
-what the function does on the host happens once. Replaying carries the launches out again, on the same addresses.
+Capturing runs a function once while its launches are recorded instead of carried out: device memory stays as it is, and
+the function's work on the host happens once. Replaying carries the launches out again, on the same addresses.
 
 Everything of a graphed run is launched on the stream it is captured on, the steps before the capture and those beside
 the graph too. Autograd's nodes remember the stream they were made on, and a parameter's node lives as long as anything
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 WARMUP_STEPS = 3
-"""Steps before the capture. They compile and load kernels, make communicators and workspaces, which a capture may not.
+"""Steps before the capture. They compile and load kernels and make communicators and workspaces, as a capture must not.
 
 They are the first steps of training itself: nothing is undone afterwards, because nothing was done beside training. The
 other ways each need something that these do not: a copy of masters and moments to restore, or a step that changes
@@ -33,7 +33,7 @@ Captured = Callable[[], tuple[Tensor, ...]]
 class Replayable(Protocol):
     """A captured function.
 
-    `outputs` are what the function returned while it was captured; a replay writes the same tensors again.
+    `outputs` are the tensors that the function returned while it was captured; a replay writes the same tensors again.
     """
 
     outputs: tuple[Tensor, ...]
@@ -46,10 +46,10 @@ class Capture(Protocol):
     """A way to capture."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Makes the stream of captures the current one; to be entered around all work of a run that captures."""
+        """Makes the stream of captures the current one; to be entered around all work of a capturing run."""
 
     def new_pool(self) -> Any:
-        """Memory that captures share which are replayed in the order in which they were captured."""
+        """Returns memory for captures to share that are replayed in the order in which they were captured."""
 
     def capture(self, function: Captured, pool: Any) -> Replayable:
         """Runs `function` once without effect on the device; inside `running`, between steps."""
@@ -95,7 +95,7 @@ class CudaCapture:
 
 @dataclass(slots=True)
 class GraphCounts:
-    """Counts of what was replayed, and what was not.
+    """Counts of replayed and other units.
 
     Args:
         unit: of the counts.
@@ -110,7 +110,7 @@ class GraphCounts:
     beside: int = 0
 
     def line(self) -> str:
-        """The line for the summary."""
+        """Returns the line for the summary."""
         return (
             f"{self.replayed} {self.unit} replayed, {self.warmup} before the capture, {self.beside} beside the graph "
             "(they did not fit)"

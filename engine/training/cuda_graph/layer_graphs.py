@@ -1,16 +1,16 @@
 """Graphs of single layers, forward and backward apart: for pipelines, and where loss and optimizer stay as they are.
 
-Embedding, head, loss, transfers between stages, reduction and optimizer are launched by the host as ever. A layer is
-replayed inside autograd as one function. What it needs of torch's own graphed callables is the chaining: a layer's
-output lies where the next one reads its input, and all layers of a micro-batch share one pool of memory, captured in
-the order in which it is replayed: all forwards, then all backwards from the last on. Gradients between layers pass
-through two tensors in turn, at a copy each; one for each layer would be there for good.
+Embedding, head, loss, transfers between stages, reduction and optimizer are launched by the host as usual. A layer is
+replayed inside autograd as one function. Beyond torch's own graphed callables, it needs chaining: a layer's output lies
+where the next one reads its input, and all layers of a micro-batch share one pool of memory, captured in the order in
+which it is replayed: all forwards, then all backwards from the last on. Gradients between layers pass through two
+tensors in turn, at a copy each; one for each layer would be allocated for good.
 
-Several micro-batches of a stage may be alive at once under a pipeline; each has a slot, with graphs and memory of its
-own. A slot is free again when its backward is done.
+Several micro-batches of a stage may be alive at once under a pipeline; each has a slot, with its own graphs and memory.
+A slot is free again when its backward is done.
 
 Gradients are added to their sinks by the captured kernels, but a sink's report is a call on the host, which a replay
-does not make. It is made up for when a layer's backward has been launched, so that full buckets leave for the
+does not make. The call is made when a layer's backward has been launched, so that full buckets leave for the
 data-parallel sum while the layers below are still to come, as without graphs. Until then a stage's layers do not take
 part in the reduction: their parameters are announced to it one layer at a time, in the stage's last backward.
 """
@@ -128,7 +128,7 @@ class Slot:
         model: the stage's part.
         step: 0-dim int64 optimizer steps taken.
         shape: of the micro-batch.
-        capture: how to capture.
+        capture: the way to capture.
         gives_gradient: whether the layers' input needs a gradient.
     """
 
@@ -202,7 +202,7 @@ class StageGraphs:
         """Parameters outside of the layers."""
 
     def take(self, microbatch: int, batch: Batch) -> Slot | None:
-        """A slot with the batch in it; None where it does not fit."""
+        """Returns a slot with the batch in it; None where it does not fit."""
         if not self._shape.fits(batch):
             return None
         slot = self._taken[microbatch] = self._free.pop()
@@ -210,7 +210,7 @@ class StageGraphs:
         return slot
 
     def of(self, microbatch: int) -> Slot | None:
-        """The slot that the micro-batch took."""
+        """Returns the slot that the micro-batch took."""
         return self._taken.get(microbatch)
 
     def release(self, microbatch: int) -> None:

@@ -1,4 +1,4 @@
-"""A step whose layers are replayed: captures them after a few steps, and counts what was replayed."""
+"""A step whose layers are replayed: captures them after a few steps, and counts the replays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.training.step import StepResult, TrainStep
 
 
 class LayerGraphs:
-    """Takes a `TrainStep`'s place: called alike, with the same result.
+    """Takes the place of a `TrainStep`: called the same way, with the same result.
 
     Args:
         step: the step.
         stages: those of the step, whose layers are captured.
-        capture: how.
+        capture: the way to capture.
         shape: of each micro-batch.
     """
 

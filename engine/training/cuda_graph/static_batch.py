@@ -1,11 +1,11 @@
-"""The contract of a graph's inputs: what may change from replay to replay, and where it must lie.
+"""The contract of a graph's inputs: those that may change from replay to replay, and where they must lie.
 
-A graph repeats launches with the arguments of the day it was captured. So each input
-- has a fixed place: what a micro-batch brings is copied into the tensors of a `StaticBatch` before each replay;
+A graph repeats launches with the arguments of its capture. So each input
+- has a fixed address: a micro-batch's tensors are copied into those of a `StaticBatch` before each replay;
 - has a fixed shape: rows x length tokens, and `documents` + 1 offsets, the last one repeated where there are fewer
   documents, which makes documents of no tokens;
 - is on the device: document lengths on the host are empty, and the longest document is taken to be as long as a row.
-What changes beside the batches are 0-dim tensors: target count and learning rate (`TrainStep.prepare`), the step count
+The other changing inputs are 0-dim tensors: target count and learning rate (`TrainStep.prepare`), the step count
 that dropout draws from, the optimizer's counters, its clip factor and its flag for gradients that are not finite.
 A micro-batch of another shape, or of more documents, does not fit and is computed without a graph.
 """
@@ -22,8 +22,8 @@ from engine.data.dataset import TokenDataset
 from engine.errors import UserError
 
 DOCUMENTS_PER_ROW = 32
-"""Documents that a graph has room for where nothing else is asked for, a row. One that is not there costs the flash
-kernel a block of threads for each head and each block of a row's queries, which ends at once."""
+"""Default number of documents that a graph has room for, per row. An unused one costs the flash kernel a block of
+threads for each head and each block of a row's queries, which ends at once."""
 
 _COPIED = ("tokens_BS", "labels_BS", "positions_BS", "token_index_BS", "loss_weights_BS")
 
@@ -45,7 +45,7 @@ class StaticShape:
         assert self.documents >= self.rows, "every row starts a document"
 
     def fits(self, batch: Batch) -> bool:
-        """Whether the batch can be copied into a `StaticBatch` of this shape."""
+        """Returns whether the batch can be copied into a `StaticBatch` of this shape."""
         return (
             (batch.num_rows, batch.row_length) == (self.rows, self.length)
             and len(batch.document_lengths) <= self.documents
@@ -55,11 +55,11 @@ class StaticShape:
 
 
 class StaticBatch:
-    """One micro-batch's place.
+    """The static tensors of one micro-batch.
 
     Args:
-        shape: of what it holds.
-        device: where.
+        shape: of the micro-batch.
+        device: of the tensors.
     """
 
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class StaticBatch:
             .clamp_(max=shape.rows * shape.length),
             document_lengths=(),
         )
-        """What a graph reads; before the first `load` a batch without targets, of one document a row."""
+        """The inputs of a graph; before the first `load` a batch without targets, of one document per row."""
 
     def load(self, batch: Batch) -> None:
         """Copies a batch that fits; it may lie on the host, and is not waited for where that memory is pinned."""
@@ -91,12 +91,12 @@ class StaticBatch:
 
 
 def max_documents_per_row(dataset: TokenDataset) -> int:
-    """Documents in the row that has most of them."""
+    """Returns the number of documents in the row that has most of them."""
     return int(np.diff(dataset.rows.offsets).max())
 
 
 def document_capacity(asked: int | None, *, rows: int, max_documents_per_row: int, uniform: bool) -> int:
-    """Returns how many documents a graph's micro-batch has room for.
+    """Returns the number of documents that a graph's micro-batch has room for.
 
     Args:
         asked: memory.graph_documents.

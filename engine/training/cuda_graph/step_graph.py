@@ -1,7 +1,7 @@
 """The whole step as one graph: forward and backward of all micro-batches, reduction, clipping, update, publishing.
 
 Recomputation, accumulation and collectives of tensor and data parallelism are part of it. Where ranks share a
-collective, all of them must replay together, so that either every rank's micro-batches fit or none does; the capacity
+collective, all of them must replay together, so that either all ranks' micro-batches fit or none do; the capacity
 is chosen so that they always do (`static_batch.document_capacity`). The graph keeps its activations' memory; a step
 beside it, and an evaluation, need theirs on top.
 """
@@ -19,11 +19,11 @@ from engine.training.step import StepResult, TrainStep
 
 
 class StepGraph:
-    """Takes a `TrainStep`'s place: called alike, with the same result.
+    """Takes the place of a `TrainStep`: called the same way, with the same result.
 
     Args:
-        step: what is captured.
-        capture: how.
+        step: to capture.
+        capture: the way to capture.
         shape: of each micro-batch.
         num_microbatches: of a step.
         device: that the step runs on.

@@ -25,7 +25,7 @@ def _signed(value: int) -> int:
 
 
 def _odd_numbers(first: int, count: int, device: torch.device) -> Tensor:
-    """int64 [count]: SplitMix64's mixing of `first`, `first` + 1, .., made odd."""
+    """Returns int64 [count]: SplitMix64's mixing of `first`, `first` + 1, .., made odd."""
     mixed = (torch.arange(first, first + count, dtype=torch.int64, device=device) + 1) * _signed(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> 27)) * _signed(0x94D049BB133111EB)
@@ -33,7 +33,7 @@ def _odd_numbers(first: int, count: int, device: torch.device) -> Tensor:
 
 
 class Fingerprints:
-    """Makes fingerprints; keeps the numbers that bits are multiplied with.
+    """Makes fingerprints; keeps the multipliers.
 
     Args:
         device: of the fingerprints; tensors may lie elsewhere.
@@ -45,7 +45,7 @@ class Fingerprints:
         self._rows: dict[torch.device, Tensor] = {}
 
     def of(self, tensors: Iterable[Tensor]) -> Tensor:
-        """0-dim int64 fingerprint of one tensor, or of one that lies in several parts, in their order.
+        """Returns the 0-dim int64 fingerprint of one tensor, or of one that lies in several parts, in their order.
 
         Args:
             tensors: of one or two dimensions (further ones count as columns) and any dtype of 1, 2, 4 or 8 bytes.
@@ -70,7 +70,7 @@ class Fingerprints:
 
 
 def _at_least(kept: dict[torch.device, Tensor], first: int, count: int, device: torch.device) -> Tensor:
-    """`count` odd numbers or more, made once."""
+    """Returns `count` odd numbers or more, made once."""
     if device not in kept or kept[device].shape[0] < count:
         kept[device] = _odd_numbers(first, count, device)
     return kept[device]

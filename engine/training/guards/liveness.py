@@ -1,9 +1,9 @@
 """Checks that every adapter learns: both factors had a gradient, the masters moved, and the model uses them.
 
 Nothing is added to the step for it. AdamW's first moment is zero exactly as long as no finite gradient but zeros has
-arrived, and one of an earlier run would fall by beta1 a step; so two looks at it tell, however gradients are computed
-and whether or not a graph replayed them. The gradient of A is exactly zero while B is, which is why nothing is judged
-before the third update with a learning rate.
+arrived, and one of an earlier run would fall by beta1 a step; so comparing it at two times suffices, however gradients
+are computed and whether or not a graph replayed them. The gradient of A is exactly zero while B is, which is why
+nothing is judged before the third update with a learning rate.
 
 An expert that the router chose for no token has not learned either, which is no fault: where none of its adapters'
 factors had a gradient, a note is logged. One that had its first tokens after the first look, or none after
@@ -47,11 +47,11 @@ class Dead(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The looks' findings anywhere in the run.
+    """The findings anywhere in the run.
 
     Args:
         dead: factors that do not learn.
-        idle: experts, by their modules' prefix, that no token was sent to.
+        idle: prefixes of the experts that received no tokens.
     """
 
     dead: list[Dead]
@@ -63,7 +63,7 @@ class Look(NamedTuple):
 
     Args:
         size: fp32 [factors, 2] largest element and Euclidean norm of the first moment. One of them alone is now and
-            then, among the factors of a model, what decay would have left of it.
+            then, among the factors of a model, the value that decay would have left.
         master: int64 [factors] fingerprint of this rank's part of the masters.
         published: int64 [factors] fingerprint of the weight that the model reads.
         updates: 0-dim fp32 updates applied so far.
@@ -76,14 +76,14 @@ class Look(NamedTuple):
 
 
 class LivenessGuard:
-    """Looks at the adapters three times: before training, and twice when the time has come.
+    """Examines the adapters three times: before training, and twice at guards.liveness_steps.
 
     Args:
         entries: parameters of this rank.
         optimizer: of the run, whose state is that of the first step to come.
         replicas: knows where a parameter's numbers are.
         mesh, world: the axes, and all ranks of the run.
-        fingerprints: how bits are compared.
+        fingerprints: compare bits.
         beta1: of AdamW.
     """
 
@@ -150,7 +150,7 @@ class LivenessGuard:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The first step with a learning rate was launched; earlier looks are forgotten."""
+        """Begins anew, after the first step with a learning rate was launched; earlier looks are discarded."""
         self._begun = self._optimizer.step_count.clone()
         self._middle = self._last = None
 
@@ -163,9 +163,9 @@ class LivenessGuard:
 
     @torch.no_grad()
     def verdict(self) -> Verdict | None:
-        """Names the factors that do not learn anywhere in the run, the same on all ranks; None where fewer than two
-        updates were applied between the first step with a learning rate and the first look, so that nothing can be
-        said. Collective; waits for the device.
+        """Names the factors that do not learn anywhere in the run, the same on all ranks; None, for want of evidence,
+        where fewer than two updates were applied between the first step with a learning rate and the first look.
+        Collective; waits for the device.
         """
         first, middle, last = self._first, self._middle, self._last
         assert middle is not None and last is not None
@@ -202,7 +202,7 @@ class LivenessGuard:
             if self._had_no_gradient(size, before, updates):
                 dead.append(Dead(entry.name, "had no gradient but zeros", self._world.rank))
             elif self._had_no_gradient(between, before, early):
-                continue  # its masters may have moved after the first look, which was too early to tell
+                continue  # its masters may have moved after the first look, which was too early
             elif not moved:
                 dead.append(Dead(entry.name, "had a gradient and was not updated", self._world.rank))
             elif not read:
@@ -223,7 +223,7 @@ class LivenessGuard:
             flags[:, columns] = all_reduce(flags[:, columns].contiguous(), axis, dist.ReduceOp.MAX)
 
     def _had_no_gradient(self, size: Sequence[float], before: Sequence[float], updates: int) -> bool:
-        """Returns whether the first moment only decayed since before the first of these updates."""
+        """Returns whether the first moment only decayed over these updates."""
         (largest, norm), decay = size, self._beta1**updates
         left, norm_left = (decay * one for one in before)
         return abs(largest - left) <= _ROUNDING * updates * left and abs(norm - norm_left) <= _SAME_NORM * norm_left
@@ -262,5 +262,5 @@ def sentence(step: int, dead: Sequence[Dead]) -> str:
 
 
 def idle_sentence(step: int, idle: Sequence[str]) -> str:
-    """Describes experts that no token was sent to."""
+    """Describes experts that received no tokens."""
     return f"up to step {step} the router sent no token to {listed(idle, most=NAMED)}, whose adapters are unchanged"

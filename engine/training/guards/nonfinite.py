@@ -1,4 +1,4 @@
-"""Locates where a step stopped being finite: its micro-batches are recomputed and looked at module by module.
+"""Locates where a step stopped being finite: its micro-batches are recomputed and inspected module by module.
 
 The second computation is the step's own, with its dropout, on weights that are at most a few updates younger (a step
 that is not finite changes none). Forward is looked at in the order of the model, then backward in the other one, in
@@ -6,7 +6,7 @@ each rank and micro-batch; the first place of all ranks is where it began, becau
 onward. Between the linears there are norms, attention and activations: where a linear's input is not finite and
 nothing before it is, it is one of those.
 
-Every look waits for the device. Gradients that this makes are thrown away.
+Every inspection waits for the device. The resulting gradients are discarded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Place(NamedTuple):
         phase: forward or backward.
         microbatch: of the step, on this data-parallel rank.
         order: of the module, as the computation of this phase meets it.
-        what: words.
+        what: description of the tensor.
         rank: global.
     """
 
@@ -86,7 +86,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class _Watch:
-    """The first place that this rank sees."""
+    """The first non-finite place on this rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -117,14 +117,14 @@ class _Watch:
 
 
 def _name(module: ShardedModule, fallback: str) -> str:
-    """The logical linears behind a module: layers.3.attention.q_proj, layers.3.attention.k_proj, .."""
+    """Returns the logical linears behind a module: layers.3.attention.q_proj, layers.3.attention.k_proj, .."""
     names = dict.fromkeys(entry.name.rpartition(".")[0] for entry in module.entries if entry.name.endswith(".weight"))
     return ", ".join(names) or fallback
 
 
 def _modules(model: Decoder) -> Iterable[tuple[nn.Module, tuple[int, ...], str, bool]]:
-    """The modules that are looked at, each with its place in the order of forward, its name, and whether its input is
-    looked at: that of a layer is the output of another."""
+    """Yields the inspected modules, each with its position in the order of forward, its name, and whether its input
+    is inspected: that of a layer is the output of another."""
     if model.embedding is not None:
         yield model.embedding, (_EMBEDDING, 0), "embed_tokens", False
     for index, layer in enumerate(model.layers, model.part.first):
@@ -135,7 +135,7 @@ def _modules(model: Decoder) -> Iterable[tuple[nn.Module, tuple[int, ...], str, 
 
 
 class _WatchedStage:
-    """A stage that says which micro-batch runs, and looks at the gradients of its end and its parameters."""
+    """A stage that records the running micro-batch, and inspects the gradients of its end and its parameters."""
 
     def __init__(self, stage: ModelStage, watch: _Watch) -> None:
         self._stage, self._watch = stage, watch
@@ -184,7 +184,7 @@ class _WatchedStage:
         self._watch.microbatch = microbatch
         for place, entry in enumerate(reversed(self.entries)):
             if entry.sink is not None:
-                # after all activations' gradients of this micro-batch: these say more about where it began
+                # after all activations' gradients of this micro-batch: these tell more about the origin
                 self._watch.look(entry.sink.buffer, (_END, place), f"the gradient of {entry.name}", phase=_BACKWARD)
 
 
@@ -211,7 +211,7 @@ def _put_hooks(model: Decoder, watch: _Watch) -> list[Callable[[], None]]:
 
 
 class Locator:
-    """Computes a step again and says where it stopped being finite.
+    """Recomputes a step and finds where it stopped being finite.
 
     Args:
         step: of the run.
@@ -238,7 +238,7 @@ class Locator:
         Args:
             batches: this rank's micro-batches.
             target_count: of the global batch.
-            step: steps taken when the step began, which is what its dropout was drawn with.
+            step: steps taken when the step began, from which its dropout was drawn.
 
         Returns:
             The same on all ranks.

@@ -1,10 +1,11 @@
-"""Checks that ranks that hold copies of a tensor hold the same bits.
+"""Checks that the ranks holding copies of a tensor hold the same bits.
 
-The ranks that hold copies are read off each parameter's ShardSpec; tensors that are not spread over the ranks that
-train on other data (dp x cp, or an expert's own) is a copy on all of these, too. Encoded weights are compared as they
+The ranks that hold copies are read off each parameter's ShardSpec; a tensor that is not spread over the ranks that
+train on other data (dp x cp, or an expert's own) has a copy on all of these, too. Encoded weights are compared as they
 are stored, unless their memory is spread or waits in host memory. Fingerprints of all of these and of the run's own
-numbers (steps, data cursor, tokens, loss, norm) travel in one small all-gather an axis. Whether any rank of the whole
-run saw a difference is one more number, so that all ranks learn of it together; only then do they talk about which.
+numbers (steps, data cursor, tokens, loss, norm) travel in one small all-gather per axis. Whether any rank of the whole
+run saw a difference is one more number, so that all ranks learn of it together; only then do they exchange which
+tensors differ.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from engine.layers.storage import WeightPlacement
 from engine.training.guards.fingerprint import Fingerprints
 
 NAMED = 3
-"""Differences that a sentence names."""
+"""Maximum number of differences that a sentence names."""
 
 
 class Difference(NamedTuple):
-    """A difference between copies of one thing.
+    """A difference between copies of a parameter or number.
 
     Args:
-        what: a parameter, or a number of the run.
+        what: name of the parameter, or of a number of the run.
         axis: over which it should be the same.
         ranks: global ranks, those with equal copies together, the largest set first.
     """
@@ -50,7 +51,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gathered:
-    """Fingerprints of one axis: `whole` [ranks, things]."""
+    """Fingerprints of one axis: `whole` [ranks, tensors and numbers]."""
 
     axis: Axis
     things: tuple[str, ...]
@@ -73,7 +74,7 @@ class PendingComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Held:
-    """A tensor that some other rank has a copy of; compared every time where it is trained."""
+    """A tensor that another rank has a copy of; compared every time where it is trained."""
 
     name: str
     trained: bool
@@ -86,10 +87,10 @@ class ReplicaGuard:
     Args:
         entries: parameters of this rank, all of them.
         encoded: frozen weights that are stored encoded.
-        weights: which weights are spread; None where none is.
+        weights: the placement of weights, some of which may be spread; None where none are.
         mesh: the axes.
         world: all ranks of the run.
-        fingerprints: how.
+        fingerprints: of the tensors.
     """
 
     def __init__(

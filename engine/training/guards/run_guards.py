@@ -1,7 +1,7 @@
-"""All guards of a run, as the loop sees them: told of every step, asked when its figures have been read.
+"""All guards of a run, as the loop sees them: told of every step, and asked once its figures have been read.
 
-What a guard does in the hot path is to launch work whose results lie on the device until the report of the step, which
-comes when the next step already runs. So a step is reported on one step later.
+In the hot path, a guard only launches work whose results stay on the device until the report of the step, which comes
+when the next step already runs. So a step is reported on one step later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FROZEN_EVERY = 10
 EARLY_COMPARISON = 2
 """Steps after which replicas are compared for the first time: a sum that a layout forgets shows at once."""
 MAX_LOCATED = 3
-"""Steps of a run that are computed again to find where they stopped being finite."""
+"""Maximum number of steps of a run that are recomputed to find where they stopped being finite."""
 KEPT_BATCHES = 16
 """Unread steps whose micro-batches are kept for that."""
 
@@ -53,7 +53,7 @@ class Guards(Observer):
         world: all ranks of the run.
         beta1: of AdamW.
         seed: of the run.
-        max_skipped_steps: left out one after the other, after which the run stops.
+        max_skipped_steps: consecutive skipped steps after which the run stops.
         say: prints a line.
     """
 
@@ -89,7 +89,7 @@ class Guards(Observer):
         self._liveness: LivenessGuard | None = None
         self._live_from: int | None = None
         self._live_steps = 0
-        """Steps with a learning rate, and something to learn, since then."""
+        """Steps with a learning rate and a signal to learn from, since then."""
         self._looked_after = 0
         self._begun_at = 0
 
@@ -116,7 +116,7 @@ class Guards(Observer):
             self._read_comparison()
 
     def after(self, seen: StepSeen) -> None:
-        """A step was handed to the device. Launches work, waits for nothing."""
+        """Takes note of a step that was handed to the device. Launches work, waits for nothing."""
         seen = replace(seen, loss_limit=self._loss_limit, norm_limit=self._norm_limit)
         self._unread.append(seen)
         if len(self._unread) > KEPT_BATCHES:
@@ -184,8 +184,8 @@ class Guards(Observer):
             )
 
     def _is_overflow(self, seen: StepSeen, scale: float) -> bool:
-        """Whether a gradient that is not finite is a normal event of float16: the scale has been halved, and the next
-        step tries again. At the scale's floor nothing is left to halve."""
+        """Returns whether a gradient that is not finite is a normal event of float16: the scale has been halved, and
+        the next step tries again. At the scale's floor nothing is left to halve."""
         if self._optimizer.loss_scale is None or scale <= FLOOR:
             return False
         self._say(
@@ -200,7 +200,7 @@ class Guards(Observer):
 
     def _report_non_finite(self, seen: StepSeen, loss: float, norm: float) -> None:
         text = f"step {seen.step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped"
-        # of several in a row the first one tells
+        # of several in a row the first is the informative one
         if self._options.locate_non_finite and self._skipped_in_a_row == 1 and self._located < MAX_LOCATED:
             self._located += 1
             if seen.batches:
@@ -259,7 +259,7 @@ class Guards(Observer):
         self._compared = seen.step
 
     def _numbers(self, consumed: int, seen: StepSeen | None = None) -> dict[str, Tensor]:
-        """Returns the numbers beside parameters that are the same on all ranks."""
+        """Returns the numbers, beside parameters, that are the same on all ranks."""
         optimizer, host = self._optimizer, torch.tensor([consumed, self._seed])
         numbers = {
             "the data cursor": host[0],
@@ -333,7 +333,7 @@ class Guards(Observer):
 
 
 def build_guards(config: RunConfig, training: Training, launch: Launch, *, say: Callable[[str], None]) -> Guards:
-    """The guards of a run whose weights and state are loaded.
+    """Returns the guards of a run whose weights and state are loaded.
 
     Args:
         say: prints a line on the rank that prints.

@@ -1,4 +1,4 @@
-"""Leaps of the loss and of the gradient norm, judged against the median of the steps before.
+"""Spikes of the loss and of the gradient norm, relative to the median of recent steps.
 
 The limits are numbers of the host, made of figures that have been read, and lie in 0-dim tensors on the device, where
 the optimizer compares each step's loss and norm with them. So a step is skipped without a host wait; the
@@ -13,9 +13,9 @@ from collections import deque
 from statistics import median
 
 LEAST_LOSS = 1.0
-"""Nats above the median that a loss may always be."""
+"""Nats above the median up to which a loss is never a spike."""
 LEAST_NORM = 4.0
-"""Times the median that a norm may always be."""
+"""Multiple of the median up to which a norm is never a spike."""
 NO_LIMIT = 3.4028234663852886e38
 """The largest fp32 number: only non-finite numbers lie above it."""
 _ROBUST = 1.4826
@@ -23,12 +23,12 @@ _ROBUST = 1.4826
 
 
 def as_float32(value: float) -> float:
-    """The fp32 number next to `value`, with which the device compares."""
+    """Returns the fp32 number nearest to `value`, with which the device compares."""
     return float(struct.unpack("f", struct.pack("f", min(value, NO_LIMIT)))[0])
 
 
 class RunningLimit:
-    """The median of recent figures, and how far above it one may lie.
+    """The median of recent figures, and the largest distance above it that is no spike.
 
     Args:
         window: figures that are remembered; at least half as many are needed before there is a limit.
@@ -43,8 +43,8 @@ class RunningLimit:
         self._logarithms, self._least = logarithms, math.log(least) if logarithms else least
 
     def add(self, figure: float) -> None:
-        """Takes one more figure; a non-finite one says nothing about usual values. A spike counts as well, so that a
-        level that stays becomes the usual one."""
+        """Adds a figure; a non-finite one is ignored. A spike counts as well, so that a lasting level becomes the
+        usual one."""
         if math.isfinite(figure) and (figure > 0 or not self._logarithms):
             self._figures.append(math.log(figure) if self._logarithms else figure)
 
@@ -54,7 +54,7 @@ class RunningLimit:
         return math.exp(value) if self._logarithms else value
 
     def limit(self) -> float:
-        """Above this a figure is a spike; an fp32 number, the largest one while there are too few figures."""
+        """The fp32 number above which a figure is a spike; the largest one while there are too few figures."""
         if len(self._figures) < self._needed:
             return NO_LIMIT
         middle = median(self._figures)

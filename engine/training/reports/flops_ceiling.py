@@ -1,4 +1,4 @@
-"""Measures once what a device computes at most: the speed of a square product in the run's dtype."""
+"""Measures a device's peak arithmetic once: the speed of a square product in the run's dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AT_ONCE = 4
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of a few products. A fraction of a second, before the first step.
+    """Returns the FLOP/s of the fastest of a few products. Takes a fraction of a second, before the first step.
 
     Args:
         device: of the run.

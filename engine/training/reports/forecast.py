@@ -1,8 +1,7 @@
-"""Compares the memory that the planner predicts with what the run holds: one line at the start, and a warning where
-they differ.
+"""Compares the memory that the planner predicts with the run's: one line at the start, and a warning where they differ.
 
 The prediction is for rows as long as the longest one of the data, with as many tiles of images as any of them has;
-tiles are taken to be of the family's usual size. Only rank 0 predicts and speaks. A run that the
+tiles are taken to be of the family's usual size. Only rank 0 predicts and reports. A run that the
 planner cannot describe has no prediction.
 """
 
@@ -37,7 +36,7 @@ class MemoryForecast(Observer):
         config: of the run.
         launch: rank, ranks and device.
         training: of the run.
-        dataset: whose rows are trained on; None where they are not known yet.
+        dataset: the training rows; None where they are not known yet.
         say: prints a line on rank 0.
     """
 
@@ -99,7 +98,7 @@ class MemoryForecast(Observer):
 
         Args:
             measured: bytes, torch's count on a GPU. On a CPU it is the whole process's, which is not predicted.
-            last: the run is at its end, so that the peak is not going to rise.
+            last: whether the run is at its end, so that the peak cannot rise further.
 
         Returns:
             A warning, once, where it differs by more than TOLERANCE.
@@ -134,7 +133,7 @@ def _predict(config: RunConfig, launch: Launch, training: Training, dataset: Tok
 
 
 def _with_rows(workload: Workload, config: RunConfig, launch: Launch, dataset: TokenDataset) -> Workload:
-    """The workload with rows as they are padded: to the longest of the data, unless they are packed."""
+    """Returns the workload with rows as they are padded: to the longest of the data, unless they are packed."""
     if fronts := workload.decoder.fronts:
         tiles_of_row = -(-dataset.most_features() // fronts[0].num_features(fronts[0].usual_tile))
         tiles = usual_tiles(workload.decoder, config.train.micro_batch_size * tiles_of_row)

@@ -10,7 +10,7 @@ from engine.training.observer import Observer, StepReport, StepSeen
 
 
 class RoundingNote(Observer):
-    """Says how activations that are kept for backward were rounded, once the first step has shown it.
+    """Reports the rounding error of activations that are kept for backward, after the first step.
 
     Args:
         parts: of the model on this rank.
@@ -21,7 +21,7 @@ class RoundingNote(Observer):
         self._unseen, self._say = [part.saved for part in parts], say
 
     def after(self, seen: StepSeen) -> None:
-        """Says it, after the first step."""
+        """Reports it after the first step."""
         while self._unseen:
             if (report := self._unseen.pop(0).take_report()) is not None:
                 self._say(f"step {seen.step}: {report.line()}")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Observation(Observer):
-    """Records what one rank sees of itself, from before the first step.
+    """Records the telemetry of one rank, from before the first step.
 
     Args:
         config, launch, training: of the run.
@@ -93,7 +93,7 @@ class Observation(Observer):
         self._say(f"step {seen.step}: wrote the trace {path}{beside}")
 
     def figures(self, report: StepReport) -> dict[str, Value]:
-        """Writes this rank's record; returns the share of the devices' arithmetic that is used."""
+        """Writes this rank's record; returns the utilisation of the devices' arithmetic."""
         if self._file is not None:
             self._file.write(self._record(report.step))
         tokens, seconds = report.tokens, report.seconds
@@ -125,7 +125,7 @@ class Observation(Observer):
         return record
 
     def _measured_ceiling(self) -> float:
-        """FLOP/s of a device; 0 where utilisation is not told, which is rank 0's to tell."""
+        """Returns the FLOP/s of a device; 0 where this rank does not report utilisation, as only rank 0 may."""
         given = self._config.log.peak_tflops
         if given is not None or self._launch.rank != 0:
             return (given or 0.0) * 1e12

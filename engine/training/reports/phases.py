@@ -30,12 +30,12 @@ class PhaseClock:
         self._totals: dict[str, float] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         moment = self._moment()
         self._open = None if moment is None else [("", moment)]
 
     def passed(self, phase: str, *, last: bool = False) -> None:
-        """`phase` has ended, and with the `last` one the step; outside of a step nothing is noted."""
+        """Ends `phase`, and with the `last` one the step; outside of a step nothing is noted."""
         if self._open is None:
             return
         moment = self._moment()
@@ -49,7 +49,7 @@ class PhaseClock:
             self._read()
 
     def totals(self) -> dict[str, float]:
-        """Seconds of each phase, over the steps that have ended since the last call."""
+        """Returns the seconds of each phase, over the steps that have ended since the last call."""
         self._read()
         found, self._totals = self._totals, {}
         return found

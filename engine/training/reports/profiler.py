@@ -13,8 +13,8 @@ class StepTraces:
     """The traces of one rank's steps.
 
     Args:
-        steps: which are traced, from 1; neighbours go into one trace.
-        folder: where files are made.
+        steps: to trace, from 1; neighbours go into one trace.
+        folder: of the files.
         rank: of this process.
     """
 
@@ -24,7 +24,7 @@ class StepTraces:
         self._first = 0
 
     def before(self, step: int) -> None:
-        """`step` begins."""
+        """Begins a trace where `step` is the first of one."""
         if step not in self._steps or self._profile is not None:
             return
         activities = [ProfilerActivity.CPU]
@@ -36,7 +36,7 @@ class StepTraces:
         self._first = step
 
     def after(self, step: int) -> Path | None:
-        """`step` is launched; the file, where its trace ends here."""
+        """Returns the file of the trace that ends with `step`, which has been launched; None where none does."""
         if self._profile is None or step + 1 in self._steps:
             return None
         self._profile.__exit__(None, None, None)
@@ -48,7 +48,7 @@ class StepTraces:
         return path
 
     def close(self) -> None:
-        """Drops a trace that the end of the run cuts off."""
+        """Discards a trace that the end of the run cuts off."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None

@@ -1,4 +1,4 @@
-"""Opens what a run's metrics are written to: its own file, and the trackers."""
+"""Opens the destinations of a run's metrics: its own file, and the trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.telemetry.trackers import TrackedRun, TrackerChoice, Trackers, open_
 
 
 def tracker_choice(options: LogOptions) -> TrackerChoice:
-    """Returns which trackers the options ask for."""
+    """Returns the trackers that the options ask for."""
     return TrackerChoice(
         tensorboard=options.tensorboard,
         wandb_project=options.wandb_project,
@@ -28,7 +28,7 @@ def open_run_trackers(config: RunConfig, run_dir: Path, log: Log) -> Trackers:
     """Opens the run's trackers, of which only rank 0 has any.
 
     Raises:
-        UserError: one cannot start.
+        UserError: a tracker cannot start.
     """
     if not log.enabled:
         return Trackers()

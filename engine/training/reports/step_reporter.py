@@ -1,4 +1,4 @@
-"""Reports each step to the metrics file, the progress line and the listener, and calls what observes the steps.
+"""Reports each step to the metrics file, the progress line and the listener, and calls the observers of the steps.
 
 The figures of a step are copied to the host behind it, and read when the next step has been handed to the device. The
 device does not wait for the host, and the host waits for no more than the step it reports: while the next one runs it
@@ -25,22 +25,22 @@ from engine.training.step_source import StepSource
 
 
 class RunClock:
-    """The clock of a run: seconds that leave out evaluations, samples and waits for saves."""
+    """The clock of a run: seconds without evaluations, samples and waits for saves."""
 
     def __init__(self) -> None:
         self._left_out = 0.0
 
     def now(self) -> float:
-        """Seconds from any origin."""
+        """Returns seconds from an arbitrary origin."""
         return time.monotonic() - self._left_out
 
     def leave_out(self, seconds: float) -> None:
-        """Takes out seconds that have just passed."""
+        """Excludes seconds that have just passed."""
         self._left_out += seconds
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leaves out what runs inside."""
+        """Excludes the time spent inside."""
         begin = time.monotonic()
         yield
         self.leave_out(time.monotonic() - begin)
@@ -59,18 +59,18 @@ class _Unread:
     finished: float
     """When it was handed to the device, on the run's clock."""
     of_rows: Mapping[str, float]
-    """What is reported of its rows."""
+    """The figures of its rows."""
 
 
 class StepReporter:
-    """Reports the steps of one run on this rank. Every rank has one and makes the same calls.
+    """Reports the steps of one run on this rank. Every rank has a reporter and makes the same calls.
 
     Args:
-        options: how often steps are reported.
-        training: what is trained.
+        options: the intervals between reports.
+        training: of the run.
         source: of the steps.
         clock: of the run.
-        metrics, progress, listener: who is told.
+        metrics, progress, listener: receive the reports.
         observers: follow the steps, in this order.
     """
 
@@ -92,16 +92,16 @@ class StepReporter:
         self._unread: _Unread | None = None
         self._since = clock.now()
         self._rows, self._step_tokens = 0, 0
-        """Since the report before."""
+        """Since the previous report."""
         self._stalled = 0.0
         self._worked: Mapping[str, float] = dict.fromkeys(source.work_seconds, 0.0)
         self.tokens = 0
         """Tokens of the steps that were read in this start."""
         self.losses: list[tuple[int, float]] = []
-        """Step and loss of those that were reported in this start."""
+        """Step and loss of the steps that were reported in this start."""
 
     def begin(self, step: int, consumed: int) -> None:
-        """Begins the time of the first report; see `Observer.begin`."""
+        """Starts the clock of the first report; see `Observer.begin`."""
         self._since = self._clock.now()
         for observer in self._observers:
             observer.begin(step, consumed)
@@ -117,10 +117,10 @@ class StepReporter:
         Args:
             seen: the step.
             rows, tokens: of its global batch.
-            figures: what is reported of these rows.
+            figures: of these rows.
 
         Raises:
-            UserError: a guard saw what its policy stops at, or a file cannot be written.
+            UserError: a guard's policy stops the run, or a file cannot be written.
         """
         for observer in self._observers:
             observer.after(seen)
@@ -207,14 +207,15 @@ class StepReporter:
             observer.read(report)
 
     def _working(self, seconds: float) -> dict[str, float]:
-        """The seconds of work between steps since the report before, by name, and what is left of all for training."""
+        """Returns the seconds of work between steps since the previous report, by name, and the rest, spent on
+        training."""
         now = dict(self._source.work_seconds)
         found = {name: total - self._worked[name] for name, total in now.items()}
         self._worked = now
         return found | {"training_seconds": seconds - sum(found.values())} if found else {}
 
     def _named_figures(self, metrics: list[float], loss_scale: float) -> dict[str, float]:
-        """The objective's metrics by name, with the loss scale where there is one."""
+        """Returns the objective's metrics by name, with the loss scale where there is one."""
         more = dict(self._training.objective.named(metrics))
         if self._training.optimizer.loss_scale is not None:
             more["loss_scale"] = loss_scale

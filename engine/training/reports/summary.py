@@ -36,11 +36,11 @@ class RunSummary:
     run_dir: Path
     steps: int
     losses: tuple[tuple[int, float], ...] = ()
-    """Step and loss of the first and the last reported step of this start; of one, where there is but one."""
+    """Step and loss of the first and the last reported step of this start; one entry, where there is only one."""
     loss_course: str = ""
     """The loss at the beginning and at the end of this start, as a report shows it: means of a long run's steps."""
     how_far: str = ""
-    """How much of the whole run has been done."""
+    """The share of the whole run that has been done."""
     eval_losses: tuple[tuple[int, float], ...] = ()
     """The same of evaluations."""
     tokens: int = 0
@@ -49,9 +49,9 @@ class RunSummary:
     data_stall: float = 0.0
     """Seconds that steps waited for data."""
     graphs: str | None = None
-    """Micro-batches that were replayed as a graph, and others."""
+    """The counts of micro-batches that were replayed as a graph, and of others."""
     best: str | None = None
-    """The best evaluation loss, and which checkpoint has it."""
+    """The best evaluation loss, and its checkpoint."""
     stopped: str | None = None
     """The signal that stopped the run before its end."""
 
@@ -80,7 +80,7 @@ class RunSummary:
 
 
 def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *, num_micro_batches: int) -> None:
-    """Logs which model is trained on which layout."""
+    """Logs the trained model and its layout."""
     grid = training.mesh.grid
     whole = num_parameters(training.source.model.decoder)
     trained = training.plan.num_trained()
@@ -139,7 +139,7 @@ def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
 
 
 def _experts(grid: RankGrid) -> str:
-    """Returns how experts are spread, where that is otherwise than the rest of the model."""
+    """Returns a phrase on the layout of experts, where it differs from that of the rest of the model."""
     if not grid.folds_experts:
         return ""
     return f", expert {grid.ep}{f' (each on {grid.tp} tensor ranks)' if grid.cuts_experts and grid.tp > 1 else ''}"

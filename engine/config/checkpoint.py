@@ -1,4 +1,4 @@
-"""Checkpoint options: where checkpoints go, how often, and what a run resumes from."""
+"""Checkpoint options: where checkpoints go, how often, and where a run resumes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.config.option import IGNORED, option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
-    """Checkpoint: where the run is kept, how often it is saved, and what it resumes from.
+    """Checkpoint: where the run is kept, how often it is saved, and where it resumes from.
 
     Args:
         dir: Folder of the run; null creates a new folder runs/<time>, which a restart by torchrun finds again.
@@ -46,5 +46,5 @@ class CheckpointOptions:
 
     @property
     def resume_path(self) -> str | None:
-        """The path given in checkpoint.resume, or None when it says auto or none."""
+        """The path given in checkpoint.resume, or None where that is auto or none."""
         return None if self.resume in ("auto", "none") else self.resume

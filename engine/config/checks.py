@@ -1,4 +1,5 @@
-"""Small range checks shared by the option sections: each raises one sentence that names the field, value and fix."""
+"""Small range checks shared by the option sections: each raises one sentence that names the field, the value and the
+fix."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_at_least(field: str, value: int, minimum: int, hint: str) -> None:
-    """Requires `value` to be a whole number from `minimum` to 2^31 - 1; `hint` says what to set instead.
+    """Requires `value` to be a whole number from `minimum` to 2^31 - 1; `hint` advises on another value.
 
     Raises:
         UserError: it is not.

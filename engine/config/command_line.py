@@ -22,14 +22,14 @@ from engine.errors import UserError
 
 _KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}
 _LARGEST = 2**63 - 1
-"""The largest whole number of an option: what numpy, torch and the system's calls take."""
+"""The largest whole number of an option: the limit of numpy, torch and the system's calls."""
 
 
 class CommandLine(argparse.ArgumentParser):
     """A parser that raises `UserError` where argparse would print its usage; --help is argparse's own.
 
     Args:
-        stands_for: full name of an option of a run -> this command's flag for it. What is parsed has it too, for
+        stands_for: full name of an option of a run -> this command's flag for it. Parsed arguments have it too, for
             `named_as`.
     """
 
@@ -47,7 +47,7 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but words that belong to no option are an error here, where the subcommand is known."""
         words = sys.argv[1:] if args is None else list(args)
-        options = takewhile(lambda word: word.startswith("-"), words)  # what follows is the subcommand's
+        options = takewhile(lambda word: word.startswith("-"), words)  # later words are the subcommand's
         self._refuse_unknown(words if self._subparsers is None else list(options))
         found, extra = super().parse_known_args(words, namespace)
         if extra:
@@ -55,8 +55,8 @@ class CommandLine(argparse.ArgumentParser):
         return found, []
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """As argparse's, but only a path, whose name the system chose, may hold bytes that are not UTF-8. What a
-        subcommand is given, its own parser checks."""
+        """As argparse's, but only a path, whose name the system chose, may hold bytes that are not UTF-8. A
+        subcommand's values are checked by its own parser."""
         if action.nargs != argparse.PARSER and action.type not in (Path, path, path_text) and not _is_utf8(arg_string):
             raise argparse.ArgumentError(action, "has bytes that are not UTF-8: write it in UTF-8.")
         return super()._get_value(action, arg_string)
@@ -70,7 +70,7 @@ class CommandLine(argparse.ArgumentParser):
         raise UserError(self._sentence(" ".join(message.split())))
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
-        """An unknown option is told before what is missing: the one is often the other, misspelled."""
+        """Refuses an unknown option before a missing one is reported: the one is often the other, misspelled."""
         for word in words:
             if word == "--":
                 return
@@ -123,10 +123,10 @@ def _is_utf8(text: str) -> bool:
 
 
 def _finite(text: str) -> float:
-    """The type of an option that is a number: no time, size, rate or limit is infinite.
+    """Parses an option that is a number: no time, size, rate or limit is infinite.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: the text is not a number.
         argparse.ArgumentTypeError: it is not finite.
     """
     value = float(text)
@@ -136,10 +136,10 @@ def _finite(text: str) -> float:
 
 
 def _whole(text: str) -> int:
-    """The type of an option that is a whole number.
+    """Parses an option that is a whole number.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: the text is not a whole number.
         argparse.ArgumentTypeError: it is too large.
     """
     value = int(text)
@@ -149,10 +149,10 @@ def _whole(text: str) -> int:
 
 
 def json_mapping(text: str) -> dict[str, Any]:
-    """The type of an option that is a JSON object.
+    """Parses an option that is a JSON object.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not one.
     """
     try:
         value = json.loads(text)
@@ -168,7 +168,7 @@ def named_as(stands_for: Mapping[str, str]) -> Iterator[None]:
     """Errors raised inside name options of a run by the flags of the tool.
 
     Args:
-        stands_for: what the engine calls it -> what the tool does; see `CommandLine`.
+        stands_for: the engine's name -> the tool's; see `CommandLine`.
 
     Raises:
         UserError: as raised inside, in the tool's words.
@@ -181,8 +181,8 @@ def named_as(stands_for: Mapping[str, str]) -> Iterator[None]:
 
 
 def in_flags(sentence: str, stands_for: Mapping[str, str]) -> str:
-    """`sentence` with each name of `stands_for`, where it stands as a word, as the flag for it."""
-    # a name without a point, trainable, is a word of any sentence as well
+    """Returns `sentence` with each name of `stands_for`, where it stands as a word, replaced by its flag."""
+    # a name without a dot, trainable, may be an ordinary word of a sentence
     words = [re.escape(name) for name in stands_for if "." in name or name.startswith("--")]
     return (
         sentence

@@ -38,7 +38,7 @@ class DataOptions:
         packing: Put several samples in one row. true fits whole samples into rows, and attention never crosses from one
             to another; "concatenate" puts them all end to end, as MLPerf does it, and cuts the whole into rows of
             data.seq_length, where attention and positions ignore sample boundaries.
-        overlong: What happens to a sample longer than data.seq_length. "truncate" cuts off its end, "drop" skips it
+        overlong: Handling of a sample longer than data.seq_length. "truncate" cuts off its end, "drop" skips it
             (both are counted and reported), "cut" splits it into several samples, "error" stops. With data.packing
             concatenate nothing is too long, and "truncate" keeps everything.
         mask_prompt: Compute the loss only on the answer (completion, output, assistant turns); false computes
@@ -69,7 +69,7 @@ class DataOptions:
     learn_after_end: bool = option(True, REPORTED)
     show: int = option(0, IGNORED)  # printed
     num_workers: int = option(1, IGNORED)  # processes
-    tokenizer: str | None = option(None, IGNORED)  # so is what it makes of texts
+    tokenizer: str | None = option(None, IGNORED)  # its tokens are compared by fingerprint
 
     @property
     def evaluates(self) -> bool:
@@ -110,7 +110,7 @@ class DataOptions:
 
 
 def split_mix(entry: str) -> tuple[str, float]:
-    """Returns path and weight of an entry of data.mix; a weight that is no number is 0.
+    """Returns path and weight of an entry of data.mix; a weight that is not a number becomes 0.
 
     Raises:
         UserError: there is no =.

@@ -1,4 +1,4 @@
-"""Guards: what a run monitors while it trains, and how it reacts."""
+"""Guards: checks of a run while it trains, and its reactions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NonFinitePolicy = Literal["skip", "stop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardOptions:
-    """Guards: what a run monitors while it trains, and how it reacts.
+    """Guards: checks of a run while it trains, and its reactions.
 
     Args:
         liveness_steps: Steps after the first one with a learning rate by which both factors of every adapter must have
@@ -28,8 +28,8 @@ class GuardOptions:
             update), "stop" (the update is skipped, and training stops), or "off".
         spike_deviations: How far above the recent median a spike is, in robust standard deviations (1.4826 times the
             median absolute deviation; of the norm's logarithm). A loss that is less than 1 above the median, or a norm
-            that is less than 4 times it, is none in any case.
-        spike_window: Steps that the median is taken of; nothing is a spike in the first half of them.
+            that is less than 4 times it, is never a spike.
+        spike_window: Number of recent steps in the median; nothing is a spike in the first half of them.
         non_finite_policy: Reaction to a loss or gradient that is not finite: "skip" skips the update,
             and stops after optim.max_skipped_steps of them in a row; "stop" stops at the first.
         locate_non_finite: Recompute such a step to name the module where it began, at most three times in a run.

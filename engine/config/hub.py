@@ -25,7 +25,7 @@ def instead_of(given: str | Path, otherwise: str, kind: Literal["model", "datase
     Args:
         given: the text where a path was expected.
         otherwise: the advice where the text does not look like a name on the hub.
-        kind: of what is looked for.
+        kind: of the repository.
     """
     if not looks_like_hub_name(given):
         return f": {otherwise}"

@@ -15,7 +15,7 @@ from engine.files.strict_yaml import YamlFlaw, compose_yaml
 
 
 def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
-    """Refuse options of the command line that do not exist.
+    """Refuses options of the command line that do not exist.
 
     Args:
         argv: the arguments, without the program's name.
@@ -32,23 +32,23 @@ def check_argument_names(argv: Sequence[str], extra: Iterable[str]) -> None:
 
 
 def check_file(path: str) -> None:
-    """Refuse a configuration file that cannot be read, is not YAML, or has keys that do not exist.
+    """Refuses a configuration file that cannot be read, is not YAML, or has keys that do not exist.
 
     Raises:
-        UserError: names the file and what is wrong with it.
+        UserError: names the file and its fault.
     """
     check_text(read_text(path, "give the path of a YAML file after --config"), f"--config {path}")
 
 
 def check_text(text: str, source: str) -> None:
-    """Refuse YAML text that is malformed or has keys that do not exist.
+    """Refuses YAML text that is malformed or has keys that do not exist.
 
     Args:
         text: the YAML document.
-        source: how the message calls it, such as "--config run.yaml".
+        source: its name in the message, such as "--config run.yaml".
 
     Raises:
-        UserError: names the place and what is wrong with it.
+        UserError: names the place and the fault.
     """
     try:
         node = compose_yaml(text)
@@ -82,7 +82,7 @@ def _check_section(section: str, node: yaml.Node, source: str) -> None:
 
 
 def _items(node: yaml.Node, source: str) -> list[tuple[str, yaml.Node]]:
-    """Keys and values of a mapping."""
+    """Returns the keys and values of a mapping."""
     assert isinstance(node, yaml.MappingNode)
     items: list[tuple[str, yaml.Node]] = []
     for key, value in node.value:
@@ -101,7 +101,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _suggest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The end of a sentence: the name that was probably meant, or where to look."""
+    """Returns the end of a sentence: the name that was probably meant, or where to look."""
     section, _, leaf = name.rpartition(".")
     siblings = {option.rpartition(".")[2]: option for option in known if option.rpartition(".")[0] == section}
     same_leaf = [option for option in known if option.rpartition(".")[2] == leaf]

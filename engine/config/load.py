@@ -1,6 +1,6 @@
-"""From a YAML file and the command line to a checked `RunConfig`, and back to YAML.
+"""Turns a YAML file and the command line into a checked `RunConfig`, and that back into YAML.
 
-The command line wins over the file, and later options over earlier ones. Whatever is wrong becomes one sentence.
+The command line wins over the file, and later options over earlier ones. Every mistake is reported in one sentence.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from engine.sentences import as_written
 
 
 def load_config(argv: list[str] | None = None) -> RunConfig:
-    """The configuration of a run, checked as far as it can be without knowing the number of ranks.
+    """Returns the configuration of a run, checked as far as it can be without knowing the number of ranks.
 
     Args:
-        argv: command-line arguments without the program's name; None takes those of the process. `--config FILE`
-            reads a YAML file, `--print_config` prints the resolved YAML and exits, `--help` explains what most runs
-            set, `--help TOPIC` a section, an option, or all.
+        argv: command-line arguments without the program's name; None takes those of the process. `--config FILE` reads
+            a YAML file, `--print_config` prints the resolved YAML and exits, `--help` explains the options that most
+            runs set, `--help TOPIC` a section, an option, or all.
 
     Raises:
         UserError: an unknown or malformed option, values that clash, or a path that does not exist.
@@ -70,12 +70,12 @@ def parse_config(argv: list[str] | None = None) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The configuration as YAML that `from_yaml` and `--config` read back."""
+    """Returns the configuration as YAML that `from_yaml` and `--config` read back."""
     return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The configuration written in `text`; options that are not in it keep their defaults.
+    """Returns the configuration written in `text`; options that are not in it keep their defaults.
 
     Raises:
         UserError: an unknown key, or a value of the wrong type or out of its range.
@@ -90,7 +90,7 @@ def from_yaml(text: str) -> RunConfig:
 class _Dumper(yaml.SafeDumper):
     """Writes text that looks like a number, such as a folder named 1e3, in quotes.
 
-    PyYAML leaves 1e3 bare, because YAML 1.1 wants a point in a number; the parser reads it as one.
+    PyYAML leaves 1e3 bare, because YAML 1.1 requires a point in a number; the parser reads it as one.
     """
 
 
@@ -124,7 +124,7 @@ def _at_home(option: str, value: Any) -> Any:
 
 
 def _split_lists(arguments: list[str]) -> list[str]:
-    """Arguments in which lists written as `a,b` for options that take lists have become JSON."""
+    """Returns the arguments, with lists written as `a,b` for options that take lists turned into JSON."""
     lists = {f"--{name}": kind for name, kind in option_types().items() if get_origin(kind) is tuple}
     for name in _TEXTS:
         lists[f"--{name}"] = None
@@ -145,7 +145,7 @@ _TEXTS = ("train.sample_prompts",)
 
 
 def _as_json_list(value: str, kind: Any) -> str:
-    """The value of an option as a list; `kind` is the option's type, None of texts."""
+    """Returns the value of an option as a list; `kind` is the option's type, None of texts."""
     # An opening bracket is a YAML or JSON list; a regular expression that starts with one has to stand in such a list.
     if value.startswith("["):
         return value
@@ -162,7 +162,7 @@ def _config_files(arguments: list[str]) -> list[str]:
 
 
 def _sentence(message: str) -> str:
-    """One sentence for the user from a message of the argument parser."""
+    """Returns one sentence for the user from a message of the argument parser."""
     if missing := re.search(r"arguments are required: (\S+)", message):
         return f"{missing[1]} is not set, but it is required: give --{missing[1]} or set it in the --config file."
     if stray := re.search(r"[Uu]nrecognized arguments: (.*)", message):
@@ -181,7 +181,7 @@ def _sentence(message: str) -> str:
 
 
 def _as_given(text: str) -> str:
-    """A value as the user wrote it, from the Python notation that the parser's message has."""
+    """Returns a value as the user wrote it, from the Python notation in the parser's message."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -190,7 +190,7 @@ def _as_given(text: str) -> str:
 
 
 _ITEMS = {"data.mix": "PATH=WEIGHT", "train.sample_prompts": "texts", "rollout.rewards": "functions"}
-"""What the items of a list are called where they are not names of modules."""
+"""Names for the items of a list where they are not names of modules."""
 _EXAMPLES = {
     "data.mix": "b.jsonl=0.5", "train.sample_prompts": "Once upon a time", "rollout.rewards": "rewards.py:accuracy",
     "data.chat_arguments": "{enable_thinking: false}", "optim.lr_pattern": "{down_proj: 0.0001}",
@@ -205,7 +205,7 @@ def _wrong_type(option: str, what: str, value: str | None = None) -> str:
 
 
 def _advice(option: str, kind: Any, value: str | None) -> str:
-    """What to write: the choice or number that was probably meant, or one that would do."""
+    """Returns advice: the choice or number that was probably meant, or one that would do."""
     if get_origin(kind) is Literal and value is not None:
         meant = closest_value(value, get_args(kind))
         return f"did you mean {meant}?" if meant else "choose one of them."
@@ -218,7 +218,7 @@ def _advice(option: str, kind: Any, value: str | None) -> str:
 
 
 def _type_name(option: str, kind: Any) -> str:
-    """What a value of this type of an option is called."""
+    """Returns the name for a value of this type of an option."""
     if get_origin(kind) is Literal:
         return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
@@ -233,7 +233,7 @@ def _type_name(option: str, kind: Any) -> str:
 
 
 def _example(option: str, kind: Any) -> str:
-    """A value that would do: the default where there is one."""
+    """Returns a value that would do: the default where there is one."""
     default: Any = option_fields()[option].default
     if get_origin(kind) is tuple:
         other = ({int: 0, float: 0.5}.get(get_args(kind)[0], _EXAMPLES.get(option, "lm_head")),)

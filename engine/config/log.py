@@ -1,4 +1,4 @@
-"""Log options: what a run reports, and where."""
+"""Log options: the reports of a run, and where they go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.config.run_files import is_taken
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogOptions:
-    """Log: what the run reports, and where.
+    """Log: the reports of the run, and where they go.
 
     Args:
         every: Steps between reports, on the terminal and in the metrics file.

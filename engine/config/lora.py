@@ -25,7 +25,7 @@ class LoraOptions:
     """LoRA: low-rank adapters beside frozen linears, y = x W^T + scale * (dropout(x) A^T) B^T.
 
     Args:
-        rank: Rank of the adapters; 0 trains none (trainable then says what is trained).
+        rank: Rank of the adapters; 0 trains none (trainable then names the trained modules).
         alpha: Numerator of the scale: alpha / rank, or alpha / sqrt(rank) with lora.rslora.
         dropout: Probability that an input feature of an adapter is dropped during training, 0 to below 1.
         targets: Modules that get an adapter, as names (q_proj) or regular expressions that match the whole name
@@ -43,15 +43,15 @@ class LoraOptions:
         init: Initial values of A: "kaiming" is uniform, as PEFT has it by default; "gaussian" is normal with standard
             deviation 1 / rank. B starts at zero (for an embedding, A is zero and B is drawn).
         fused: Which projections share one adapter, with one A: "qkv" query, key and value, "gate_up" gate and up, "all"
-            both, and key and value of attention to encoded images, "none" none of them. "auto" does what PEFT would:
+            both, and key and value of attention to encoded images, "none" none of them. "auto" follows PEFT:
             one adapter where the checkpoint stores several projections as one matrix (Phi-3's qkv_proj and
             gate_up_proj) and all of them are targets; with lora.init_from, wherever that adapter is fused.
         experts: Which factors the adapters of a layer's experts share, where a router chooses these: "per_expert" none,
             "shared_outer" A of gate and up and B of down, the factors on the side of the residual stream, "shared"
             both. Whether gate and up have one A is for lora.fused to say.
         ensure_weight_tying: Train an embedding and the head that the model ties to it as one matrix, where trainable
-            names one of them. By default, as in PEFT, a copy of what trainable names is trained, and the other stays as
-            it is. Without adapters they stay tied.
+            names one of them. By default, as in PEFT, a copy of the named matrix is trained, and the other stays as it
+            is. Without adapters they stay tied.
         init_from: Folder of a PEFT adapter to start from; null starts from fresh adapters.
     """
 
@@ -142,7 +142,7 @@ def patterned(pattern: Mapping[str, Number] | None, default: Number, module: str
     """Returns the value of the first key that matches `module`, as a target does; `default` where none does.
 
     Args:
-        pattern: of `lora.rank_pattern` or `lora.alpha_pattern`.
+        pattern: `lora.rank_pattern` or `lora.alpha_pattern`.
         default: of all other modules.
         module, aliases: as for `LoraOptions.targets_module`.
     """

@@ -30,7 +30,7 @@ ALL_LINEARS = "all-linear"
 """PEFT's word for all linears but the head."""
 _EVERY_LINEAR = BLOCK_LINEARS + _LATENT_LINEARS + _CROSS_LINEARS
 _LONGEST_PATTERN = 1000
-"""Characters of a pattern with wildcards: making its expression takes time that grows with the square."""
+"""Maximum length of a pattern with wildcards: compiling it takes time that grows with the square."""
 Matcher = Callable[[str, Sequence[str], Sequence[str]], bool]
 
 
@@ -88,7 +88,7 @@ def unmatched_patterns(patterns: Sequence[str], modules: Mapping[str, Sequence[s
     """Returns the patterns that match no module at all, in the order given.
 
     Args:
-        patterns: what the user wrote.
+        patterns: as the user wrote them.
         modules: each candidate module's name -> its aliases.
         matches: `matches_target` or `matches_trainable`.
     """
@@ -109,7 +109,7 @@ def require_matched(
         patterns, modules, matches: as in `unmatched_patterns`.
 
     Raises:
-        UserError: names the first such pattern and what the model does have.
+        UserError: names the first such pattern, and suggests names of this model.
     """
     missing = unmatched_patterns(patterns, modules, matches)
     if not missing:
@@ -121,8 +121,8 @@ def require_matched(
 
 
 def _beginnings(name: str, *, whole: bool) -> list[int]:
-    """Returns at which components of a name a pattern may begin: of `whole` names at the first alone, of others at each
-    that is not called as a vision model is."""
+    """Returns the components of a name at which a pattern may begin: of `whole` names only the first, of others each
+    that is not named as a vision model is."""
     if whole:
         return [0, 1] if name.startswith(VISION) else [0]
     return [start for start, part in enumerate(name.split(".")) if f"{part}." != VISION]

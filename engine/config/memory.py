@@ -1,4 +1,4 @@
-"""Memory options: what is kept for backward, where, and in which dtype; what is replayed as a CUDA graph."""
+"""Memory options: storage of tensors, recomputation, and replay as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CudaGraph = Literal["none", "layer", "step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """Memory: what is kept for the backward pass, and what is replayed as a CUDA graph.
+    """Memory: storage of tensors, recomputation in the backward pass, and replay as CUDA graphs.
 
     Args:
-        recompute: What backward recomputes. "none" keeps everything; "selective" recomputes norms and SwiGLU;
-            "attention" recomputes the attention block too; "full" recomputes each layer from its input. Later choices
-            take less memory and more time.
+        recompute: Parts of a layer that backward recomputes. "none" keeps everything; "selective" recomputes norms and
+            SwiGLU; "attention" recomputes the attention block too; "full" recomputes each layer from its input. Later
+            choices take less memory and more time.
         recompute_layers: How many layers, counted from the first, use memory.recompute "attention" or "full"; the
             others use "selective". null means all layers.
         offload_activations: Keep activations for backward in host memory, and prefetch them one layer ahead of their
@@ -32,11 +32,11 @@ class MemoryOptions:
             device piece by piece for the update.
         activation_dtype: Precision in which activations are kept for backward: "bfloat16", or "float8" (e4m3 with one
             scale a token). null keeps them as they are. The rounding error is reported after the first step.
-        cuda_graph: What is captured after a few steps and replayed from then on, so that the GPU does not wait for the
-            CPU to launch its kernels. "layer" is the forward and the backward of each layer; "step" is the whole step,
-            reduction and optimizer included; "none" replays nothing. Needs a GPU and data.packing, whose rows are
-            equally long. A micro-batch that does not fit runs without a graph, and is counted in the summary. A
-            vision-language model has "layer" at most, and none where its layers depend on the images.
+        cuda_graph: Parts of a step that are captured after a few steps and replayed from then on, so that the GPU does
+            not wait for the CPU to launch its kernels. "layer" is the forward and the backward of each layer; "step" is
+            the whole step, reduction and optimizer included; "none" replays nothing. Needs a GPU and data.packing,
+            whose rows are equally long. A micro-batch that does not fit runs without a graph, and is counted in the
+            summary. A vision-language model has "layer" at most, and none where its layers depend on the images.
         graph_documents: Maximum number of documents in a micro-batch that is replayed; unused ones cost a little.
             null means 32 per row, or fewer where the data has fewer; with data parallelism, as many as
             the data may ask for.

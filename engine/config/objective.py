@@ -21,16 +21,17 @@ VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveKind:
-    """The parts of an objective, as "module:NAME" for `engine.seams.resolve`, and what its rows are made of.
+    """The parts of an objective, as "module:NAME" for `engine.seams.resolve`, and the structure of its rows.
 
     Args:
         loss: builds it; see `engine.objectives.build.build_objective`.
         data: reads it; see `engine.training.run_data.DataReader`.
         records: reads records into rows, see `engine.training.data_sets.BuildDataset`; None for texts and conversations
             whose every answer is learned.
-        references: gives rows what the model that the run starts from says of them, see
+        references: gives rows their log-likelihoods under the model that the run starts from, see
             `engine.training.row_data.ReferenceLoader`; None where answers are compared with no model.
-        rules: refuses what does not go with the objective, given the RunConfig; None where everything does.
+        rules: refuses options that cannot be combined with the objective, given the RunConfig; None without such
+            options.
         group: documents that belong together, side by side in one row.
         answers: how many of these are answers that are judged.
         synthetic: whether made-up tokens can stand in for its data.
@@ -95,8 +96,8 @@ class ObjectiveOptions:
             learns from single answers, each with a label that says whether it was liked. "grpo" (2402.03300) samples
             completions of prompts and learns from their rewards.
         beta: How strongly the preference counts against staying near the reference; for orpo the weight of the odds
-            ratio, for grpo that of the divergence from the reference, which 0 does not compute. null is 0 for grpo and
-            0.1 for the others.
+            ratio, for grpo that of the divergence from the reference, which is not computed where it is 0. null is 0
+            for grpo and 0.1 for the others.
         label_smoothing: Share of pairs that are assumed to be labelled the wrong way round, for dpo and simpo.
         length_normalised: Compare means over an answer's tokens instead of sums, for dpo and hinge.
         margin: Target margin between the two answers, for simpo.

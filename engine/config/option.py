@@ -1,7 +1,8 @@
 """Declares an option of a section: its default, and whether a resumed run reports a change of it.
 
-Another value of a reported option changes what is trained, evaluated or kept; that of an ignored one does not. What
-must not change at all (the adapters' shape, the base) is refused where the checkpoint is opened.
+Another value of a reported option changes training, evaluation or the kept checkpoints; that of an ignored one does
+not. Changes that are not allowed at all (of the adapters' shape, or the base) are refused where the checkpoint is
+opened.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import MISSING, Field, field
 from typing import Any, Literal
 
 Change = Literal["reported", "ignored"]
-"""What becomes of a change of the option."""
+"""The treatment of a change of the option."""
 REPORTED: Change = "reported"
 IGNORED: Change = "ignored"
 

@@ -1,4 +1,4 @@
-"""What `rankfold train --help` shows: the options that most runs set; with a topic a section, an option, or all."""
+"""The help of `rankfold train --help`: the options that most runs set; with a topic a section, an option, or all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ sections:
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
-    """Returns what a command line asks help about: "" for --help alone, None where it does not ask."""
+    """Returns the topic that a command line asks help about: "" for --help alone, None where it does not ask."""
     for position, word in enumerate(argv):
         name, equals, value = word.partition("=")
         if name in ("-h", "--help"):
@@ -101,7 +101,7 @@ def _most_set() -> str:
 
 
 def _value(option: str) -> str:
-    """The choices there are for an option, and its default."""
+    """Returns the choices for an option, and its default."""
     kind, default = option_types()[option], option_fields()[option].default
     literals = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
     choices = f" {'|'.join(get_args(literals[0]))}" if literals else ""

@@ -41,7 +41,7 @@ def build_parser(names: Collection[str] | None = None) -> ArgumentParser:
     """Returns a parser of a run's options.
 
     Args:
-        names: full names of those that it has; None for all, with --config and the description of what they are for.
+        names: full names of those that it has; None for all, with --config and a description.
     """
     from jsonargparse import ArgumentParser
 

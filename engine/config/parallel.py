@@ -38,11 +38,11 @@ class ParallelOptions:
             null means 1 where parallel.expert is above 1, and else parallel.tensor.
         context_method: How attention reaches the tokens of other context ranks. "ring" sends keys and values while
             others are computed; "ulysses" exchanges heads for tokens, which needs enough heads.
-        shard: What is spread over the ranks that train on different data (data and context parallel ones; ZeRO, arXiv
-            1910.02054). "none" keeps everything on each rank; "optimizer" spreads the fp32 weights and both moments;
-            "gradients" spreads the summed gradients as well, and sends half as much; "parameters" spreads the weights
-            too, frozen ones among them, and gathers each layer's twice per micro-batch. With one such rank nothing
-            is spread. Checkpoints open at any setting.
+        shard: Tensors that are spread over the ranks that train on different data (data and context parallel ones;
+            ZeRO, arXiv 1910.02054). "none" keeps everything on each rank; "optimizer" spreads the fp32 weights and both
+            moments; "gradients" spreads the summed gradients as well, and sends half as much; "parameters" spreads the
+            weights too, frozen ones among them, and gathers each layer's twice per micro-batch. With one such rank
+            nothing is spread. Checkpoints open at any setting.
         lora_reduce: Without sequence parallelism, how the gradient of a column-parallel linear's LoRA A is summed over
             the tensor ranks. "local" keeps each rank's partial sum and sums once per step; "joint" sends the low-rank
             gradient along with the input gradient, so that the gradient of A is complete at once.

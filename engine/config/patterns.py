@@ -111,7 +111,7 @@ class _Places:
         self._known: dict[tuple[int, int], frozenset[int]] = {}
 
     def after(self, items: Iterable[_Item], begins: Iterable[int]) -> frozenset[int]:
-        """Returns where the items, in sequence, may end if they begin at one of `begins`."""
+        """Returns the places where the items, in sequence, may end if they begin at one of `begins`."""
         places = frozenset(begins)
         for item in items:
             self._pattern.count(len(places))
@@ -165,7 +165,8 @@ def _is_simple(tree: Iterable[_Item]) -> bool:
 
 
 def _ways(items: Iterable[_Item]) -> float:
-    """Returns how many repeats follow each other; infinite where one is inside another, or around alternatives."""
+    """Returns the number of repeats that follow each other; infinite where one is inside another, or around
+    alternatives."""
     return sum(_ways_of(*item) for item in items)
 
 

@@ -14,7 +14,7 @@ from engine.files.strict_yaml import YamlFlaw, parse_yaml
 _BEFORE: dict[str, Any] = {"train.last_batch": "full", "optim.lr_pattern": None, "train.router_aux_loss_coef": 0.0}
 """The behaviour of runs from before an option existed."""
 _DEFAULTS_BEFORE: dict[str, Any] = {"objective.beta": 0.1}
-"""Defaults of before, of options that have another now and still mean the same by it."""
+"""Former defaults, of options whose default has changed and whose meaning has not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from engine.errors import UserError
 BUILT_IN_REWARDS = ("exact_match", "numeric_answer", "regex")
 """Rewards that need no file; see `engine.rollouts.rewards.built_in`."""
 _WEIGHT = re.compile(r".+=[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE | re.DOTALL)
-"""An entry with a weight behind it, which has an option of its own."""
+"""An entry followed by a weight, which has its own option."""
 LARGEST_REWARD = 1e6
 """Rewards and their weights lie between this and its negative. Advantages, and losses with them, are float32, where
-numbers of that size are 0.06 apart; larger ones differ by more than what most rewards are made of, and 1e200 has no
-square even in fp64."""
+numbers of that size are 0.06 apart; larger ones are further apart than most rewards are, and 1e200 has no square
+even in fp64."""
 KEY_VARIABLE = "RANKFOLD_SERVER_KEY"
-"""The environment variable that has the API key of rollout.server."""
+"""The environment variable with the API key of rollout.server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,41 +37,41 @@ class RolloutOptions:
         reward_weights: Weights of rollout.rewards, in their order; [] weighs each with 1. A completion's reward is the
             weighted sum.
         num_generations: Completions of each prompt, which are compared with each other.
-        max_completion_length: Tokens of a completion at most; it divides the loss of objective.loss_type dr_grpo.
-            data.seq_length is that of prompt and completion.
+        max_completion_length: Maximum number of tokens in a completion; it divides the loss of objective.loss_type
+            dr_grpo. data.seq_length limits prompt and completion together.
         temperature: Logits are divided by it, in sampling and in training alike.
-        top_k: Sample from the k most likely tokens alone; null for all. Training sees the whole distribution.
-        top_p: Sample from the most likely tokens whose probabilities together reach this alone; 1 for all.
-        min_p: Sample from tokens alone that are at least this many times as likely as the most likely one; 0 for all.
-        repetition_penalty: Logits of tokens that prompt or completion already have are divided by it in sampling where
-            they are positive, and multiplied where not (1909.05858); 1 for none. Training sees them as they are.
+        top_k: Sample only from the k most likely tokens; null for all. Training sees the whole distribution.
+        top_p: Sample only from the most likely tokens whose probabilities together reach this; 1 for all.
+        min_p: Sample only from tokens that are at least this many times as likely as the most likely one; 0 for all.
+        repetition_penalty: Penalty on tokens that occur in the prompt or completion: sampling divides their positive
+            logits by it, and multiplies the others (1909.05858); 1 for none. Training sees the logits as they are.
         steps_per_generation: Optimizer steps whose completions are generated together, before the first of them.
         slots: Completions that each data-parallel copy of the model generates at a time. Their keys and values are
             kept in memory. With rollout.server, those that each server is asked for at a time.
         overlong_buffer: Tokens before rollout.max_completion_length over which a penalty grows from 0 to -1, which a
-            truncated completion has whole; null for no penalty (arXiv 2503.14476).
-        drop_uniform_groups: Leave prompts out of a step all of whose completions have the same reward, so that nothing
+            truncated completion gets in full; null for no penalty (arXiv 2503.14476).
+        drop_uniform_groups: Leave out of a step the prompts all of whose completions have the same reward, as nothing
             is learned from them.
         reward_workers: Processes that call the reward functions.
-        reward_timeout: Seconds that a call of a reward function may take, which has all completions of its share of the
-            prompts, 1 / rollout.reward_workers of a generation batch.
+        reward_timeout: Seconds that a call of a reward function may take; it scores all completions of 1 /
+            rollout.reward_workers of a generation batch's prompts.
         show: Completions to log of each generation batch, with their rewards.
         server: Address of a vLLM or SGLang server that samples in place of the engine, such as http://10.0.0.7:8000, or
-            of several, with commas between them; null for none. Before each rollout they load the adapters as they are
-            then, and each samples the completions of a share of the prompts. The API key that they ask for is read from
+            of several, with commas between them; null for none. Before each rollout they load the current adapters, and
+            each samples the completions of a share of the prompts. The API key that they ask for is read from
             RANKFOLD_SERVER_KEY in the environment.
-        server_kind: Whose server it is, "vllm" or "sglang".
+        server_kind: Kind of the server, "vllm" or "sglang".
         server_model: The model's name on the server; null for the only one that it serves.
         server_timeout: Seconds that a call of the server, for one completion or to load an adapter, may take with all
             its attempts.
         adapter_dir: Folder for the adapters that the server loads, which it sees under the same path; null for
             served_adapters in the run's folder.
-        overlap: Sample the next generation batch while this one is trained on, by the adapters as they were before it;
-            with rollout.server alone.
-        mismatch: What is done where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"
+        overlap: Sample the next generation batch while this one is trained on, with the adapters from before it; only
+            with rollout.server.
+        mismatch: Reaction where the server's log-probabilities are not the trainer's. "warn" logs it, and "stop"
             ends the run, both where their mean distance is above rollout.mismatch_bound; "correct" is
             objective.importance_correction token_truncate, on all steps.
-        mismatch_bound: Of the mean distance of two log-probabilities, in nats.
+        mismatch_bound: Upper limit of the mean distance of two log-probabilities, in nats.
     """
 
     rewards: tuple[str, ...] = option((), REPORTED)
@@ -155,7 +155,7 @@ class RolloutOptions:
         _ = self.reward_sources
 
     def _check_server(self) -> None:
-        """Refuses what is no server."""
+        """Refuses invalid options of a server."""
         require_choice("rollout.server_kind", self.server_kind, get_args(ServerKind))
         require_choice("rollout.mismatch", self.mismatch, get_args(Mismatch))
         require_positive("rollout.server_timeout", self.server_timeout, "use for example 600")
@@ -191,7 +191,7 @@ class RolloutOptions:
         """`rewards`, parsed, with their weights and names.
 
         Raises:
-            UserError: an entry is none.
+            UserError: an entry is malformed.
         """
         sources = [RewardSource.parse(text) for text in self.rewards]
         counts, seen = Counter(source.name for source in sources), Counter[str]()
@@ -208,12 +208,12 @@ class RewardSource:
     """An entry of rollout.rewards.
 
     Args:
-        file: that has the function; None for one that is built in.
+        file: of the function; None for a built-in one.
         function: its name.
-        argument: what follows the name of one that is built in: a column or a pattern; "" for none.
+        argument: of a built-in function: a column or a pattern; "" for none.
         weight: of its rewards in the sum.
-        name: by which its figures are reported: that of the function, with the column of one that is built in behind
-            it, and a number where several have the same, as in exact_match/gold and f/2. No function is called so.
+        name: of its figures in reports: that of the function, followed by the column of a built-in one, and by a number
+            where several have the same, as in exact_match/gold and f/2. No function has such a name.
     """
 
     file: str | None
@@ -227,7 +227,7 @@ class RewardSource:
         """Reads an entry.
 
         Raises:
-            UserError: it is none.
+            UserError: it is malformed.
         """
         name, _, argument = text.partition(":")
         alone, _, weight = text.rpartition("=")

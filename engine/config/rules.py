@@ -1,4 +1,4 @@
-"""Rules between sections: one function each, whose error names the values that clash and what to change.
+"""Rules between sections: one function each, whose error names the values that clash and the remedy.
 
 `check_config` runs those that need the configuration alone, `check_files` checks that the given paths exist, and
 `check_world` runs those that need the number of ranks. None of them changes anything.
@@ -51,7 +51,7 @@ def check_files(config: RunConfig) -> None:
     """Checks that the paths that the run reads exist; their content is not read.
 
     Raises:
-        UserError: one does not.
+        UserError: a path does not exist.
     """
     _require_folder("model.path", config.model.path, "a Hugging Face or partitioned checkpoint")
     require(
@@ -249,7 +249,7 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Refuses what the objective does not go with, and sections that belong to another one."""
+    """Refuses options that cannot be combined with the objective, and sections that belong to another one."""
     objective, rollout = config.objective, config.rollout
     if objective.kind.rules is not None:
         resolve(objective.kind.rules)(config)

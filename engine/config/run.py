@@ -35,10 +35,10 @@ class RunConfig:
         data: Which text, and how it becomes rows of tokens.
         optim: AdamW and its schedule.
         train: How long, in which batches.
-        memory: What is kept for the backward pass.
-        guards: What is monitored while it trains.
+        memory: Storage of tensors, recomputation and CUDA graphs.
+        guards: Checks while it trains.
         checkpoint: Where the run is kept.
-        log: What the run reports.
+        log: The reports of the run.
     """
 
     model: ModelOptions

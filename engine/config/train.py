@@ -13,7 +13,7 @@ LastBatch = Literal["short", "full"]
 
 
 LARGEST_GLOBAL_BATCH = 2**20
-"""Rows of one optimizer step; the largest pretraining runs take some tens of thousands."""
+"""Maximum rows of one optimizer step; the largest pretraining runs take some tens of thousands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class TrainOptions:
         epochs: Passes over the training data, fractions allowed; 1 if train.steps is not set either.
         micro_batch_size: Rows in one forward pass of one data-parallel rank.
         global_batch_size: Rows in one optimizer step, over all ranks and micro-batches.
-        last_batch: What happens to the last batch of an epoch if the rows do not fill it. "short" takes the rows that
+        last_batch: Handling of the last batch of an epoch if the rows do not fill it. "short" takes the rows that
             are left, so that an epoch reads each row exactly once; "full" adds the first rows of the next epoch.
         seed: Seed of the data order, of fresh weights and of dropout.
         deterministic: Use only operations that give the same bits on every run of the same layout.
@@ -34,8 +34,8 @@ class TrainOptions:
         eval_first: Step of the first evaluation, a multiple of train.eval_every, with none at the start or the end
             beside these. null evaluates at the start and at the end too.
         eval_samples: Number of validation samples to evaluate, from the first; null evaluates all of them.
-        eval_mean: What the evaluation loss is the mean over. "tokens" weighs all target tokens alike; "rows" takes the
-            mean of each row first and weighs all rows alike.
+        eval_mean: Weights of the mean that is the evaluation loss. "tokens" weighs all target tokens alike; "rows"
+            takes the mean of each row first and weighs all rows alike.
         target_eval_loss: Training ends as soon as an evaluation loss is at most this; null trains to the last step.
         early_stopping_patience: Training ends after this many evaluations in a row without a lower loss; null trains
             to the last step.
@@ -95,7 +95,7 @@ class TrainOptions:
             require_positive("train.epochs", self.epochs, "use for example 1")
         require_at_least("train.micro_batch_size", self.micro_batch_size, 1, "use for example 1")
         require_at_least("train.global_batch_size", self.global_batch_size, 1, "use for example 8")
-        # a step's rows are planned as lists; far more than this take all of the memory without a word
+        # a step's rows are planned as lists; far more than this would exhaust memory without a message
         require(
             self.global_batch_size <= LARGEST_GLOBAL_BATCH,
             f"train.global_batch_size is {self.global_batch_size:,} rows, but at most {LARGEST_GLOBAL_BATCH:,} are "

@@ -33,7 +33,7 @@ def read_step(text: str) -> int | Literal["best"]:
     loss.
 
     Raises:
-        ArgumentTypeError: it is neither.
+        ArgumentTypeError: the text is neither.
     """
     if text == "best":
         return "best"

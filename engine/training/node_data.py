@@ -61,7 +61,7 @@ class NodeData:
         return cls(say, key, rank=local_rank(), size=ranks_of_this_node())
 
     def get(self, build: Callable[[], TokenDataset]) -> TokenDataset:
-        """Returns what `build` returns on the machine's first rank, the same arrays on all of its ranks.
+        """Returns the result of `build` on the machine's first rank, the same arrays on all of its ranks.
 
         Raises:
             UserError: `build` failed; the same sentence on all of the machine's ranks.

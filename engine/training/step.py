@@ -103,7 +103,7 @@ class TrainStep:
         self.phases.begin()
         figures = self._gradients(batches)
         loss_scale = self._optimizer.loss_scale
-        # a copy: the update may change it, and what a step returns is the caller's
+        # a copy: the update may change it, and a step's result is the caller's
         scale = (self._unscaled if loss_scale is None else loss_scale.value).clone()
         norm = self._optimizer.step(self._lr, figures[0])
         self._stages.step.add_(1)

@@ -118,7 +118,7 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
 
 
 def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
-    """Returns the reason why a mixture's adapters cannot be exported as each expert's, and what can be done then."""
+    """Returns the reason why a mixture's adapters cannot be exported as each expert's, with a remedy."""
     plan, decoder = training.plan.modules, training.source.model.decoder
     if not decoder.num_experts:
         return None

@@ -33,7 +33,7 @@ _MERGE = {"model.path": "--base", "model.base_dtype": "--base-dtype", "lora.init
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The command line; needs no torch, so that --help is quick.
+    """Builds the command line; needs no torch, so that --help is quick.
 
     Args:
         command: leaves out the options of `config` where it is another one, since they need all trainers' tables; None

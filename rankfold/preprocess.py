@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; needs no torch, so that --help is quick."""
+    """Builds the command line; needs no torch, so that --help is quick."""
     parser = CommandLine(
         description=__doc__,
         stands_for={

@@ -351,7 +351,7 @@ def quantize_matrix(x_TF: Tensor, column_scale_F: Tensor | None = None) -> tuple
 
 
 def row_codes(num_tokens: int, num_features: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for codes [T, F] and scales [T, 1], for a kernel with `store_row_codes` as its epilogue; rows without
+    """Allocates codes [T, F] and scales [T, 1], for a kernel with `store_row_codes` as its epilogue; rows without
     features have the scales of `quantize_rows`."""
     codes = torch.empty(num_tokens, num_features, dtype=torch.float8_e4m3fn, device=device)
     smallest = torch.full((num_tokens, 1), SMALLEST_ROW, device=device)

@@ -30,7 +30,7 @@ class TensorReader(ABC):
 
     @abstractmethod
     def tensor_names(self) -> list[str]:
-        """Logical names, in a stable order."""
+        """Returns the logical names, in a stable order."""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool:

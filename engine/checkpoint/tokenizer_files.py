@@ -125,7 +125,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def end_tokens(folder: Path, tokenizer_end: int | None) -> frozenset[int]:
-    """The tokens that end an answer: those of generation_config.json, else of config.json, else the tokenizer's.
+    """Returns the tokens that end an answer: those of generation_config.json, else of config.json, else the
+    tokenizer's.
 
     Args:
         folder: of the model.

@@ -73,7 +73,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """How a conversion is done, whatever it writes.
+    """The settings of a conversion, whatever it writes.
 
     Args:
         overwrite: replace an existing model at the destination.

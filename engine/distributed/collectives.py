@@ -58,7 +58,7 @@ class Handle:
         return cls(*(part for handle in handles for part in handle._parts))
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; asks the device nothing that it would have to finish for."""
+        """Returns whether `wait` would return at once, without waiting for the device."""
         return all(part.work.is_completed() for part in self._parts)
 
     def wait(self) -> None:
@@ -227,28 +227,28 @@ def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> li
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """`all_reduce_async`, waited for."""
+    """Waits for `all_reduce_async`."""
     out, handle = all_reduce_async(tensor, axis, op)
     handle.wait()
     return out
 
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
-    """`all_gather_async`, waited for."""
+    """Waits for `all_gather_async`."""
     out, handle = all_gather_async(tensor, axis)
     handle.wait()
     return out
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
-    """`reduce_scatter_async`, waited for."""
+    """Waits for `reduce_scatter_async`."""
     out, handle = reduce_scatter_async(tensor, axis)
     handle.wait()
     return out
 
 
 def all_to_all(tensor: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """`all_to_all_async`, waited for."""
+    """Waits for `all_to_all_async`."""
     out, handle = all_to_all_async(tensor, axis, sent=sent, received=received)
     handle.wait()
     return out

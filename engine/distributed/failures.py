@@ -107,7 +107,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _caller() -> str:
-    """The function of the engine that the operation was for; nothing where a test or a tool asked for it."""
+    """Returns the function of the engine that started the operation; empty where a test or a tool did."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -118,6 +118,6 @@ def _caller() -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The backend's own words without the place in its sources, and without advice."""
+    """Returns the backend's message without its source location and its advice."""
     words = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(text.split()))
     return re.split(r"\.\s", words, maxsplit=1)[0].rstrip(".")

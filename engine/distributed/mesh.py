@@ -64,7 +64,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertAxes:
-    """How the experts of a mixture are spread over ranks.
+    """The placement of a mixture's experts over ranks.
 
     Args:
         ep: ranks that hold different experts, and send each other their tokens.
@@ -104,7 +104,7 @@ class Mesh:
 
     @property
     def experts(self) -> ExpertAxes:
-        """How experts are spread."""
+        """The placement of experts."""
         grid = self.grid
         tp = self.tp if grid.cuts_experts else Axis("tp")
         return ExpertAxes(ep=self.ep, tp=tp, data="edp" if grid.folds_experts else "dp_cp")
@@ -127,12 +127,12 @@ class Mesh:
 
 
 def single_process_mesh() -> Mesh:
-    """A mesh of one rank without any process group."""
+    """Returns a mesh of one rank without any process group."""
     return shape_mesh(RankGrid())
 
 
 def shape_mesh(grid: RankGrid, rank: int = 0, num_kv_heads: int | None = None) -> Mesh:
-    """A mesh without process groups: enough to ask for the shapes that `rank` would hold and work on."""
+    """Returns a mesh without process groups: enough for the shapes that `rank` would hold and work on."""
     place = grid.coordinates(rank)
     copies = 1 if num_kv_heads is None else max(1, grid.tp // num_kv_heads)
     return Mesh(
@@ -252,7 +252,7 @@ class _Groups:
         return name if name in self._alone else "", tuple(ranks)
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name as this rank sees it."""
+        """Returns the axis of this name as this rank sees it."""
         for ranks in self._sets[name]:
             if self._rank in ranks and len(ranks) > 1:
                 return Axis(name, len(ranks), ranks.index(self._rank), self._made[self._key(name, ranks)])

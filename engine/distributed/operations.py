@@ -43,7 +43,7 @@ class Mark(Protocol):
     """A place in a device's work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it; does not wait."""
+        """Returns whether the device has passed it; does not wait."""
 
 
 def cuda_mark() -> Mark | None:

@@ -37,7 +37,7 @@ class RankGrid:
         return self.pp * self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a global rank on every axis."""
+        """Returns the position of a global rank on every axis."""
         coordinates: dict[str, int] = {}
         for axis, size in reversed(list(zip(AXES, self.shape, strict=True))):
             coordinates[axis] = rank % size
@@ -45,7 +45,7 @@ class RankGrid:
         return coordinates
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Global rank at a position."""
+        """Returns the global rank at a position."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     @property
@@ -54,7 +54,8 @@ class RankGrid:
         return self.ep > 1 or (self.tp > 1 and not self.cuts_experts)
 
     def expert_groups(self) -> dict[str, list[list[int]]]:
-        """The sets of ranks that hold different experts ("ep") and those that hold the same ("edp"), in rank order.
+        """Returns the sets of ranks that hold different experts ("ep") and those that hold the same ("edp"), in rank
+        order.
 
         Experts are folded into the ranks of a stage, neighbours first (MoE Parallel Folding, arXiv 2504.14960).
         """
@@ -66,7 +67,7 @@ class RankGrid:
         }
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All sets of ranks that differ only along `axes`, each in rank order."""
+        """Returns all sets of ranks that differ only along `axes`, each in rank order."""
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
@@ -76,7 +77,7 @@ class RankGrid:
 
 
 def kv_replica_ranks(tensor_size: int, num_kv_heads: int) -> list[list[int]]:
-    """Tensor-parallel ranks that hold the same key/value heads, when there are fewer heads than ranks."""
+    """Returns the tensor-parallel ranks that hold the same key/value heads, when there are fewer heads than ranks."""
     copies = max(1, tensor_size // num_kv_heads)
     return [list(range(start, start + copies)) for start in range(0, tensor_size, copies)]
 

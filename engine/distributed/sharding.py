@@ -90,7 +90,7 @@ class NamedShard(NamedTuple):
 def replicated_spec(
     shape: tuple[int, ...], *, rank: int, size: int, grad_reduce: tuple[str, ...] = (), group: str = "tp"
 ) -> ShardSpec:
-    """The whole tensor on each of the `size` ranks of `group`; rank 0 owns it."""
+    """Returns the spec of the whole tensor on each of the `size` ranks of `group`; rank 0 owns it."""
     return ShardSpec(
         global_shape=shape,
         local_shape=shape,
@@ -101,7 +101,7 @@ def replicated_spec(
 
 
 def split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int, what: str) -> ShardSpec:
-    """An even split of `dim` over `size` ranks.
+    """Returns the spec of an even split of `dim` over `size` ranks.
 
     Raises:
         UserError: the dimension does not divide; names the value to change.
@@ -119,7 +119,8 @@ def split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int, what: 
 
 
 def padded_split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int) -> ShardSpec:
-    """A split of `dim` into equal local parts of ceil(length / size); the last ranks' surplus is padding.
+    """Returns the spec of a split of `dim` into equal local parts of ceil(length / size); the last ranks' surplus is
+    padding.
 
     Used for vocabularies, which seldom divide.
     """

@@ -38,7 +38,7 @@ class TextStream:
         self.text = ""
         """All text so far, without held-back characters."""
         self.stopped = False
-        """Whether a stop text was found."""
+        """Whether the text has ended at a stop text."""
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that can be shown now, which may be none."""

@@ -130,19 +130,19 @@ class NormFactors:
 
 
 def project(x_TI: Tensor, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, out: Tensor) -> Tensor:
-    """H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these columns."""
+    """Computes H = s * drop(x) A^T into the first R columns of `out`, with zeros after them; returns these columns."""
     kernels.project(x_TI, low_rank.a_RI, mask, low_rank.scale_of(mask), low_rank.adapters, out)
     return out[:, : low_rank.rank]
 
 
 def add_expansion(y_TO: Tensor, h_TR: Tensor, low_rank: LowRank) -> None:
-    """y += H B^T, section by section, in place."""
+    """Adds y += H B^T, section by section, in place."""
     for adapter in low_rank.adapters:
         adapter.columns(y_TO).addmm_(adapter.ranks(h_TR), adapter.b_OR.t())
 
 
 def projection_gradient(dy_TO: Tensor, low_rank: LowRank) -> Tensor:
-    """dH = s * dY B, [T, R]; a partial sum where the output columns are split over ranks."""
+    """Returns dH = s * dY B, [T, R]; a partial sum where the output columns are split over ranks."""
     dh = dy_TO.new_empty(dy_TO.shape[0], low_rank.rank)
     for adapter in low_rank.adapters:
         torch.mm(adapter.columns(dy_TO), adapter.b_OR, out=adapter.ranks(dh))
@@ -169,7 +169,7 @@ def accumulate_a(
     kernels: Kernels,
     norm: NormFactors | None = None,
 ) -> None:
-    """dA = dH^T drop(x), into each adapter's sink.
+    """Adds dA = dH^T drop(x) into each adapter's sink.
 
     Args:
         x_TI: x, or with `norm` the norm's input; only for kernels that have `norm_a_gradient`.
@@ -184,6 +184,6 @@ def accumulate_a(
 
 
 def accumulate_b(dy_TO: Tensor, h_TR: Tensor, low_rank: LowRank, kernels: Kernels) -> None:
-    """dB = dY^T H, into each adapter's sink."""
+    """Adds dB = dY^T H into each adapter's sink."""
     kernels.b_gradient(dy_TO, h_TR, low_rank.sections(db=True))
     low_rank.b_added()

@@ -98,7 +98,7 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _interprets() -> bool:
-    """Whether Triton's own functions and our kernels are interpreted; each was decided when it was imported."""
+    """Returns whether Triton's own functions and our kernels are interpreted; each was decided when it was imported."""
     import triton
 
     from engine.kernels.triton.dropout import philox4x32

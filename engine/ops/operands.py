@@ -198,7 +198,7 @@ class LinearOperands:
 
 
 def accumulate_base(operands: LinearOperands, dy_TO: Tensor, x_TI: Tensor | None, bias_dy_TO: Tensor) -> None:
-    """dW = dY^T x and db = sum of dY, into the sinks of the trainable rows.
+    """Adds dW = dY^T x and db = sum of dY into the sinks of the trainable rows.
 
     Args:
         dy_TO: gradient of all tokens the weight saw.

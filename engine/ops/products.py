@@ -9,7 +9,7 @@
 | joined   | one product makes H and adds H B^T   | one product makes dX, dH and dB                           |
 
 Each way has the same four functions, and forward may take another than backward: `Kernels.folds` says which is folded,
-and a backend that has `Kernels.adapted` joins the ways that are not. Of a base that is stored encoded only its own two
+and a backend that has `Kernels.adapted` joins the ways that are not. For a base stored encoded, only its own two
 products differ. Nothing here communicates: between `inputs` and `outputs`, and between `gradients` and `received`, the
 parallel linears gather, scatter and reduce (ops.parallel_linear).
 

@@ -104,7 +104,8 @@ _DECAYED_VECTORS = (
 
 
 def decays(entry: ShardEntry) -> bool:
-    """Whether weight decay applies, as in Hugging Face's Trainer: to all but the weights of norms and biases."""
+    """Returns whether weight decay applies, as in Hugging Face's Trainer: to all but the weights of norms and
+    biases."""
     return len(entry.spec.global_shape) > 1 or entry.name.endswith(_DECAYED_VECTORS)
 
 
@@ -120,7 +121,7 @@ class _Kind(NamedTuple):
 
 
 def same_rate(name: str) -> float:
-    """The factor of every learning rate where all parameters have the optimizer's."""
+    """Returns the factor of every learning rate where all parameters have the optimizer's."""
     return 1.0
 
 

@@ -198,7 +198,7 @@ def _stuck(states: Mapping[int, RankState], begun: _Begun) -> _Meeting | None:
 
 
 def _is_there(state: RankState | None, noted: Noted, begun: _Begun) -> bool:
-    """Whether a member's device has come to the operation, or is past it."""
+    """Returns whether a member's device has come to the operation, or is past it."""
     if state is None:
         return False
     if state.device is not None and (state.device.channel, state.device.number) == (noted.channel, noted.number):

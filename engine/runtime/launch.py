@@ -45,12 +45,12 @@ class Launch:
 
 
 def world_size_from_environment() -> int:
-    """Number of processes torchrun started; 1 without torchrun."""
+    """Returns the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_of_this_node() -> int:
-    """Number of processes that torchrun started on this machine; 1 without torchrun."""
+    """Returns the number of processes that torchrun started on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

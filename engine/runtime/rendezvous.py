@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.02
 
 
 def meet(rank: int, world_size: int, timeout_seconds: float) -> tuple[dist.Store, str]:
-    """A store for this start of the ranks, at the address that the environment names.
+    """Returns a store for this start of the ranks, at the address that the environment names.
 
     Returns:
         The store, and the prefix of its keys, under which other connections find them.

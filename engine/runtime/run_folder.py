@@ -27,11 +27,11 @@ RUNS = Path("runs")
 """Where folders are made for runs that are given none."""
 
 SECONDS_TO_BE_SEEN = 90.0
-"""How long a checkpoint may take to appear on every node; NFS keeps a folder's entries for up to a minute."""
+"""Seconds that a checkpoint may take to appear on every node; NFS keeps a folder's entries for up to a minute."""
 
 
 SECONDS_FOR_THE_LOCK = 10.0
-"""How long a file in a folder that this node has not read before may take to appear on every node."""
+"""Seconds that a file in a folder that this node has not read before may take to appear on every node."""
 
 
 class RunFolder:
@@ -149,7 +149,7 @@ class RunFolder:
 
 
 def _comes_true(is_there: Callable[[], bool], seconds: float) -> bool:
-    """Whether `is_there` returns True within so many seconds; asks several times a second."""
+    """Returns whether `is_there` returns True within so many seconds; asks several times a second."""
     deadline = time.monotonic() + seconds
     while not is_there():
         if time.monotonic() > deadline:
@@ -159,7 +159,7 @@ def _comes_true(is_there: Callable[[], bool], seconds: float) -> bool:
 
 
 def _sees(lock: Path, held: str) -> bool:
-    """Whether the lock is here with this text."""
+    """Returns whether the lock is here with this text."""
     try:
         return lock.read_text(encoding="utf-8") == held
     except OSError:
@@ -202,7 +202,7 @@ def _check_name_is_found_again(launcher: Launcher | None) -> None:
 
 
 def _own_name(launcher: Launcher | None) -> Path:
-    """runs/<time>; under torchrun with a key of it behind, by which the ranks that it restarts find it."""
+    """Returns runs/<time>; under torchrun with its key appended, by which restarted ranks find the folder."""
     now = time.strftime("%Y%m%d-%H%M%S")
     if launcher is None or launcher.key is None:
         return RUNS / now

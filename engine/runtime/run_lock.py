@@ -85,7 +85,7 @@ class RunLock:
                 return taken
 
     def _make(self) -> int | None:
-        """A new file, where there is none."""
+        """Creates the file, where there is none."""
         try:
             file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         except FileExistsError:
@@ -99,7 +99,7 @@ class RunLock:
         return file
 
     def _read(self) -> tuple[Holder, int] | None:
-        """The holder and the open file; None where it is gone or not whole."""
+        """Returns the holder and the open file; None where it is gone or not whole."""
         self._require_file()
         try:
             file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us up
@@ -176,7 +176,7 @@ class RunLock:
         return None
 
     def is_own(self) -> bool:
-        """Whether the file still names this process."""
+        """Returns whether the file still names this process."""
         try:
             now = Holder.from_bytes(self._path.read_bytes())
         except OSError:

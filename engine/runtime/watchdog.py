@@ -28,7 +28,7 @@ from engine.files.durable import open_new
 from engine.runtime.hang_report import RankState, explain
 
 _ANSWER_SECONDS = 2.0
-"""How long a report waits for the other ranks; to that comes twice the time between two looks."""
+"""Seconds that a report waits for the other ranks, beside twice the time between two looks."""
 
 Poll = Callable[[dist.Store | None], None]
 
@@ -233,7 +233,8 @@ class Watchdog:
 
 
 def place(frame: FrameType | None) -> str:
-    """The engine's innermost function above the one that communicates; the innermost of all where there is none."""
+    """Returns the engine's innermost function above the one that communicates; the innermost of all where there is
+    none."""
     innermost = "no function" if frame is None else _name(frame)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

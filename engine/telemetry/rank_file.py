@@ -26,7 +26,7 @@ from engine.files.durable import open_append
 
 _MOMENT_SECONDS = 2.0
 _CLOSE_SECONDS = 30.0
-"""How long closing waits for the disk."""
+"""Seconds that closing waits for the disk."""
 _QUEUED = 4096
 """Records that wait to be written at most; with more, the run waits for the disk."""
 
@@ -95,7 +95,7 @@ class RankFile:
             self._say(f"warning: {self._refusal(self._failure)}")
 
     def _write_all(self) -> None:
-        """The thread: after a failure it takes records and drops them, so that no caller waits for room."""
+        """Runs the thread: after a failure it takes records and drops them, so that no caller waits for room."""
         is_over = False
         while not is_over:
             lines = [self._lines.get()]

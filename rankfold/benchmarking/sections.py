@@ -72,7 +72,7 @@ class GraphOptions(ModelOptions):
             )
 
     def row_lengths(self) -> tuple[int, ...]:
-        """The row lengths, one for each measurement."""
+        """Returns the row lengths, one for each measurement."""
         try:
             return tuple(int(part) for part in self.lengths.split(","))
         except ValueError:
@@ -196,7 +196,7 @@ class GenerateOptions(ModelOptions):
             raise UserError(f"--batches is {self.batches!r}: give numbers of at least 1.")
 
     def row_counts(self) -> tuple[int, ...]:
-        """The numbers of rows, one for each measurement."""
+        """Returns the numbers of rows, one for each measurement."""
         try:
             return tuple(int(part) for part in self.batches.split(","))
         except ValueError:
@@ -257,7 +257,7 @@ class TowerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """How long a step waits for images that threads read from the disk and decode.
+    """The time that a step waits for images that threads read from the disk and decode.
 
     Raises:
         UserError: numbers below their minimum.
@@ -281,7 +281,7 @@ class LoaderOptions:
             raise UserError(f"--workers is {self.workers!r}: give numbers of at least 0.")
 
     def worker_counts(self) -> tuple[int, ...]:
-        """The numbers of threads, one for each measurement."""
+        """Returns the numbers of threads, one for each measurement."""
         try:
             return tuple(int(part) for part in self.workers.split(","))
         except ValueError:

@@ -103,7 +103,7 @@ def _names(name: str) -> list[str]:
 
 
 def _works(pair: Pair) -> dict[tuple[str, str], Callable[[], None]]:
-    """The calls to measure, by side and kind."""
+    """Returns the calls to measure, by side and kind."""
 
     def forward(side: str) -> None:
         with torch.no_grad():

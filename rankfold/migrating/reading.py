@@ -22,7 +22,7 @@ _FILE_KEYS = (
     "deepspeed", "deepspeed_config", "ds_config", "config_file", "deepspeed_config_file", "config", PROGRAM_FILE,
 )  # fmt: skip
 _AROUND = 5
-"""How many folders around a configuration's own are looked through."""
+"""Number of folders around a configuration's own that are searched."""
 _LOOK = 2**28
 """Bytes of the largest file of data whose records are counted."""
 _WHAT = "give another trainer's YAML or JSON file, or a script .sh or .py"

@@ -38,7 +38,7 @@ class Content(ABC):
         """
 
     def facts(self) -> dict[str, Any]:
-        """JSON values about the content, known after the last block."""
+        """Returns JSON values about the content, known after the last block."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""How many threads read and write checkpoints."""
+"""The number of threads that read and write checkpoints."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ class _Unavailable(Exception):
 
 @cache
 def best_instruction_set() -> str:
-    """The instruction sets of this processor, as torch detects them."""
+    """Returns the instruction sets of this processor, as torch detects them."""
     return _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
 
 
 def _openmp_paths() -> list[str]:
-    """OpenMP runtimes that torch has brought, or failing that, all that are mapped into this process.
+    """Returns the OpenMP runtimes that torch loaded, or failing that, all that are mapped into this process.
 
     Other libraries (sentencepiece is one) may bring a runtime of their own; theirs is none of the kernels' business.
     """
@@ -68,7 +68,7 @@ def _openmp_paths() -> list[str]:
 
 
 def _current_digest() -> str | None:
-    """Hash of the sources beside this package; None where there are none."""
+    """Returns a hash of the sources beside this package; None where there are none."""
     path = SOURCES / "build.py"
     if not path.is_file():
         return None
@@ -106,7 +106,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @cache
 def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
-    """The library and a sentence for the log; tried once."""
+    """Returns the library and a sentence for the log; tried once."""
     try:
         loaded = _open(FOLDER / f"libkernels_{instruction_set}.so")
     except _Unavailable as error:
@@ -116,12 +116,12 @@ def _load(instruction_set: str) -> tuple[ctypes.CDLL | None, NativeStatus]:
 
 
 def native_status() -> NativeStatus:
-    """Whether the compiled kernels can be used, and if not, why."""
+    """Returns whether the compiled kernels can be used, and if not, why."""
     return _load(best_instruction_set())[1]
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library.
+    """Returns the loaded library.
 
     Raises:
         UserError: where there is none.

@@ -10,7 +10,7 @@ from engine.kernels.native.loader import library, native_status
 
 
 def can_merge(dtype: torch.dtype) -> bool:
-    """Whether the kernel takes weights of this dtype."""
+    """Returns whether the kernel takes weights of this dtype."""
     return dtype in DTYPES and native_status().available
 
 

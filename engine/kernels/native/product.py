@@ -52,7 +52,7 @@ def multiply_by_tiles(left_TK: Tensor, right_KN: Tensor, *, out: Tensor | None =
 
 
 def has_tiles() -> bool:
-    """Whether the processor, the system and the compiled kernels have AMX tiles of bfloat16."""
+    """Returns whether the processor, the system and the compiled kernels have AMX tiles of bfloat16."""
     status = native_status()
     return status.available and _has_tiles(status.instruction_set)
 
@@ -77,7 +77,7 @@ def product_arguments(left_TK: Tensor, right_KN: Tensor, out: Tensor | None) -> 
 
 @cache
 def _torch_has_avx512() -> bool:
-    """Whether torch's own products are by AVX-512: its library, MKL, has them for Intel's processors alone."""
+    """Returns whether torch's own products use AVX-512: its library, MKL, does so only on Intel's processors."""
     return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
 
 
@@ -89,7 +89,7 @@ def _fewest_rows(right_KN: Tensor) -> int:
 
 
 def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
-    """Whether the kernels take the operands, and the right one is not too narrow for packing to pay."""
+    """Returns whether the kernels take the operands, and the right one is not too narrow for packing to pay."""
     return (
         left_TK.dtype == right_KN.dtype == torch.float32
         and min(right_KN.shape) >= FEWEST
@@ -100,7 +100,7 @@ def _fits(left_TK: Tensor, right_KN: Tensor) -> bool:
 
 
 def fits_tiles(left_TK: Tensor, right_KN: Tensor) -> bool:
-    """Whether `product` goes by the tiles."""
+    """Returns whether `product` uses the tiles."""
     large = left_TK.shape[0] >= FEWEST and left_TK.numel() * right_KN.shape[1] >= FEWEST_PRODUCTS
     return large and _fits(left_TK, right_KN) and has_tiles()
 

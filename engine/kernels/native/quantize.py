@@ -132,5 +132,5 @@ NATIVE_ARITHMETIC = Arithmetic(
     fp8_codes=reference_quantize.fp8_codes,
     row_decode=row_decode,
 )
-"""The loops of the encodings in C++. Whether they can run is `native_status()`'s to say; a call where they cannot
+"""The loops of the encodings in C++. `native_status()` says whether they can run; a call where they cannot
 raises. Results do not depend on the number of threads."""

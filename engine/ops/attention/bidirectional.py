@@ -1,6 +1,6 @@
 """Causal attention of documents in which some spans of tokens see all of themselves, by kernels that are causal.
 
-Beyond causal attention, a span's tokens see the tokens after them. Of a span a ... b, queries a ... b - 1 see
+Beyond causal attention, a span's tokens see the tokens after them. In a span a ... b, queries a ... b - 1 see
 keys a + 1 ... b, of which query i sees those from i + 1 on: from the last to the first, a causal block again. So the
 spans are one more call of the same kernel, on copies of their tokens in reversed order, and the two results are merged
 by their log sum exp. Gradients need no merging (see `engine.ops.attention.blocks`), they add up. A window hides earlier

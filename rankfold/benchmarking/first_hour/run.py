@@ -201,7 +201,7 @@ def _targets(outcome: Outcome) -> str:
 
 
 def _has_passed(number: int, part: Part, out: Path) -> bool:
-    """Whether an earlier call ran this part to its end."""
+    """Returns whether an earlier call ran this part to its end."""
     path = out / f"{number:02d}-{part.name}.outcome"
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] == PASSED
 

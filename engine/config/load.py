@@ -141,7 +141,7 @@ def _split_lists(arguments: list[str]) -> list[str]:
 
 
 _TEXTS = ("train.sample_prompts",)
-"""Lists of texts, which have commas of their own: one that is no list in brackets is one text."""
+"""Lists of texts, which may contain commas: a value without brackets is one text."""
 
 
 def _as_json_list(value: str, kind: Any) -> str:

@@ -1,7 +1,7 @@
 """The buffer: a generation batch with its rewards, which several steps are trained on, as a checkpoint stores it.
 
 Where a checkpoint is saved between two steps of one buffer, the buffer is saved with it: the weights that sampled it
-are gone. Between two buffers there is nothing to save, since the weights give the same one again.
+are gone. Between two buffers there is nothing to save, since the weights sample the same one again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Buffer:
         uniform: bool [P], whether all completions of a prompt are equally good.
         num_steps: steps that take their own prompts.
         iterations: times that these steps are taken.
-        lag: steps that were taken since the weights that sampled it, when the first step is taken from it.
+        lag: steps between the weights that sampled it and the first step on it.
         old_logps: float32 of each token of each completion, by the trainer before the first step; None where each
             completion is trained on once, right after the trainer's own model sampled it.
     """
@@ -143,9 +143,9 @@ class OpenBuffer:
     batch: int
 
     def taken(self, consumed: int) -> int:
-        """Returns the steps that were trained from the buffer when the data cursor is at `consumed`."""
+        """Returns the number of steps that were trained from the buffer when the data cursor is at `consumed`."""
         return (consumed - self.begin) // self.batch
 
     def is_used_up(self, consumed: int) -> bool:
-        """Returns whether no step is left in it."""
+        """Returns whether no step is left in the buffer."""
         return self.taken(consumed) >= self.buffer.total_steps

@@ -40,7 +40,7 @@ def step_figures(
     | uniform_groups                                 | share of prompts all of whose completions are equally good |
     | groups_dropped                                 | prompts left out                                          |
 
-    Means of nothing, and deviations of fewer than two numbers, are NaN.
+    Means of no numbers, and deviations of fewer than two, are NaN.
 
     Args:
         prompts: of the buffer, those of the step.

@@ -21,9 +21,9 @@ from engine.runtime.launch import Launch
 from engine.sentences import listed
 
 _BEAT_SECONDS = 5.0
-"""Seconds of a broadcast, at most a quarter of train.collective_timeout."""
+"""Maximum seconds of a broadcast, which is also at most a quarter of train.collective_timeout."""
 _SAID = 100
-"""Sentences on failures in a whole run."""
+"""Maximum number of sentences on failures in a whole run."""
 
 
 def beat_seconds(config: RunConfig) -> float:

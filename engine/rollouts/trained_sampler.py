@@ -63,7 +63,7 @@ class TrainedSampler:
         together = config.parallel.shard == "parameters" or config.parallel.expert > 1
         self._others = mesh.dp_cp if together else None
         self.gathered: str | None = None
-        """Why the cache is not read where it lies, as far as is known; see `engine.inference.key_value_cache`."""
+        """The reason why the cache is not read in place, where it is known; see `engine.inference.key_value_cache`."""
 
     def take(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> tuple[list[Sampled], int]:
         known = self.gathered

@@ -97,7 +97,7 @@ def fill_base(
         config: of the run.
         model, source: the model, and the reader of its weights; None as source draws them.
         parts: of the model on this rank.
-        weights: where encoded weights are between computations.
+        weights: placement of encoded weights between computations.
         log: says how many bytes they take.
 
     Raises:

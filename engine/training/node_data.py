@@ -2,7 +2,7 @@
 
 The ranks of a machine meet in a folder of their own among its temporary files, not in a collective: tokenising may take
 longer than `train.collective_timeout`, and machines need not share a disk. The folder's name follows from the launcher,
-whose children they all are, and from this start, and it is deleted by the last who has mapped its files. The first rank
+whose children they all are, and from this start, and it is deleted by the last rank to map its files. The first rank
 holds the system's lock on it as long as it lives, so that the first rank of a later run can recognise, and delete, the
 folders of killed runs.
 """
@@ -103,7 +103,7 @@ class NodeData:
     def _tidy(self) -> None:
         """Deletes folders of this user's runs whose first rank has ended."""
         for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getuid()}-*"):
-            with suppress(OSError):  # it is another's, or others delete it too
+            with suppress(OSError):  # it belongs to another user, or another rank deletes it too
                 descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     found = os.fstat(descriptor)
@@ -146,7 +146,7 @@ class NodeData:
     def _seen(self, folder: Path) -> None:
         """Notes that this rank no longer needs the files, and deletes them where it is the last."""
         (folder / f"seen-{self._rank}").touch()
-        with suppress(FileNotFoundError):  # another has counted at the same moment, and deleted them
+        with suppress(FileNotFoundError):  # another rank counted at the same moment, and deleted them
             if sum(name.startswith("seen-") for name in os.listdir(folder)) == self._size:
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""This rank's stages, and how a step or an evaluation goes through all of them."""
+"""This rank's stages, and the passes of a step or an evaluation through all of them."""
 
 from __future__ import annotations
 

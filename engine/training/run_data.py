@@ -56,7 +56,7 @@ class RunData(Protocol):
 
     @property
     def rows(self) -> TokenDataset | None:
-        """The rows that are trained on; None where they are made while the run trains."""
+        """The training rows; None where they are made while the run trains."""
         ...
 
     @property

@@ -31,7 +31,7 @@ class Completion:
         sampled_logps: of each of `tokens`, the logarithm of the probability with which it was drawn, at the sampling
             temperature.
         advantage: over its group.
-        trained: False keeps it out of the loss, but not out of the number of completions: a truncated one.
+        trained: False excludes it, a truncated one, from the loss, but not from the number of completions.
     """
 
     prompt: Sequence[int]

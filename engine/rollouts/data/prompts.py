@@ -42,7 +42,7 @@ class Prompt:
     Args:
         place: of its record.
         ids: its tokens, at least one.
-        given: as the functions that score its answers get it: a text, or a list of messages.
+        given: in the form that reward functions take: a text, or a list of messages.
         columns: the other fields of its record.
     """
 
@@ -73,7 +73,7 @@ class PromptSet:
     longest: int
 
     def fingerprint(self) -> str:
-        """Returns a hash of all that answers and their scores depend on."""
+        """Returns a hash of all data that answers and their scores depend on."""
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             digest.update(json.dumps([prompt.ids, prompt.given, prompt.columns]).encode())
@@ -83,7 +83,7 @@ class PromptSet:
         """Returns a line for the log.
 
         Args:
-            room: tokens of a prompt at most.
+            room: maximum tokens of a prompt.
         """
         left_out = ""
         if self.num_too_long:
@@ -115,7 +115,7 @@ def read_prompts(
     Args:
         paths: one file, several, or patterns with *; read in the order given.
         tokenizer: encodes them.
-        room: tokens of a prompt at most, so that an answer has room in a row.
+        room: maximum tokens of a prompt, so that an answer has room in a row.
         overlong: "error" refuses a longer one; anything else drops it.
         progress: see `Advance`.
 

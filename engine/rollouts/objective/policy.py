@@ -144,7 +144,7 @@ class _Tokens(NamedTuple):
         return cls(ids_T, weights_T, completions.lengths.clamp(min=1.0), cp)
 
     def each(self, of_N: Tensor) -> Tensor:
-        """Returns at each token the number of its completion, without gradient; 0 where there are no completions."""
+        """Returns at each token the value of its completion, without gradient; 0 where there are no completions."""
         return of_N[self.ids_T] if len(of_N) else torch.zeros_like(self.weights_T)
 
     def held_sums(self, values_T: Tensor, count: int) -> Tensor:
@@ -184,8 +184,8 @@ class PolicyGradient:
         "importance_weight",
         "gamma_weight",
     )
-    """Sums over target tokens, but for the number of completions, for clipped ratios of whole completions, which are
-    one a completion, and for g, which is; see `named`."""
+    """Sums over target tokens; sums over completions for their number, for clipped ratios of whole completions and
+    for g; see `named`."""
     maxima: tuple[str, ...] = ("sampler_ratio_max", "sampler_difference_max")
     shown: tuple[str, ...] = ("kl", "entropy", "length")
     loss_at_chance: float | None = None
@@ -223,7 +223,7 @@ class PolicyGradient:
         advantages_T = tokens.each(completions.advantages)
 
         sampled_T = completions.sampled_logps_BS.flatten()
-        # a sampler may not have said how likely a token was
+        # a sampler may not have reported a token's log-probability
         difference_T = (old_T - sampled_T).nan_to_num(nan=0.0) * tokens.weights_T
         weight_T = self._importance_weight(difference_T, tokens)
         gammas = None
@@ -304,7 +304,7 @@ class PolicyGradient:
         """Returns a mask of the tokens of completions that are not worse than their group, or near the model.
 
         Args:
-            away_T: log-probability when it was sampled, less that of now.
+            away_T: log-probability of a token when it was sampled, minus the current one.
         """
         sums = all_reduce(tokens.held_sums(away_T * tokens.weights_T, len(tokens.lengths)), self._cp)
         assert self.settings.off_policy_threshold is not None

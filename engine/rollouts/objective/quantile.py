@@ -4,7 +4,7 @@ The k-th smallest is found digit by digit: numbers of 0 and more are ordered as 
 highest bits says in which bin it lies, one of the next bits where in that bin, and so on (radix selection). Only
 histograms cross the ranks, of a fixed size, whatever the number of tokens of each.
 
-Legend: T numbers held here, R ranks in the order that are looked for, B bins.
+Legend: T numbers held here, R order statistics to find, B bins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def quantile(values_T: Tensor, counted_T: Tensor, share: float, add: Sum) -> Ten
 
     Args:
         values_T: fp32, 0 or more; anything below counts as 0.
-        counted_T: bool, which of them there are.
+        counted_T: bool, whether each number counts.
         share: from 0 to 1.
         add: over the ranks.
 

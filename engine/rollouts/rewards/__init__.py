@@ -1,1 +1,1 @@
-"""Rewards: functions that score completions, run in processes of their own."""
+"""Rewards: functions that score completions, run in separate processes."""

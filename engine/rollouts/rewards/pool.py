@@ -45,17 +45,17 @@ _PROGRAM = (
 _START_SECONDS = 120.0
 """Seconds that a process gets to import the files of the functions."""
 _HANGS = 3
-"""Completions of one failed call that may hang one after the other before the rest of it is not tried."""
+"""Consecutive completions of one failed call that may hang before the rest of it is skipped."""
 _TRIES = 4
-"""Times rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
+"""Multiple of rollout.reward_timeout after which no more completions of a failed call are tried one by one."""
 _GONE_SECONDS = 2.0
 """Seconds that a process that has closed its connection gets to exit, before it is killed."""
 _ANSWER_BYTES, _SENTENCE_BYTES = 1 << 16, 1 << 13
-"""Bytes of an answer, and more of it for each completion or function, of which it may have a sentence."""
+"""Maximum bytes of an answer, and further bytes for each completion or function, which may have a sentence."""
 _LONGEST_SENTENCE = 1000
-"""Characters of one."""
+"""Maximum characters of a sentence."""
 _KINDS = 5
-"""Failures of one function in one generation batch that are told apart."""
+"""Kinds of failure of one function in one generation batch that have their own sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class Scores:
 
     Args:
         rewards: fp64 [N, functions]; NaN where there is none.
-        num_failed: completions that no function scored, and one of them failed on.
+        num_failed: completions without any score on which a function failed.
         problems: sentences on failures, a few for each function.
     """
 
@@ -93,7 +93,7 @@ class Scores:
 
 
 class _CallFailed(Exception):
-    """Raised where a call gave no rewards; its words say why.
+    """Raised where a call gave no rewards; its text is the reason.
 
     Args:
         hung: whether it did not come to an end.
@@ -105,7 +105,7 @@ class _CallFailed(Exception):
 
 
 def _sentence(words: str) -> str:
-    """Returns a sentence of a process, which may be meant to look like lines of the log."""
+    """Returns a sentence of a process on one line, as it may be meant to look like lines of the log."""
     return on_one_line(words, most=_LONGEST_SENTENCE)
 
 
@@ -265,9 +265,9 @@ class _Failures:
     def __init__(self, name: str) -> None:
         self._name = name
         self.of_completions: list[tuple[int, str]] = []
-        """Place of a completion without a reward, and why."""
+        """Place of a completion without a reward, and the reason."""
         self.of_calls: list[tuple[int, str]] = []
-        """Completions of a call that hung, each of which it could score by itself, and why."""
+        """Completions of a call that hung, each of which could be scored by itself, and the reason."""
 
     def sentences(self, samples: Sequence[Sample]) -> Iterator[str]:
         """Yields a sentence for each kind of failure, the most frequent first, and one for those that are left."""
@@ -402,7 +402,7 @@ class RewardPool:
         return alone
 
     def close(self) -> None:
-        """Ends the processes; nothing is scored any more."""
+        """Ends the processes; nothing is scored afterwards."""
         for worker in self._workers:
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)

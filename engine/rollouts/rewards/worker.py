@@ -33,7 +33,7 @@ from engine.sentences import listed, on_one_line
 from engine.telemetry.ending import end_with_parent
 
 _REQUEST_BYTES = 1 << 40
-"""Of a request, which is as long as the run's prompts and completions: this process trusts its caller."""
+"""Maximum bytes of a request, which is as long as the run's prompts and completions: this process trusts its caller."""
 
 
 def run(descriptor: int, lifeline: int, parent: int) -> NoReturn:
@@ -65,7 +65,7 @@ def serve(descriptor: int, parent: int) -> None:
         stream, own = LimitedStream(connection, None, most_bytes=_REQUEST_BYTES), os.getpid()
 
         def answer(message: object) -> None:
-            if os.getpid() != own:  # a copy that a file or a function has forked, and that came back
+            if os.getpid() != own:  # a fork by a file or a function, which returned here
                 os._exit(0)
             send_frame(stream, message)
 
@@ -86,9 +86,9 @@ def _receive(stream: LimitedStream) -> Any:
 
 
 def _ignore_signals() -> None:
-    """Lets the signals that stop a run, which a scheduler may send to all processes, pass: the caller finishes the
-    step it is in first, and ends this process. Child processes of the functions keep the system's own handling, and
-    no signal is blocked, whatever the caller has blocked in its threads."""
+    """Ignores the signals that stop a run, which a scheduler may send to all processes: the caller finishes its step
+    first, and ends this process. Child processes of the functions keep the system's own handling, and no signal is
+    blocked, whatever the caller has blocked in its threads."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def handle(as_what: Any) -> None:

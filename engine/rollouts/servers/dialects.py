@@ -289,14 +289,15 @@ class Sglang:
 
 
 LIKELIEST = 5
-"""Tokens whose log-probabilities are looked at; servers give these unless they were started with a lower limit."""
+"""Number of tokens whose log-probabilities are compared; servers give these unless they were started with a lower
+limit."""
 LEAST_LOGP = -1000.0
 """The least log-probability of a sampled token. A sampler in float32 draws none below -104; the rest is room for the
 effect of penalties and temperature between the sampled distribution and the reported one."""
 ROUNDING = 1e-3
 """The tolerance of a log-probability above 0."""
 _BYTES_PER_TOKEN = 1 << 10
-"""Of an answer: a token's id, its log-probability, and its text up to three times."""
+"""Bytes of an answer per token: its id, its log-probability, and its text up to three times."""
 _NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 

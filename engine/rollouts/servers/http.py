@@ -30,7 +30,7 @@ from engine.sentences import on_one_line
 SMALL_ANSWER = 1 << 16
 """Maximum bytes of an answer that says little more than that a call succeeded, or why not."""
 _HEADERS = 1 << 16
-"""Bytes of everything in front of an answer's content, and between its chunks."""
+"""Maximum bytes in front of an answer's content, and between its chunks."""
 _ATTEMPTS, _FIRST_PAUSE = 5, 0.25
 """Attempts at a call whose connection fails, and the seconds before the second attempt, which double with each further
 one."""
@@ -46,9 +46,9 @@ class CallRefused(UserError):
     """The server answered with a status that is no success.
 
     Args:
-        sentence: for people.
+        sentence: for the user.
         status: of HTTP.
-        words: the server's own, on one line; "" where it has none. Not for people: they may contain the key.
+        words: the server's own, on one line; "" where it has none. Not for the user: they may contain the key.
     """
 
     def __init__(self, sentence: str, *, status: int, words: str) -> None:
@@ -66,7 +66,7 @@ class HttpServer:
     Args:
         url: such as http://10.0.0.7:8000; a path /v1 at its end is left out.
         timeout: seconds of a call with all its attempts.
-        key: the API key that calls carry; None for none. No message has it.
+        key: the API key that calls carry; None for none. No message contains it.
     """
 
     def __init__(self, url: str, *, timeout: float, key: str | None = None) -> None:

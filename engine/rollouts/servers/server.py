@@ -2,7 +2,7 @@
 time.
 
 Answers that would spoil a run are refused: no token ids, log-probabilities of another distribution, other ends of
-completions, another tokenizer. Whether it computes with the weights that it was given only the trainer can tell, by
+completions, another tokenizer. Only the trainer can tell whether it computes with the weights that it was given, by
 comparing log-probabilities.
 """
 
@@ -29,9 +29,9 @@ _HALVED = 0.75
 _NOBODY = "rankfold-looks"
 """An adapter that no server has."""
 _LIST_BYTES = 1 << 20
-"""Of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
+"""Maximum bytes of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
 _TOKEN_BYTES = 16
-"""Of a token in a list of ids."""
+"""Maximum bytes of a token in a list of ids."""
 
 
 _CARD_FIELDS: tuple[tuple[str, Any, str], ...] = (

@@ -23,8 +23,8 @@ WARMUP_STEPS = 3
 """Steps before the capture. They compile and load kernels and make communicators and workspaces, as a capture must not.
 
 They are the first steps of training itself: nothing is undone afterwards, because nothing was done beside training. The
-other ways each need something that these do not: a copy of masters and moments to restore, or a step that changes
-nothing, which would have to hold for every counter and every rank.
+alternatives each need more: a copy of masters and moments to restore, or a step that changes nothing, which would have
+to hold for every counter and every rank.
 """
 
 Captured = Callable[[], tuple[Tensor, ...]]

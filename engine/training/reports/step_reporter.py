@@ -107,12 +107,12 @@ class StepReporter:
             observer.begin(step, consumed)
 
     def before(self, step: int) -> None:
-        """Is told that `step`, counted from 1, is about to be handed to the device."""
+        """Notes that `step`, counted from 1, is about to be handed to the device."""
         for observer in self._observers:
             observer.before(step)
 
     def after(self, seen: StepSeen, *, rows: int, tokens: int, figures: Mapping[str, float]) -> None:
-        """Is told that a step was handed to the device, and reports the step before it.
+        """Notes that a step was handed to the device, and reports the previous one.
 
         Args:
             seen: the step.

@@ -25,7 +25,7 @@ def require_at_least(field: str, value: int, minimum: int, hint: str) -> None:
     """Requires `value` to be a whole number from `minimum` to 2^31 - 1; `hint` advises on another value.
 
     Raises:
-        UserError: it is not.
+        UserError: it is out of range.
     """
     require(value >= minimum, f"{field} is {value}, but it must be {minimum} or more: {hint}.")
     require(value < 2**31, f"{field} is {value}, but at most {2**31 - 1:,} is expected: {hint}.")
@@ -35,7 +35,7 @@ def require_positive(field: str, value: float, hint: str) -> None:
     """Requires `value` to be a number above 0 that float32 can hold.
 
     Raises:
-        UserError: it is not.
+        UserError: it is out of range.
     """
     require(math.isfinite(value) and value > 0, f"{field} is {value}, but it must be a number above 0: {hint}.")
     _require_float32(field, value, hint)
@@ -45,7 +45,7 @@ def require_not_negative(field: str, value: float, hint: str) -> None:
     """Requires `value` to be a number of 0 or more that float32 can hold.
 
     Raises:
-        UserError: it is not.
+        UserError: it is out of range.
     """
     require(math.isfinite(value) and value >= 0, f"{field} is {value}, but it must be 0 or more: {hint}.")
     _require_float32(field, value, hint)
@@ -59,6 +59,6 @@ def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     """Requires `value` to be one of `choices`.
 
     Raises:
-        UserError: it is not.
+        UserError: it is another value.
     """
     require(value in choices, f"{field} is {value!r}, but it must be one of {', '.join(choices)}: choose one of them.")

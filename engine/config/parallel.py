@@ -97,7 +97,7 @@ class ParallelOptions:
 
     @property
     def cuts_experts(self) -> bool:
-        """Whether tensor ranks share each expert's inner features, instead of each having tokens of its own."""
+        """Whether tensor ranks share each expert's inner features, instead of each having its own tokens."""
         return self.expert == 1 if self.expert_tensor is None else self.expert_tensor == self.tensor
 
     @property

@@ -1,4 +1,4 @@
-"""The changes of options that a resumed run reports; `engine.config.option` says of which."""
+"""The changes of options that a resumed run reports; see `engine.config.option`."""
 
 from __future__ import annotations
 

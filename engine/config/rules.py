@@ -149,7 +149,7 @@ def _refuse(clashes: Iterable[tuple[bool, str]]) -> None:
 
 
 def check_cuda_graph(config: RunConfig) -> None:
-    """Refuses options that do not go with CUDA graphs: a replay has fixed shapes and launches, and no host
+    """Refuses options that cannot be combined with CUDA graphs: a replay has fixed shapes and launches, and no host
     decisions.
     """
     graph, parallel, memory = config.memory.cuda_graph, config.parallel, config.memory

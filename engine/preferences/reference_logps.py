@@ -1,8 +1,8 @@
 """Log-likelihoods under the model as a run starts, for objectives that compare with it.
 
 They are computed once, before the first step, one number an answer, and kept in the run's folder: a run that is resumed
-has moved on from the model it is compared with. A run that has not taken a step yet computes them anew, whatever lies
-in its folder, because the file may be of another model.
+has moved on from the model it is compared with. A run that has not taken a step yet computes them anew, whatever is in
+its folder, because the file may be of another model.
 """
 
 from __future__ import annotations

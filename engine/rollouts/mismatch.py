@@ -32,11 +32,11 @@ class Distance(NamedTuple):
 
 
 def mismatch(buffer: Buffer, prompts: range, *, bound: float) -> Distance:
-    """Returns the distance over all tokens of a buffer's completions, where the trainer has been asked.
+    """Returns the distance over all tokens of a buffer's completions that have the trainer's log-probabilities.
 
     Args:
-        prompts: of the buffer, whose completions are meant.
-        bound: for the share that lies outside.
+        prompts: of the buffer, whose completions are compared.
+        bound: of the share outside.
     """
     assert buffer.old_logps is not None
     places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)

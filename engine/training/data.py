@@ -74,7 +74,8 @@ def chat_options(config: RunConfig) -> ChatOptions:
 
 
 def _stored_templates(config: RunConfig) -> set[str]:
-    """The chat templates that the token stores of the training data were rendered with, where they record it."""
+    """Returns the chat templates that the token stores of the training data were rendered with, where they record
+    it."""
     mixed = [split_mix(entry)[0] for entry in config.data.mix]
     stores = [open_store(path) for path in (config.data.train, *mixed) if path is not None and is_store(path)]
     return {store.chat_template for store in stores if store.chat_template is not None}

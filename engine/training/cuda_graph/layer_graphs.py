@@ -171,7 +171,7 @@ class Slot:
         return x
 
     def reduce_with(self, start: StartReduction) -> None:
-        """The backward that comes next is the stage's last: announces and reports each layer's gradients."""
+        """Announces and reports each layer's gradients, as the next backward is the stage's last."""
         for layer in self._layers:
             layer.start = start
 

@@ -1,7 +1,7 @@
 """Locates where a step stopped being finite: its micro-batches are recomputed and inspected module by module.
 
 The second computation is the step's own, with its dropout, on weights that are at most a few updates younger (a step
-that is not finite changes none). Forward is looked at in the order of the model, then backward in the other one, in
+that is not finite changes none). Forward is inspected in the order of the model, then backward in reverse, in
 each rank and micro-batch; the first place of all ranks is where it began, because non-finite numbers spread only
 onward. Between the linears there are norms, attention and activations: where a linear's input is not finite and
 nothing before it is, it is one of those.
@@ -94,7 +94,7 @@ class _Watch:
         self.first: Place | None = None
 
     def look(self, tensor: object, order: tuple[int, ...], what: str, *, phase: int = _FORWARD) -> None:
-        # recomputed tensors have been looked at in forward
+        # recomputed tensors have been inspected in forward
         if phase != self.phase or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             return
         if _is_finite(tensor):
@@ -152,8 +152,8 @@ class _WatchedStage:
         return self._stage.maxima
 
     def before_last_backward(self, start: Callable[[Iterable[ShardEntry]], None]) -> None:
-        """Leaves all reductions to the end of the step: gradients are looked at after backward, and one that is being
-        summed is no longer this rank's own, or has been given up."""
+        """Leaves all reductions to the end of the step: gradients are inspected after backward, and one that is
+        being summed is no longer this rank's own, or has been freed."""
 
     def forward(self, microbatch: int, activation: Tensor | None = None) -> Tensor | None:
         watch = self._watch

@@ -3,7 +3,7 @@
 rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2
 
-Imports at the top need the standard library alone, so that a missing dependency is one sentence.
+The top imports only the standard library, so that a missing dependency is reported in one sentence.
 """
 
 from __future__ import annotations

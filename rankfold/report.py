@@ -3,9 +3,9 @@
 rankfold report RUN_DIR
 rankfold report RUN_DIR OTHER_RUN_DIR --out compared.html
 
-The trained parameters, loss, throughput, parts of a step, memory of each rank, bandwidth (with log.communication), the
-pipeline's timeline, options and environment; of several runs their differences, and their speed against the number of
-devices where they do the same work.
+It shows the trained parameters, loss, throughput, parts of a step, memory of each rank, bandwidth (with
+log.communication), the pipeline's timeline, options and environment; for several runs their differences, and their
+speed against the number of devices where they do the same work.
 """
 
 from __future__ import annotations

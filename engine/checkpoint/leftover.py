@@ -1,8 +1,8 @@
 """The rule for a folder's tensors: every one is used, or refused by name.
 
-A tensor that is left over without a word is a model other than the folder's. So each reader of one compares the names
-that it holds with those that are read, before any weight is. Tensors that no computation uses are listed here, or in a
-family's `NameMap.unused`.
+A tensor that is silently left over means that another model is computed than the folder's. So each reader of a folder
+compares its names with those that are read, before any weight is. Tensors that no computation uses are listed here, or
+in a family's `NameMap.unused`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The pieces of a large run's checkpoint, as columns of numbers: there are ranks times tensors of them, millions.
+"""The pieces of a large run's checkpoint, as columns of numbers: there are millions, ranks times tensors.
 
-A rank that has written its part leaves a `RankPart`. Rank 0 joins those of all ranks, sorts them once, and writes
-them as one file of arrays beside the manifest (`write_columns`), which then says of a tensor only where its rows are.
-States of one parameter (master and moments) are cut alike, and share the rows that say where.
+A rank that has written its part leaves a `RankPart`. Rank 0 joins those of all ranks, sorts them once, and writes them
+as one file of arrays beside the manifest (`write_columns`), which then gives only the range of rows of each tensor.
+States of one parameter (master and moments) are cut alike, and share these rows.
 
 The file holds, without a header, little-endian: `ranges` (start and stop in each dimension) and `files` of each row,
 and `sums` of each piece. Its sizes and its checksum are in the manifest, which has a digest.

@@ -1,4 +1,4 @@
-"""The common interface of everything that tensors can be read from.
+"""The common interface of all sources of tensors.
 
 A `TensorReader` knows logical tensors: their shapes, dtypes, and the stored pieces that make each up. Reading a shard
 is then the same for all of them, whatever the layout on either side. Subclasses provide the pieces.

@@ -1,8 +1,8 @@
 """Adds an adapter into a weight a few rows at a time, and measures the cost of rounding the sum.
 
 W + s * B A is computed in fp32 (fp64 where W is) and rounded once to W's dtype. The part of the sum that rounding takes
-away is measured as it happens: an adapter whose update is small beside the weights can lose much of itself in 16 bits,
-and nothing else would show it.
+away is measured as it happens: an adapter whose update is small beside the weights can lose a large share in 16 bits,
+and nothing else would show that.
 """
 
 from __future__ import annotations

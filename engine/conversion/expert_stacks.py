@@ -1,4 +1,4 @@
-"""The adapters of a layer's experts as one tensor for all of them: the two forms that are in use, written and read.
+"""The adapters of a layer's experts as one tensor for all of them: writes and reads the two forms in use.
 
 PEFT's, for `target_parameters`, because transformers stacks the experts' weights. gate and up are one parameter, which
 has one adapter. With E experts of rank R, expert e's A is rows [e R, (e + 1) R) of `lora_A` [E R, in], and its B is

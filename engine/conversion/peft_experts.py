@@ -11,7 +11,7 @@ PEFT stacks separate adapters, as transformers stacks the experts, and has rules
 * a target such as `gate_proj` means the experts of all layers, and never an MLP beside them;
 * gate and up of all experts are one parameter, whose adapter has twice the rank and twice the alpha.
 
-vLLM finds the stacks of a model that it knows with experts apart in no module, and computes without them: it skips its
+For a model whose experts it keeps separate, vLLM matches stacks with no module, and computes without them: it skips its
 check of names where one holds `base_layer`. An adapter that a reader would silently load otherwise than it was trained,
 or not at all, is refused.
 

@@ -6,7 +6,7 @@ and direction. Noting one costs a dictionary look-up and an append; nothing is a
 
 With NCCL a wait does not stop the host, which runs ahead of its device until a queue is full: the operations it has
 begun say little. So while a run is watched (`follow`), a mark is left on the device behind each wait, and the thread
-that watches asks which of them the device has passed: the first that it has not is where it stands. The works
+that watches asks which of them the device has passed: the device is at the first that it has not. The works
 themselves are not kept, because each would keep the tensors that it wrote.
 
 There is one record in a process, as there is one set of connections. No decision depends on it. Operations inside a

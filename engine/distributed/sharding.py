@@ -1,7 +1,7 @@
 """The part of a logical tensor that a rank holds: pure data, no process groups.
 
 Every parameter of the engine has a logical name, a global shape, and on each rank one `ShardSpec`. Checkpoints, the
-optimizer, clipping, export and initialisation read that one record, so none of them has rules of its own about
+optimizer, clipping, export and initialisation read that one record, so none of them has its own rules for
 tensor parallelism.
 """
 

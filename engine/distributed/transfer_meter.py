@@ -1,11 +1,11 @@
 """Measures the bytes and seconds of collectives, without waiting for any rank or device.
 
 A GPU's own clock is read by events: one before the collective on the stream that launches it, one behind it on a side
-stream of the axis. They are looked at when totals are asked for; those that are not yet done wait for the next time.
-The side stream's wait is the first one for the collective, and torch keeps a collective's tensors alive until then. The
-computing stream, to which their memory belongs, waits later: until its own wait the meter holds them.
-With Gloo the host's clock is read when a collective begins and when its wait returns; one that was over before its
-caller waited for it ended at an unknown moment, and counts with its bytes, but not in the bandwidth.
+stream of the axis. They are looked at when totals are asked for; those that are not yet done are left for the next
+call. The side stream's wait is the first one for the collective, and torch keeps a collective's tensors alive until
+then. The computing stream, to which their memory belongs, waits later: until its own wait the meter holds them. With
+Gloo the host's clock is read when a collective begins and when its wait returns; one that was over before its caller
+waited for it ended at an unknown moment, and counts with its bytes, but not in the bandwidth.
 
 A time begins when this rank begins, so waiting for the slowest rank is in it. Bytes are those that one rank sends with
 a ring: 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n of the whole for all-gather, reduce-scatter and all-to-all,

@@ -1,9 +1,9 @@
 """The generation loop, with continuous batching: all active rows take one token per pass.
 
 A row that ends gives its slot to the next prompt at once, and the last row moves into a slot that stays free, so
-that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding; one
-that several rows continue, one after the other, is run once, and waits with its logits while there are slots for some
-of them only. Every rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever
+that a pass never computes a row that has ended. Prompts that begin together are run as one pass without padding; a
+prompt that several rows continue is run once, and its pages and logits are kept while there are slots for only some
+of the rows. Every rank runs this loop with the same prompts and sees the same tokens, so nothing about rows is ever
 sent.
 
 On a GPU the next pass is launched before the tokens of the last one are read, so that the device never waits for the

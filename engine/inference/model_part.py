@@ -3,8 +3,8 @@
 Every rank runs the same passes in the same order. The residual stream is sent from part to part, and the tokens that
 the last one has chosen are sent back to all. They stay on the device for the next pass, which can so be launched before
 the host has read them: the host knows a pass's other inputs without its tokens. A model that was built for training
-runs as it is: where its layers split tokens over tensor ranks, a pass is filled up to a multiple of them, with a row of
-its own that is not read.
+runs as it is: where its layers split tokens over tensor ranks, a pass is filled up to a multiple of them, with an extra
+row that is not read.
 
 Legend: T tokens of a pass, N rows of it, V vocabulary, R tensor-parallel ranks.
 """

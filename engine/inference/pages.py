@@ -1,9 +1,9 @@
 """Where the tokens of each row lie in a pool of pages: a block table for each slot, shared pages, and free ones.
 
-Host arithmetic alone: it follows from the lengths of prompts and rows, so every rank keeps the same tables, and the
+Only host arithmetic: it follows from the lengths of prompts and rows, so every rank keeps the same tables, and the
 pools of all layers of one capacity share one. A row keeps the token at position p at place p modulo the capacity, and
-place c in page c // PAGE of its table. Rows that continue one prompt share its pages (vLLM, arXiv 2309.06180); the page
-that a row is about to write becomes its own first.
+place c in page c // PAGE of its table. Rows that continue one prompt share its pages (vLLM, arXiv 2309.06180); a row
+copies a shared page before it writes to it.
 
 A row that starts reserves the pages that it may still need, so that no row ever waits for a page once it runs.
 """

@@ -1,7 +1,7 @@
 """CRC-32C, the checksum of everything that is stored: by the compiled code where there is any, else by numpy.
 
 Both give the same digits, so one machine verifies another's files. The compiled code runs about as fast as memory is
-read; numpy's way is slower by more than an order of magnitude and holds the interpreter's lock between its operations.
+read; numpy's is slower by more than an order of magnitude and holds the interpreter's lock between its operations.
 """
 
 from __future__ import annotations

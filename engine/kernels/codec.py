@@ -1,4 +1,4 @@
-"""The loops behind the encodings, by one of several backends; plain torch unless another one is handed in.
+"""The loops behind the encodings, by one of several backends; plain torch unless another is passed.
 
 Only the loops over every weight are here; the few numbers beside them (scales of scales, cuts) are plain torch in the
 encodings themselves. A backend gives the bits of `engine.kernels.reference_quantize`.

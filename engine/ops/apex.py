@@ -1,10 +1,10 @@
 """NVIDIA apex where it is installed: whether its compiled parts can be used, its FusedAdam and its RMSNorm.
 
-The package that the Python package index calls apex is another project, a toolkit for web sites. It is told apart
+The package called apex on the Python package index is another project, a toolkit for web sites. It is recognised
 without being imported. NVIDIA's is installed from its source; its CUDA code lies in modules beside it (`amp_C`,
 `fused_layer_norm_cuda`) that are missing where it was installed without --cuda_ext.
 
-Nothing of apex is imported before it is asked for, and nothing here falls back: the caller asks `apex_status()` and
+apex is imported only on use, and nothing here falls back: the caller asks `apex_status()` and
 chooses.
 
 Legend: T tokens, F features.

@@ -1,4 +1,4 @@
-"""The choice of a model's backend of the ops: asked for by name, or the fastest that can run where the model is.
+"""The choice of a model's backend of the ops: the one named, or the fastest that can run on the model's device.
 
 The choice is made once, when the model is built. Triton is imported only where its kernels may be chosen: on a GPU,
 or on a CPU where they were asked for by name.

@@ -1,6 +1,6 @@
-"""A frozen matrix that is stored encoded and has its numbers only while a product runs.
+"""A frozen matrix that is stored encoded and decoded only while a product runs.
 
-The numbers are decoded into memory that all matrices of a device share, once for the forward product and once more for
+It is decoded into memory that all matrices of a device share, once for the forward product and once more for
 the input's gradient. Folded adapters' B are copied beside them there, so that base and adapters stay one product. An
 encoding that computes with its codes (FP8, see quantized_products) needs no such memory; its adapters are not folded,
 for the product would round B and H as it rounds its operands.

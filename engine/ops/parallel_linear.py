@@ -3,8 +3,8 @@
     y = x W^T + b + H B^T,   H = s * drop(x) A^T,   x made from u (a norm, SwiGLU, or u itself)
 
 Column: W [O / tp, I], B rows split with it, A whole on every rank. Row: W [O, I / tp], A columns split with it, B whole
-on every rank; the low-rank term is added before the one reduction, the bias after it. How base and adapters are
-multiplied is the linear's way (ops.products); here are the collectives between.
+on every rank; the low-rank term is added before the one reduction, the bias after it. Base and adapters are
+multiplied by the linear's way (ops.products); the collectives between are here.
 
 Which gradients backward leaves as partial sums over the tensor-parallel ranks depends on where H is made:
 

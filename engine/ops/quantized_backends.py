@@ -1,6 +1,6 @@
 """The choice of the backend that encodes and decodes frozen weights and makes the operands of FP8 products.
 
-It follows the choice of the other kernels (`ops.backends`), which has refused impossible ones, but for one thing: the
+It follows the choice of the other kernels (`ops.backends`), which has refused impossible ones, with one exception: the
 compiled kernels decode to bf16 as well as to fp32, so they serve models whose other ops are plain torch. All give the
 same bits. Triton is imported only where its kernels are the answer.
 """

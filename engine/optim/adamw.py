@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on flat fp32 buffers, without host synchronisation.
 
 The learning rate, the step count, the clip factor, the loss scale and the skip flag are device tensors. A step
-whose gradient or loss is not finite, or lies above a limit, leaves weights, moments and the step count as they were.
+whose gradient or loss is not finite, or lies above a limit, leaves weights, moments and the step count unchanged.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each property in which parameters differ (the ranks that a gradient is still summed over, the rank that counts it in the
 norm, weight decay, learning rate) is one operation on one slice; `engine.optim.flat_layout` says where everything lies.
-With a `Sharding` the masters, and at higher levels the gradient, are this rank's own part alone. With `HostMemory` the
+With a `Sharding` the masters, and at higher levels the gradient, are only this rank's own part. With `HostMemory` the
 masters are kept there; the gradient never is.
 """
 

@@ -2,7 +2,7 @@
 
 The loss is multiplied by the scale before backward, and the optimizer's clip factor removes it from the fp32
 gradient. Where the gradient is not finite the step is skipped and the scale halved; after a window of good steps it
-doubles. All of it lies in device tensors, and every rank computes the same from the norm that all ranks share.
+doubles. All of it lies in device tensors, and every rank computes the same values from the common norm.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Gradient reduction: over data-parallel ranks in buckets while backward runs, over tensor-parallel ranks in one piece.
 
-Experts that are spread over other ranks than the rest have data-parallel ranks of their own; each bucket knows which.
+Experts that are spread over other ranks than the rest have their own data-parallel ranks; each bucket names its ranks.
 During the last micro-batch's backward each parameter reports when its gradient is complete; a bucket whose parameters
 have all reported is reduced at once. Buckets are reduced in a fixed order, the same on every rank. With several
 pipeline stages on a rank, each stage's parameters report during the last backward of their own stage.
 
-Where gradients are sharded, a rank gets the sum of its own part of each bucket alone. The whole of a bucket then lives
+Where gradients are sharded, a rank gets only the sum of its own part of each bucket. The whole of a bucket then lives
 from the first addition of a step until its reduce-scatter ends: with one micro-batch a step a few buckets are alive at
 a time, with more of them all are, from the first backward on.
 """

@@ -6,12 +6,12 @@ A runner goes through the steps of its rank in order. For each step it
 3. runs `action`; the next step sends its result.
 The last step has no action: it posts the last action's result. A send's buffer may be freed when the send is done,
 which is worth asking at the next step and must be waited for at the end. A message from a stage to one on the same rank
-(the turn of a V, a single rank) is no transfer: the runner passes it on itself.
+(the turn of a V, a single rank) is not a transfer: the runner passes it on directly.
 
 Receives are posted early enough to be hidden by other work, and in an order that cannot deadlock. The lists are laid
-out in time with transfers that take none; a receive belongs to the receiver's last step that begins no later than the
-send. So
-- on each directed pair of ranks both sides have the same sequence, over both kinds, hence for each kind too: no tags
+out in time with transfers that take no time; a receive belongs to the receiver's last step that begins no later than
+the send. So - on each directed pair of ranks both sides have the same sequence, over both kinds, hence for each kind
+too: no tags
   are needed, one queue for each directed pair is enough;
 - even where a rank's posts are carried out one batch after the other, and a send lasts until the peer has posted its
   receive (one NCCL communicator for all), no batch waits for one that is posted after it: in that layout each batch is

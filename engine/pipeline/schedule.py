@@ -2,7 +2,7 @@
 
 Stages are numbered through the whole model: stage 0 has the embedding, the last stage the head and the loss. A rank
 holds one stage, or several ("virtual" stages). This module has the records and the facts that follow from them alone:
-which message an action needs from a neighbouring stage, and which one it makes. It knows no process and no tensor.
+which message an action needs from a neighbouring stage, and which one it makes. It uses no process and no tensor.
 """
 
 from __future__ import annotations

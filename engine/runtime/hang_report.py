@@ -1,10 +1,11 @@
-"""Explains a hang in one sentence, from the ranks' reports: which wait in which operation, and which never came. Pure.
+"""Explains a hang in one sentence, from the ranks' reports: the ranks that wait, their operation, and the ranks that
+never arrived. Pure.
 
 Ranks are compared by channel (see `engine.distributed.operations`). A rank is blocked in the operation that its host
-waits for, with Gloo, or that its device has not passed, with NCCL, whose hosts run ahead of their devices: that one has
-begun less than another says nothing. Who has not begun an operation in which others are blocked, and is not blocked
-itself, is the cause; the rest wait for those that wait for it. Where all have begun it, and no member's device stands
-at another operation, a device hangs.
+waits for, with Gloo, or that its device has not passed, with NCCL, whose hosts run ahead of their devices: there the
+number of operations begun says nothing. A rank that has not begun an operation in which others are blocked, and is not
+blocked itself, is the cause; the rest wait for it directly or indirectly. Where all have begun the operation, and no
+member's device is at another one, a device hangs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The network on which the machines of a run reach each other, where a machine's own name does not say it.
+"""The network on which the machines of a run reach each other, where a machine's own name does not give it.
 
-Gloo has other machines connect to the address that this machine's name stands for. In many images /etc/hosts makes that
-the loopback's, so that each would look for the others on itself. NCCL does not ask the name.
+Gloo gives other machines the address that this machine's name resolves to. In many images /etc/hosts makes that
+the loopback's, so each machine would look for the others on itself. NCCL does not use the name.
 """
 
 from __future__ import annotations

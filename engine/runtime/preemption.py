@@ -1,22 +1,22 @@
 """A scheduler's SIGTERM or SIGUSR1, or Ctrl-C: all ranks stop after the same step, which is then saved.
 
-A rank may get the signal while others are steps ahead on the host, or wait for it inside of a step. So no rank stops at
-once. The first to know leaves word in the store; a thread of each rank, which runs whatever its main thread waits for,
-then holds the main thread at its next place between two steps and says which place that is. The furthest of these is
-where all stop: no rank is past it, and all can still reach it. All ranks share one store, so rank 0 alone reads
-all places, in one request, and leaves word of the furthest. It may hold the store, so it stays where it is until all
-have heard: with nothing to save it would end at once, and the word with it. Until there is a signal this costs a lock
-a step.
+A rank may get the signal while others are steps ahead on the host, or wait for it inside a step. So no rank stops at
+once. The first one signalled writes a flag to the store; a thread of each rank, which runs whatever its main thread
+waits for, then holds the main thread at its next place between two steps and publishes that place. All stop at the
+furthest of these: no rank is past it, and all can still reach it. All ranks share one store, so rank 0 alone reads
+all places, in one request, and publishes the furthest. It may host the store, so it waits until all
+have read the result: with nothing to save it would end at once, and the store with it. Without a signal this costs a
+lock a step.
 
-Places are counted, not steps, because an evaluation has some too: it is left where it stands, so that the time that a
-scheduler gives goes to the save. A signal during a save is answered after it.
+Places are counted, not steps, because an evaluation has some too: it is abandoned, so that the scheduler's time limit
+is used for the save. A signal during a save takes effect after it.
 
-The store may be lost, with the machine that holds it, or never answer. Ranks that know of a signal then cannot agree:
-each ends in a sentence, at its next place and within a time limit.
+The store may be lost with its machine, or never answer. Ranks that know of a signal then cannot agree:
+each ends with one sentence, at its next place and within a time limit.
 
-A launcher forwards a signal that the scheduler may have sent to all ranks already, so signals close together are one. A
-later one ends the process at once. torchrun starts its ranks in sessions of their own: of a terminal's Ctrl-C they get
-only the signals that torchrun forwards, the first as SIGINT and the second as SIGTERM.
+A launcher forwards a signal that the scheduler may have sent to all ranks already, so signals close together count as
+one. A later one ends the process at once. torchrun starts its ranks in separate sessions: from a terminal's Ctrl-C they
+get only the signals that torchrun forwards, the first as SIGINT and the second as SIGTERM.
 """
 
 from __future__ import annotations

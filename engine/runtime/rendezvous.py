@@ -1,9 +1,9 @@
 """The rendezvous of the ranks of one start, which no rank of an earlier start can join.
 
 torchrun keeps one store for all starts of its ranks. Entries of a killed rank, such as the address at which it
-could be reached, would be taken for that of the rank that follows it. So each start gets keys of its own: rank 0 makes
-up a name, and gives it to every rank that asks under a name of its own; who has died does not ask. torchrun's count of
-restarts is no such name: on several machines it may differ.
+could be reached, would be taken for that of its successor. So each start has its own keys: rank 0 makes
+up a name, and gives it to every rank that asks under a name of its own; dead ranks do not ask. torchrun's count of
+restarts cannot be that name: it may differ between machines.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A lock that keeps two runs out of one folder, also on stores without locks of their own.
 
-The file is made exclusively and names its holder: host, process, when that started. A run that finds one there decides
-whether the holder is alive by the best means there is:
+The file is created exclusively and names its holder: host, process, start time. A run that finds such a file decides
+whether the holder is alive by the best available means:
 
-- it holds a lock of the system (flock) on the file as long as it lives: alive at once, where the store carries these;
-- on the same host, where process ids mean the same, a process of that number and start time is alive or not;
-- from another host, the holder touches the file every few seconds. A file that does not change while it is watched for
+- it holds a lock of the system (flock) on the file as long as it lives: known at once, where the store supports these
+locks; - on the same host, with the same process ids, a process of that number and start time is alive or not; - from
+another host, the holder touches the file every few seconds. A file that does not change while it is watched for
   several times as long is abandoned. No clocks are compared.
 
-A file whose holder is gone is taken over, with a line in the log. Two that take over at once see afterwards whose name
-is in the file. A holder that was taken for dead, because it was suspended, finds another's name there and must stop.
+A file whose holder is gone is taken over, with a line in the log. If two runs take over at once, the name in the file
+decides. A holder that was taken for dead, because it was suspended, finds another's name there and must stop.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RunLock:
             )
 
     def _take_over_unreadable(self) -> None:
-        """A file that stays without a holder's name was cut off when it was written."""
+        """Takes over a file that stays without a holder's name: its write was cut off."""
         for _ in range(20):
             time.sleep(0.1)
             if (now := self._read()) is not None:

@@ -1,4 +1,4 @@
-"""Secrets that this process was given in its environment, taken out of the reach of the processes that it starts.
+"""Secrets that this process was given in its environment, kept from the processes that it starts.
 
 Other processes of the same user can read the environment that a process began with, whatever it does to its variables,
 and its memory. So a secret is overwritten where it came in, and on Linux the process is closed to all but root: it

@@ -1,11 +1,11 @@
-"""A thread beside the training of each rank that notices when nothing happens any more, and says who waits for whom.
+"""A thread beside the training of each rank that notices a lack of progress, and reports which ranks wait for which.
 
-Every rank keeps its state under a key of a store, over a connection of its own: in few words while it gets on, and with
-its last operations once when it does not. A rank in which nothing has happened for a while asks all of them; each that
-can still answer writes its threads' stacks into a file of the run's folder, and one of them puts the answers together.
-Training is not touched: where it is ended, `train.collective_timeout` does that.
+Every rank keeps its state under a key of a store, over a connection of its own: briefly while it makes progress, and
+with its last operations once when it stops. A rank without progress for a while asks all of them; each that can still
+answer writes its threads' stacks into a file of the run's folder, and one of them combines the answers. Training is not
+interrupted: only `train.collective_timeout` ends it.
 
-The thread also gives others their turn at the store (`poll`), because it runs whatever the main thread waits for.
+The thread also calls other users of the store (`poll`), because it runs whatever the main thread waits for.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Watchdog:
         return not self._silent_until_progress and time.monotonic() - self._since >= self._report_after
 
     def _answer(self, store: dist.Store, asked: str) -> None:
-        """Writes this rank's file, and lets one rank speak: rank 0 if it can."""
+        """Writes this rank's file, and has one rank report: rank 0 if it can."""
         state = self._state(recent=True)
         self._write(state)
         store.set(f"{asked}/{self._rank}", state.dump())

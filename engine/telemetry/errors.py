@@ -1,8 +1,8 @@
 """Ends commands that fail: one sentence for a user's error, a traceback for a defect, and an exit status for each.
 
 Under torchrun every rank meets the same user error. The sentence is printed once on each machine: the first rank that
-claims it prints, the others wait a moment, because torchrun ends all ranks as soon as one of them fails. torchrun's own
-report follows, which ends with the sentence. This module does not import torch, so that a refusal is quick.
+claims it prints, and the others wait a moment, because torchrun ends all ranks as soon as one of them fails. torchrun's
+own report follows, which ends with the sentence. This module does not import torch, so that a refusal is quick.
 """
 
 from __future__ import annotations

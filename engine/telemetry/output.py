@@ -1,4 +1,4 @@
-"""Prints lines for the user: without control characters, and without ending a run where they cannot be printed.
+"""Prints lines for the user: without control characters, and without ending a run if they cannot be printed.
 
 Results go to stdout; a command fails when their reader has gone. Progress and messages go to stderr,
 and a command outlives the reader of these: further lines are dropped.

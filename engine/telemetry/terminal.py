@@ -1,7 +1,7 @@
 """The contents of a terminal: a line at its bottom that is rewritten, with a bar and colours, and messages above it.
 
-rich draws, which knows the width of characters, NO_COLOR and how many colours there are; it is imported where there is
-a terminal alone. Streams that are no terminal, and TERM=dumb, get plain lines from their callers.
+rich draws, which knows the width of characters, NO_COLOR and how many colours there are; it is imported only where
+there is a terminal. Streams that are not terminals, and TERM=dumb, get plain lines from their callers.
 """
 
 from __future__ import annotations

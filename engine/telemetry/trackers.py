@@ -1,6 +1,6 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow, which get a run's metrics from one rank.
 
-The packages are optional, and imported only where they are asked for. A tracker that fails or hangs during a run causes
+The packages are optional, and imported only where they are used. A tracker that fails or hangs during a run causes
 one warning: metrics are no reason to stop, and the metrics file has them all.
 """
 
@@ -61,7 +61,7 @@ class TrackedRun:
 
 
 _TELL_SECONDS = 60.0
-"""For which training waits for a tracker, once: then it gets no more."""
+"""Seconds that training waits for a tracker, once: then it gets no more."""
 _CLOSE_SECONDS = 600.0
 """For which the end of a run waits for a tracker, which may have much left to upload."""
 _TENSORBOARD, _WANDB, _MLFLOW = (field.name for field in fields(TrackerChoice))

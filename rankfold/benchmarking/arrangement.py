@@ -1,4 +1,4 @@
-"""Arranges which sides of a step are alive together: all of them, or each alone where a GPU has no room for that.
+"""Arranges which sides of a step are alive together: all of them, or one at a time where a GPU has no room for all.
 
 A side's process keeps its model, and its allocator keeps a step's memory, for as long as it lives.
 """

@@ -1,7 +1,7 @@
 """Section `convert`: the conversion commands on a synthetic checkpoint, beside `cp` of the same bytes.
 
 Every command is a separate process, as a user starts it, timed from its start to its end, with the model's files
-out of the system's memory beforehand; so is `cp -r` followed by `sync` of the copy, right before it. Its peak of
+evicted from the page cache beforehand; so is `cp -r` followed by `sync` of the copy, right before it. Its peak of
 anonymous memory is the largest RssAnon that /proc showed. The stock library compares the output with
 the input.
 """

@@ -1,6 +1,6 @@
 """Section `experts`: the training step of a mixture of experts against transformers + PEFT and its products alone.
 
-It is section `step` with other sides; see there for how they are built, compared and timed.
+It is section `step` with other sides, which are built, compared and timed as there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Forward and input-gradient product of every frozen linear and of the head, with the weights of the model itself and
 outputs made beforehand. Projections that share an input are one product (queries, keys and values; gate and up). No
-attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and how near it comes is the figure.
+attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and the figure is the ratio.
 Tokens are dealt out to experts evenly. Rows of a weight are contiguous here: the cost to its product of adapters
 folded beside it is part of the step alone.
 """

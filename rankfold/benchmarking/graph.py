@@ -1,8 +1,8 @@
 """Section `graph`: a step whose launches are replayed, by layers or as a whole, against the same step without graphs.
 
 All three train one model in turn, on packed rows whose documents change from step to step. Each is first set to the
-same state, and their losses over the first steps must agree; then they are timed. How long the host takes to launch a
-step is measured beside the step itself: where it is as long, the GPU waits.
+same state, and their losses over the first steps must agree; then they are timed. The host's time to launch a
+step is measured beside the step itself: where the two are equal, the GPU waits.
 """
 
 from __future__ import annotations

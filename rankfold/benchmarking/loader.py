@@ -1,4 +1,4 @@
-"""Section `loader`: how long a step waits for images that threads read from the disk, decode and cut into patches.
+"""Section `loader`: the time that a step waits for images that threads read from the disk, decode and cut into patches.
 
 A step is a pause of a given length, as a GPU's is for the processor. With one thread or more the images of the next
 steps are decoded meanwhile, and a step waits only where that takes longer than the step; without threads it waits for

@@ -1,8 +1,8 @@
-"""Section `rollouts`: sampled completions of a group of members a prompt, against `generate` of transformers and PEFT.
+"""Section `rollouts`: sampled completions, a group for each prompt, against `generate` of transformers and PEFT.
 
 Both read one folder of weights and one PEFT adapter, which is not merged, each in its own process, and take turns. All
-completions are as long as they may be, so that both make the same number of tokens, in one batch of all rows, at
-temperature 1 from the whole distribution. Before, their greedy tokens must be the same. A time is that of a whole
+completions have the maximum length, so that both make the same number of tokens, in one batch of all rows, at
+temperature 1 from the whole distribution. First, their greedy tokens must be the same. A time is that of a whole
 call, cache and all; the engine's also records the log-probability of each token, which training needs.
 transformers pads prompts on the left and runs each as many times as it has members.
 """

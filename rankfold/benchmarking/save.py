@@ -1,4 +1,4 @@
-"""Section `save`: how long a checkpoint pauses training, and how much slower steps are while one is written.
+"""Section `save`: the pause of training for a checkpoint, and the slowdown of steps while one is written.
 
 Three kinds of turns alternate: steps alone, steps after a synchronous save, and steps beside a save that a thread
 writes. The pause is the time until the next step may begin. A step beside the writer is compared with a step

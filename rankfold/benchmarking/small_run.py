@@ -1,4 +1,4 @@
-"""A small run with nothing beside it: a model's sizes, a tokenizer, records and a configuration. For checks on a
+"""A small self-contained run: a model's sizes, a tokenizer, records and a configuration. For checks on a
 machine that has no models and no network."""
 
 from __future__ import annotations

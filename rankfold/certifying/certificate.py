@@ -1,8 +1,8 @@
 """Records the results of one layout in a few steps, piece by piece, for comparison with another layout.
 
 `record_run` is one rank's side: it trains and writes the pieces it holds, replicated or not. `Recording` is the other
-side, in one process without ranks: it assembles whole tensors from all ranks' pieces, and checks whether ranks that
-should hold the same numbers do. Tolerances are not its concern.
+side, in one process without ranks: it assembles whole tensors from all ranks' pieces, and checks that copies on several
+ranks are equal. Tolerances are applied elsewhere.
 
 The run is the configured one, from its base, except for options that would prove nothing or hide differences in
 rounding: see `certificate_config`, and factors of adapters that start at zero, which are drawn, because the gradient of

@@ -3,7 +3,7 @@
 Compares a run's own layout with others: the loss, each gradient after its reduction and before clipping, and each
 trained parameter, put together from all ranks' pieces under their logical names; and copies of one tensor on several
 ranks with each other. Reports how far they deviate, and which tensor is the first beyond the limit, in the order of the
-forward pass at the first step at which there is one. Ends with status 0 when all is within the limit, 1 when not.
+forward pass at the first step at which there is one. Ends with status 0 when all is within the limit, else 1.
 
 The command starts the ranks itself: on GPUs where there is one for each, else on the CPU. The run starts from the
 base, whatever checkpoints there are; its learning rate is constant, at most 2e-4, and Adam's eps is raised, so that

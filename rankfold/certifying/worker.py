@@ -1,4 +1,4 @@
-"""One rank of a layout that is being certified, started by rankfold/certifying/ranks.py alone.
+"""One rank of a layout that is being certified, started only by rankfold/certifying/ranks.py.
 
 It reads the configuration from the folder that is its only argument, and writes its results into it.
 """

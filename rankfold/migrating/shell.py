@@ -1,7 +1,7 @@
 """Reads shell scripts and command lines without running them.
 
-Plain values and arrays are substituted where variables are used, and the command that has the most flags is taken
-apart. Expressions that only the shell can expand ($1, $(nproc), a variable of the environment) stay as they are
+Plain values and arrays are substituted where variables are used, and the command with the most flags is
+parsed. Expressions that only the shell can expand ($1, $(nproc), a variable of the environment) stay as they are
 written.
 """
 

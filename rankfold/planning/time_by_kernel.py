@@ -1,7 +1,7 @@
 """The time of a step on one rank, kernel by kernel: the page that `rankfold plan memory --by-kernel` adds.
 
-Each kernel takes its bytes at the memory's speed or its arithmetic at that of products, whichever takes longer. These
-are limits of the machine, for measured figures to be held against.
+A kernel's time is that of its bytes at the memory's speed or of its arithmetic at that of products, whichever is
+longer. These are limits of the machine, to compare with measured figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Charts: lines in an SVG that stretches with the page, bars as boxes.
 
-Labels are text of the page beside them, so that they keep their size on a narrow screen. Colours are CSS variables:
-light and dark are one drawing.
+Labels are text of the page beside the charts, so that they keep their size on a narrow screen. Colours are CSS
+variables: light and dark are one drawing.
 """
 
 from __future__ import annotations

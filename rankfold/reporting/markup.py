@@ -1,4 +1,4 @@
-"""HTML and SVG elements whose text and attributes are escaped because there is no other way to make them.
+"""HTML and SVG elements whose text and attributes are always escaped.
 
 Everything on the page is an `element`: values that are not markup are text, whatever its origin and type.
 """

@@ -1,8 +1,8 @@
 """Direct I/O: reads and writes large files past the page cache, where the file system supports it.
 
-A conversion reads every byte once and writes every byte once, of more bytes than there is memory. Through the page
-cache each is copied by a processor, and other pages are evicted to make room; on a fast disk that costs more
-time than the disk takes. Past it (O_DIRECT) the disk writes into, and reads from, memory of this process, in whole
+A conversion reads every byte once and writes every byte once, often more of them than fit in memory. Through the page
+cache the processor copies each byte, and other pages are evicted to make room; on a fast disk that takes longer
+than the disk itself. Past it (O_DIRECT) the disk writes into, and reads from, memory of this process, in whole
 sectors at aligned addresses. Bytes that the page cache already holds are taken from there. Where a file system does not
 support it, and for the ends of a run that fill no sector, the page cache is used.
 """

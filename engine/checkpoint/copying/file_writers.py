@@ -1,6 +1,6 @@
 """The sinks of a conversion: files to be written, and tensors on their way into them, each with its checksum.
 
-They know where bytes go and their checksums, not where they come from nor which thread brings them: see
+They know the bytes' destination and checksums, but neither their source nor the thread that brings them: see
 `engine.checkpoint.copying.streaming`.
 """
 

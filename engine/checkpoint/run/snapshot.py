@@ -1,6 +1,6 @@
 """A copy of tensors in host memory, taken between two steps, so that they can be written while training changes them.
 
-Tensors that are views of one storage, as masters and moments are, are copied with it in one piece. The memory is
+Tensors that are views of one storage, as masters and moments are, are copied as one storage. The memory is
 allocated once and kept: touching new pages would cost more than the copy, and so would pinning them for a GPU.
 """
 

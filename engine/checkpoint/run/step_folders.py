@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: where each is, which are complete, which are deleted.
+"""The checkpoints in a run's folder: their paths, which are complete, and which are deleted.
 
 A checkpoint is a folder `checkpoints/step_00000050` of a run. It is written under another name that ends in .tmp and
 is renamed when complete, so that a folder without a suffix can be opened. A process that writes into a temporary folder

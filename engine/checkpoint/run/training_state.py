@@ -4,7 +4,7 @@ Trained values, optimizer state, the step and the data cursor; the frozen base i
 never copied. Tensor names are opaque here but for two prefixes that exports read: `master/<logical name>` (fp32
 values of everything trained) and `adapter/<logical name>`.
 
-`step_folders` knows where they are, `saver` how they are written.
+`step_folders` knows their folders, `saver` writes them.
 """
 
 from __future__ import annotations

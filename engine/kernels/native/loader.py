@@ -1,7 +1,7 @@
 """Finds, checks and loads the compiled CPU kernels; says why when there are none.
 
 The libraries are built by csrc/build.py, one for each instruction set. They are loaded after torch and take their
-OpenMP runtime from it: two runtimes in one process would fight for the cores. Nothing here decides to do without: the
+OpenMP runtime from it: two runtimes in one process would compete for the cores. This module chooses no fallback: the
 caller asks `native_status()` and chooses.
 """
 

@@ -1,10 +1,10 @@
-"""Causal attention of documents in which some spans of tokens see all of themselves, by kernels that are causal.
+"""Attention of documents in which some spans of tokens see themselves in full, by causal kernels.
 
 Beyond causal attention, a span's tokens see the tokens after them. In a span a ... b, queries a ... b - 1 see
 keys a + 1 ... b, of which query i sees those from i + 1 on: from the last to the first, a causal block again. So the
 spans are one more call of the same kernel, on copies of their tokens in reversed order, and the two results are merged
-by their log sum exp. Gradients need no merging (see `engine.ops.attention.blocks`), they add up. A window hides earlier
-tokens alone, so that where it hides nothing this is right for layers with windows too.
+by their log sum exp. Gradients need no merging (see `engine.ops.attention.blocks`), they add up. A window hides only
+earlier tokens, so where it hides none this is right for layers with windows too.
 
 Legend: T tokens, H query heads, K key/value heads, D head size, N tokens of spans without the last of each.
 """

@@ -1,6 +1,6 @@
 """The interface of attention to a cache of keys and values, for generation token by token.
 
-Only the interface is here: the cache decides which rows there are, and how much of them is kept.
+Only the interface is here: the cache decides its rows and the tokens kept of each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The flash kernels that may compute packed documents on a GPU, and which of them torch's flash ops run.
 
-torch has FlashAttention-2 built in. FlashAttention-3 and -4 are packages of their own, which torch takes in the place
-of its own where it is told to (`torch.nn.attention.activate_flash_attention_impl`): its ops, and the code that
+torch has FlashAttention-2 built in. FlashAttention-3 and -4 are separate packages, which torch uses in place
+of its own on request (`torch.nn.attention.activate_flash_attention_impl`): its ops, and the code that
 differentiates them, stay the same, so this module has only the choice.
 
-cuDNN, which torch prefers for documents of one length, is no candidate: up to torch 2.13 the path of
+cuDNN, which torch prefers for documents of one length, is not a candidate: up to torch 2.13 the path of
 `_cudnn_attention_forward` for cumulative lengths looks a plan up, but never stores one, and so builds it in every call.
 """
 

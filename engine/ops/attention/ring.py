@@ -1,8 +1,8 @@
-"""Ring attention: queries stay, keys and values go round, results are merged by their log sum exp.
+"""Ring attention: queries stay, keys and values travel, and results are merged by their log sum exp.
 
 In step t rank r works on the keys of rank r - t, which that rank sends straight to it, and only those tokens that r's
 queries see. Handing one buffer from neighbour to neighbour would send all of every rank's keys over every link: under a
-causal mask half of them are of no use to the ranks after their owner, and of short documents nearly all. In backward,
+causal mask half of them are useless to the ranks after their owner, and nearly all for short documents. In backward,
 each rank sends its share of the keys' gradients straight to their owner, one transfer less than round the ring.
 
 | step t                 | starts                                | meanwhile       | then                        |
@@ -11,7 +11,7 @@ each rank sends its share of the keys' gradients straight to their owner, one tr
 | backward               | keys and values of step t + 1         | blocks of t     | add gradients of t - 1      |
 |                        | gradients of t's keys, to their owner | blocks of t + 1 |                             |
 
-Backward sends keys and values again, so that nothing but this rank's own q, k, v, the output and the log sum exp is
+Backward sends keys and values again, so that only this rank's own q, k, v, the output and the log sum exp are
 kept. Partial gradients are sent in the keys' dtype and are added in fp32 in the order of the steps, so that results are
 the same bits in every run wherever the attention blocks' are. The host knows all sizes from the plan and waits for
 nothing on the device. Sinks are taken in once, when the keys of all ranks are (`engine.ops.attention.sinks`).

@@ -1,12 +1,12 @@
 """Causal attention over packed documents in one call, with the documents' boundaries read on the device.
 
 A call for each document (`engine.ops.attention.packed`) launches as many kernels as there are documents, of shapes that
-change from batch to batch: slow where documents are short, and nothing that a graph could replay.
+change from batch to batch: slow where documents are short, and impossible to replay as a graph.
 torch's flash op takes all documents at once: their cumulative lengths lie on the device, and the host gives only an
 upper bound of their lengths. Gradients are torch's.
 
 Empty documents cost an idle block of threads and add nothing, so offsets may be padded by repeating the last. Only the
-choice of a run's attention is here; nothing here looks at a batch.
+choice of a run's attention is here; it does not depend on a batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Zero-bubble schedules: backward in two parts, since other ranks wait for the input gradient alone.
 
-Weight gradients fill idle time. That needs weight gradients that cost something: with a frozen base they cost almost
-nothing, and there is nothing to fill with. ZB-H1 is then 1F1B; ZB-V has the bubble of interleaving
+Weight gradients fill idle time. With a frozen base weight gradients cost almost
+nothing, and cannot fill it. ZB-H1 is then 1F1B; ZB-V has the bubble of interleaving
 with two stages a rank, (p - 1) (F + I), with F and I of one stage, but keeps fewer activations.
 """
 

@@ -1,5 +1,4 @@
-"""Runs the first tests and benchmarks on a machine with a GPU, part by part: bash tools/gpu_first_hour.sh OUT [PART
-...]
+"""Runs the first tests and benchmarks on a machine with a GPU: bash tools/gpu_first_hour.sh OUT [PART ...]
 
 First correctness, then the measurements that decide how products and norms run, then whole steps, then layouts of
 several GPUs where there are some. A part that fails or takes longer than its nine minutes does not stop the others. For

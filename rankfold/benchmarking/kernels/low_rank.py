@@ -1,6 +1,6 @@
 """Cases of the skinny products of adapters: H, dA, dB, and the update of the gradient of their input.
 
-As the MLP's first linear has them: two adapters, gate and up, on one input.
+The adapters are those of the MLP's first linear: gate and up, on one input.
 
 Legend: T tokens, I input features, O output features of both, R rows of the stacked A, r of each.
 """

@@ -1,5 +1,5 @@
-"""Cases of a frozen linear with adapters: one product of extended operands, or several. Their table decides which to
-use.
+"""Cases of a frozen linear with adapters: one product of extended operands, or several. Their table decides which is
+used.
 
     fold        [x | H] [W | B]^T;       dY [W | B] = [dX | dH], then dX += dH A
     separate    x W^T, then += H B^T;    dY B = dH, dY W, then += dH A

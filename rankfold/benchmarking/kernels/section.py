@@ -1,7 +1,7 @@
 """Checks and times the cases, group by group.
 
 First every contestant of every case runs once and is compared with the answer in float64: nothing is timed where one
-computes something else. Then each case is timed, its contestants in turn with a copy (and a product) that gives the
+computes a wrong result. Then each case is timed, its contestants in turn with a copy (and a product) that gives the
 limit.
 """
 

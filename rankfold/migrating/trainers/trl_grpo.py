@@ -1,4 +1,4 @@
-"""Rules for TRL's GRPO: its command, its scripts, and the block of Axolotl's files that is handed on to it.
+"""Rules for TRL's GRPO: its command, its scripts, and the block of Axolotl's files that is passed to it.
 
 A batch counts completions in both. TRL's generation batch is counted in passes, steps_per_generation, and may be
 smaller than an optimizer step; here it is one step or several.

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def with_rewards(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with all --reward put together as one --rollout.rewards."""
+    """Returns the arguments with all --reward combined into one --rollout.rewards."""
     others, rewards = [], []
     words = iter(arguments)
     for word in words:

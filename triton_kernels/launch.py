@@ -98,7 +98,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def split_count(num_programs: int, length: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Returns how many parts a reduction of `length` is cut into to keep the processors busy (about two programs each).
+    """Returns the number of parts of a reduction of `length` that keeps the processors busy (about two programs each).
 
     Returns:
         number of splits and the length of each, a multiple of `block`.

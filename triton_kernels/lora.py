@@ -394,7 +394,7 @@ def update_options(update: InputUpdate) -> dict[str, object]:
 
 
 def rank_options(x: Tensor, num_ranks: int) -> dict[str, object]:
-    """Returns DOT and PRECISION of products with x; RANKS, how many ranks are multiplied at once; and MANY, whether
+    """Returns DOT and PRECISION of products with x; RANKS, the number of ranks multiplied at once; and MANY, whether
     there are more."""
     options = dot_options(x)
     ranks = power_of_2(num_ranks, SMALLEST_DOT, 16 if options["DOT"] == tl.float32 else 64)

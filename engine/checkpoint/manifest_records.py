@@ -37,7 +37,7 @@ class PieceRows(NamedTuple):
     """Where in a file of columns a tensor's pieces are.
 
     Args:
-        row: the first of those that say where the pieces lie, which several tensors may share.
+        row: the first row of the pieces' ranges, which several tensors may share.
         piece: the first checksum.
         length: number of pieces.
     """
@@ -53,7 +53,7 @@ class ColumnsRecord:
 
     Args:
         file: its name.
-        rows: number of rows that say where pieces lie.
+        rows: number of rows of ranges.
         pieces: number of checksums.
         dims: dimensions of a row.
         width: bytes of a start or a stop, 4 or 8.
@@ -80,7 +80,7 @@ class TensorRecord:
     Args:
         shape: global shape, without padding.
         dtype: the safetensors name, such as BF16.
-        encoding: how the bytes mean numbers; "plain" today.
+        encoding: the format of the bytes; "plain" today.
         pieces: cover the tensor exactly.
         checksum: of the whole tensor, row-major: the same however it is partitioned. None where it is not known, in
             training checkpoints and in bases from before there was one.

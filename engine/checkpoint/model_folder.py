@@ -134,7 +134,7 @@ def _recorded_base(manifest: Manifest) -> str:
 
 
 def _inherit_tying(text: dict[str, Any], hf_config: dict[str, Any]) -> dict[str, Any]:
-    # Nested configs often say it once, at the top.
+    # Nested configs often have it once, at the top.
     if "tie_word_embeddings" in text or "tie_word_embeddings" not in hf_config:
         return text
     return {**text, "tie_word_embeddings": hf_config["tie_word_embeddings"]}

@@ -68,7 +68,7 @@ class TensorReader(ABC):
             `out`, or the new tensor.
 
         Raises:
-            UserError: there is no such tensor here, its shape is another, or it is damaged.
+            UserError: there is no such tensor here, it has another shape, or it is damaged.
         """
         self.require(name, spec.global_shape)
         if out is None:

@@ -59,7 +59,7 @@ def read_header(path: Path) -> Header:
     """Reads and checks the header of `path`, which must be a regular file.
 
     Raises:
-        UserError: the file is no safetensors file, or is damaged; the sentence names it.
+        UserError: the file is not a safetensors file, or is damaged; the sentence names it.
     """
     try:
         with open(path, "rb") as file:

@@ -164,7 +164,7 @@ def run_export(
     Args:
         base_name: an adapter's name of its base, such as its name on the Hugging Face hub.
         adapter_form: of the adapters of a mixture's experts; None for "per_expert".
-        reader: who is to read an adapter of experts.
+        reader: the program that is to read an adapter of experts.
 
     Raises:
         UserError: the options do not fit the kind of `source`.

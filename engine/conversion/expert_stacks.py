@@ -61,7 +61,7 @@ def routed_layers(decoder: DecoderConfig) -> list[int]:
 
 
 def expert_sizes(decoder: DecoderConfig) -> tuple[int, int]:
-    """Returns how many experts there are, and their inner features."""
+    """Returns the number of experts, and their inner features."""
     return decoder.num_experts, part_rows(decoder)[FUSED[EXPERT_GATE_UP][0]]
 
 

@@ -172,7 +172,7 @@ def _tensor_rows(tensors: TensorReader, title: str = "weights") -> list[tuple[st
 
 
 def _size_row(title: str, tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[str, str]:
-    """Returns the row about how many tensors there are, and how large.
+    """Returns the row with the number of tensors and their size.
 
     Args:
         tensors: the shape and the dtype of each.

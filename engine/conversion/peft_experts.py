@@ -1,6 +1,6 @@
 """The forms that the adapters of a mixture of experts have in a folder, and the adapters that each can hold.
 
-| form         | the experts' factors                                    | who reads it                             |
+| form         | the experts' factors                                    | readers                                  |
 |--------------|---------------------------------------------------------|------------------------------------------|
 | per_expert   | each expert's apart, by the names of the checkpoint     | PEFT, vLLM                               |
 | stacked      | a stack for each parameter, PEFT's `target_parameters`  | PEFT; vLLM for models that are stored so |
@@ -206,7 +206,7 @@ def advice(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterRead
 
 
 def readers_line(form: AdapterForm, decoder: DecoderConfig, *, alone: bool) -> str:
-    """Returns the line that says who reads a folder of this form.
+    """Returns the line that names the readers of a folder of this form.
 
     Args:
         alone: PEFT would read it otherwise than vLLM.

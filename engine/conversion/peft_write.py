@@ -97,7 +97,7 @@ def export_peft(
         base_name: the adapter's name of its base; None for the folder it is in here.
         facts: further facts for the model card, name -> value.
         form: of the factors of a mixture's experts.
-        reader: who is to read the folder; None for those that `form` is made for.
+        reader: the program that is to read the folder; None for those that `form` is made for.
 
     Raises:
         UserError: there are no adapters, PEFT cannot express the training, a value is not finite, or a factor that

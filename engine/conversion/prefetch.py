@@ -33,7 +33,7 @@ def _read_all(folders: Sequence[Path]) -> None:
 
 
 def _read(paths: Sequence[Path], most: int, *, together: bool) -> int:
-    """Asks for up to `most` bytes of files, and returns how many it asked for.
+    """Asks for up to `most` bytes of files, and returns the number requested.
 
     Args:
         together: partitions of one model, of which a part of each is needed at a time; else one file after another.

@@ -33,7 +33,7 @@ class Unconnected(dist.ProcessGroup):
     Args:
         size: number of ranks, of which this is the first.
         arrives: called with each tensor that another rank would write.
-        rows: of rows for experts, how many go to and come from each rank, see `ExpertRows`.
+        rows: the numbers of rows for experts that go to and come from each rank, see `ExpertRows`.
     """
 
     def __init__(self, size: int, arrives: Callable[[Tensor], None], rows: ExpertRows | None = None) -> None:

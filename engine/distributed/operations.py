@@ -62,7 +62,7 @@ class Noted:
 
     Args:
         axis: on which it runs.
-        members: the ranks that take part, in the group's order; of a transfer, who sends and who receives.
+        members: the ranks that take part, in the group's order; for a transfer, the sender and the receiver.
         operation: such as all_reduce.
         number: its place among the operations of the channel, from 1.
         seconds: since it began.
@@ -121,7 +121,7 @@ class OperationLog:
     def look(self) -> Noted | None:
         """Returns the first operation that the device has not passed. For the thread that watches, and for no other.
 
-        A device that has failed is followed no longer; the main thread's next call says so.
+        A failed device is no longer followed; the main thread's next call raises its error.
         """
         ahead = self._ahead
         try:

@@ -35,7 +35,7 @@ class ShardSpec:
         pieces: runs along `dim`; rows of the local tensor that no piece covers are padding (zero, never saved).
         offsets: where the local tensor begins in each of the other dimensions, of which it may hold a part; one number
             for every dimension, 0 for `dim`. Empty where it holds the other dimensions whole.
-        encoding: how the bytes mean numbers: "plain", or the name of the encoding whose parts hold a frozen weight.
+        encoding: the format of the bytes: "plain", or the name of the encoding whose parts hold a frozen weight.
         grad_reduce: names of the groups over which this rank's gradient is still a partial sum after backward
             ("tp", "kv_replica"); the sum over `data` is implied for all.
         replicated: names of the groups whose ranks hold equal copies of this tensor.

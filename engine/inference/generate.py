@@ -332,7 +332,8 @@ class Generator:
         return bool(waiting) and self._shared is not None and waiting[0].ids == self._shared.ids
 
     def _members(self, waiting: deque[Request]) -> int:
-        """Returns how many of the next requests continue the first one's prompt, and may share its cached pages."""
+        """Returns the number of the next requests that continue the first one's prompt, and may share its cached
+        pages."""
         first = waiting[0]
         if self.stage.group == 1 or first.images:
             return 1

@@ -123,7 +123,7 @@ class KeyValues:
         return total
 
     def room(self, prompt: int, new: int, *, waits: bool) -> int:
-        """Returns how many rows of a prompt there is memory for.
+        """Returns the number of rows of a prompt that fit in memory.
 
         Args:
             prompt, new: tokens of the prompt, and the most that follow it.

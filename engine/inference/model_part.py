@@ -78,7 +78,7 @@ class InferenceStage:
     Args:
         model: the part, of a rank that holds one; else its parts.
         tp, pp: this rank's axes.
-        sampling: how tokens are chosen.
+        sampling: the choice of tokens.
         slots, length: of the cache.
         new: the most tokens that follow a prompt; None for any.
         group: rows that continue one prompt, one after the other, and share its cache; 1 where none do.
@@ -86,7 +86,7 @@ class InferenceStage:
         synchronise: wait for the device where times are taken, so that they are accurate; costs time on a GPU.
         with_logps: keep the log-probability of each chosen token.
         tokens_multiple: tokens of a pass are filled up to a multiple of it. Products of other shapes may be computed in
-            another order: with the number of slots, a row's numbers do not depend on how many rows there are.
+            another order: with the number of slots, a row's numbers do not depend on the number of rows.
     """
 
     def __init__(

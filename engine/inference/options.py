@@ -1,4 +1,4 @@
-"""Options of generation: which model, how tokens are chosen, when answers end. Needs no torch."""
+"""Options of generation: the model, sampling, the end of answers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelChoice:
         expert: tensor-parallel ranks over which the experts of a mixture are divided, each whole; 1 cuts every expert
             over all of them.
         dtype: of weights and arithmetic; None for float32 on a CPU and bfloat16 on a GPU.
-        base_dtype: how the linears of the layers are stored; None for `dtype`.
+        base_dtype: storage format of the layers' linears; None for `dtype`.
         kernels: backend of the ops.
     """
 

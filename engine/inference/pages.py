@@ -51,7 +51,7 @@ class PageTable:
         return self.num_pages - 1 - len(self._free)
 
     def room(self, prompt: int, new: int, *, cached: bool) -> int:
-        """Returns how many rows of a prompt can start.
+        """Returns the number of rows of a prompt that can start.
 
         Args:
             prompt, new: tokens of the prompt, and the most that follow it.

@@ -47,7 +47,7 @@ def philox4x32(
 
 
 def dropout_threshold(probability: float) -> int:
-    """Returns how many of the 65536 values of a 16-bit draw mean "drop"."""
+    """Returns the number of the 65536 values of a 16-bit draw that mean "drop"."""
     return round(probability * 65536)
 
 

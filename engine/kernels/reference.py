@@ -218,7 +218,7 @@ def paged_attention(
     Args:
         q_NHD: [N, H, D]; keys_SKD, values_SKD: [S, K, D] with H a multiple of K.
         table_NP: int32, pages of each row.
-        counts_N: int64, how many keys each row has, at least 1.
+        counts_N: int64, the number of keys of each row, at least 1.
         softcap: scores become softcap * tanh(score / softcap); None for none.
         sinks_H: a further score of each head, which takes its share of the softmax and has no value; None for none.
 

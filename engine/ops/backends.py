@@ -28,7 +28,7 @@ def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> 
             NVIDIA apex).
 
     Returns:
-        The backend, and one sentence that says which it is and why.
+        The backend, and one sentence with its name and the reason.
 
     Raises:
         UserError: a backend was asked for by name that cannot run here.

@@ -48,7 +48,7 @@ class GradientSink:
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
         self.shape = shape
         self.uses = 1
-        """How many ops contribute in one backward pass (2 for a tied embedding and head)."""
+        """Number of ops that contribute in one backward pass (2 for a tied embedding and head)."""
         self.deferred: list[Callable[[], None]] | None = None
         """The list that takes deferred products, as in a split backward; None adds them at once."""
         self._device = device

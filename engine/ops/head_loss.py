@@ -98,7 +98,7 @@ def frozen_head_losses(
 
     Args:
         u: the tensor from which the head's input is computed, [T, ...], or [T / tp, ...] with sequence parallelism.
-        source: how x is made from it.
+        source: the source of x.
         operands: the head's; its weight is split over the vocabulary.
         labels_T: int64 global ids, or IGNORE_LABEL.
         first_id, num_ids: the ids this rank holds.

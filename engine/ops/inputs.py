@@ -360,7 +360,7 @@ class KeptInput(_MadeFirst):
     unless dA comes from u or with the gradient of u: then x is not read again.
 
     Args:
-        source: how x is made.
+        source: the source of x.
     """
 
     def __init__(self, source: LinearInput) -> None:

@@ -110,7 +110,7 @@ class LinearOperands:
         in_features: I.
         bias_O: [O] or None.
         low_rank: the adapters, or None.
-        forward_way, backward_way: how base and adapters are multiplied.
+        forward_way, backward_way: the ways to multiply base and adapters.
         sinks: gradient destinations of the trainable output rows; empty for a frozen base.
         axis: tensor-parallel axis.
         sequence_parallel: tokens are split over the axis outside the linears.

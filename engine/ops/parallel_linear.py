@@ -234,7 +234,7 @@ def column_linear(
 
     Args:
         u: the tensor from which the input is computed: [T, ...], or [T / tp, ...] with sequence parallelism.
-        source: how x [T, I] is made from it.
+        source: the source of x [T, I].
         operands: weights, adapters and axis of this rank.
         context: token coordinates.
         leaves: every tensor in `operands` and `source` that requires a gradient.

@@ -180,7 +180,7 @@ SEPARATE, FOLDED, JOINED = Separate(), Folded(), Joined()
 
 
 def in_context(operands: LinearOperands, context: TokenContext) -> LinearOperands:
-    """Returns the operands, without the adapters where `context` says so."""
+    """Returns the operands, without the adapters where `context` excludes them."""
     if context.adapters or operands.low_rank is None:
         return operands
     return replace(operands, low_rank=None, forward_way=SEPARATE, backward_way=SEPARATE)

@@ -143,7 +143,7 @@ class QuantizedWeight:
     """A frozen weight of this rank, several matrices stacked by rows where they share an input.
 
     Args:
-        encoding: how it is stored.
+        encoding: its storage format.
         parts: its parts, stacked.
         in_features: I.
         sections: rows of each stacked matrix; their sum is O.

@@ -56,7 +56,7 @@ def yarn_frequencies(
     slowed down by `factor`, and in between the two are blended by the pair's number.
 
     Args:
-        turns: how often the slowest and the fastest pair of the band in between turn within `original_length`.
+        turns: the turns of the slowest and the fastest pair of the band in between within `original_length`.
         whole_pairs: the ends of that band are moved out to whole pairs.
     """
     low, high = (

@@ -27,7 +27,7 @@ class FlatAdamW:
         mesh: for the norm.
         betas, eps, weight_decay: of AdamW; decay is decoupled and skips norm weights and biases.
         clip_grad_norm: largest L2 norm of the gradient; 0 turns clipping off.
-        backend: how the buffers are updated.
+        backend: updates the buffers.
         piece_elements: number of offloaded masters that are updated together.
         loss_scale: the factor of the loss, and so of the gradient; None for 1.
     """

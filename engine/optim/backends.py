@@ -320,7 +320,7 @@ def choose_backend(wanted: str, *, device: torch.device) -> tuple[OptimizerBacke
         wanted: "auto" (native on a CPU where it is built, else torch), "torch", "native" or "apex".
 
     Returns:
-        The backend, and one sentence that says which it is and why.
+        The backend, and one sentence with its name and the reason.
 
     Raises:
         UserError: a backend was asked for by name that cannot run here.

@@ -1,4 +1,4 @@
-"""Simulates a schedule: when each action runs, how long ranks are idle, and how much they keep.
+"""Simulates a schedule: the time of each action, the ranks' idle time, and the activations they keep.
 
 The model: a rank runs its list in order, one action at a time, each as soon as the rank is free and its inputs have
 arrived. A message leaves when its action ends and takes `transfer`, alongside whatever the ranks compute; links are not

@@ -1,1 +1,1 @@
-"""The life of a run: how its processes start and meet, hold its folder, are stopped by schedulers, and hang."""
+"""The life of a run: its processes' start and rendezvous, the lock on its folder, stops by schedulers, and hangs."""

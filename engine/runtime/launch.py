@@ -69,8 +69,8 @@ class Launcher:
     """torchrun, as its ranks see it.
 
     Args:
-        restart: how many times it has started the ranks anew.
-        max_restarts: how many times it may.
+        restart: number of times it has restarted the ranks.
+        max_restarts: number of times it may.
         nodes: machines of the run.
         key: the same after each restart on this machine, and different for each torchrun; None where the system does
             not tell.
@@ -108,7 +108,7 @@ def connect_to_store(launch: Launch, timeout_seconds: float = 30.0) -> dist.Stor
         A store whose keys are those of this start of the ranks; None where there is but one rank.
 
     Raises:
-        CommunicationError: who holds the store does not answer.
+        CommunicationError: the store's host does not answer.
     """
     if launch.world_size == 1:
         return None

@@ -44,7 +44,7 @@ CTRL_C = "Ctrl-C"
 SAME_SECONDS = 3.0
 """A scheduler's signals so close to the first are the first, forwarded; a user may press Ctrl-C again much sooner."""
 ANSWER_SECONDS = 15.0
-"""Seconds after which a rank that does not say where it is counts as lost; torchrun kills after 30 s."""
+"""Seconds after which a rank that does not publish its place counts as lost; torchrun kills after 30 s."""
 _WORD_SECONDS = 3.0
 """Seconds that the others then give rank 0 to say which these are, and rank 0 them to hear where all stop; to
 that comes twice the time between two looks."""
@@ -168,7 +168,7 @@ class Preemption:
             self._hear(store)
 
     def _decide(self, store: dist.Store) -> None:
-        """Leaves word where all stop, once they have answered; or of who has not, when the time for that is over."""
+        """Publishes the place where all stop, once they have answered; or, after a timeout, the ranks that have not."""
         if self._stop_at is not None:
             heard = store.add("stop/heard", 0) == self._world_size - 1
             if heard or time.monotonic() - self._decided > self._word_seconds:
@@ -198,7 +198,7 @@ class Preemption:
         self._agreed.set()
 
     def request(self, reason: str) -> None:
-        """Asks for a stop, as a signal does; `reason` says which signal, and to which rank."""
+        """Asks for a stop, as a signal does; `reason` names the signal and the rank."""
         if self._wanted is not None:
             return
         self._set_deadline()

@@ -57,7 +57,7 @@ def _receive(store: dist.Store, own: str, world_size: int, timeout_seconds: floa
         waiting.update(range(known + 1, count + 1))
         known = count
         for number in sorted(waiting):
-            if store.check([f"start/asks/{number}"]):  # who was killed in between never says more
+            if store.check([f"start/asks/{number}"]):  # a rank killed in between never writes again
                 waiting.remove(number)
                 store.set(f"start/answers/{store.get(f'start/asks/{number}').decode()}", own)
         time.sleep(_LOOK_SECONDS)

@@ -34,7 +34,7 @@ class Supervision:
         """Begins to watch, before the first place where the run may stop; in the main thread.
 
         Raises:
-            CommunicationError: who holds the store does not answer.
+            CommunicationError: the store's host does not answer.
         """
         if self._launch.rank == 0 and (warning := open_file_warning(self._launch.world_size)) is not None:
             say(warning)

@@ -106,7 +106,7 @@ class Watchdog:
                 if self._store is not None:
                     self._look(self._store)
             except (dist.DistNetworkError, dist.DistStoreError):
-                # who holds the store hangs or has ended; in the latter case this rank's next operation says so
+                # the store's host hangs or has ended; in the latter case this rank's next operation says so
                 self._store = None
             if self._store is None:
                 for poll in self._polls:

@@ -64,7 +64,7 @@ def end_with_parent(parent: int) -> None:
     The kernel notices whatever this process does, also where it is stopped or waits in a library.
 
     Args:
-        parent: process id of the parent, as the one who started this process knows it.
+        parent: process id of the parent, as the process that started this one knows it.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -126,10 +126,10 @@ class MetricsWriter:
             step: last step whose records stay.
 
         Returns:
-            How many lines were dropped.
+            The number of dropped lines.
 
         Raises:
-            UserError: a line that is not the last is no record.
+            UserError: a line that is not the last is not a record.
         """
         if self._path is None or self._file is None:
             return 0
@@ -158,7 +158,7 @@ class MetricsWriter:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Returns the record in a line; None where it is no record with a step."""
+    """Returns the record in a line; None where it is not a record with a step."""
     try:
         found = parse_json(line)
     except JsonFlaw:
@@ -170,7 +170,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def recorded_evaluation(path: Path, step: int) -> float | None:
     """Returns the newest evaluation loss after `step` steps in a metrics file; None without one.
 
-    Lines that are no records are skipped: `MetricsWriter.truncate_after` refuses them.
+    Lines that are not records are skipped: `MetricsWriter.truncate_after` refuses them.
 
     Raises:
         UserError: the file cannot be read.

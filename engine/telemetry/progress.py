@@ -75,7 +75,7 @@ class Progress:
     Args:
         log: where the line goes.
         title: the work, such as "reading weights".
-        total: how much there is to do; None when unknown.
+        total: the amount of work; None when unknown.
         unit: "bytes", or the plural name of the items counted.
         clock: as in `ProgressLine`.
     """

@@ -1,6 +1,6 @@
 """The contents of a terminal: a line at its bottom that is rewritten, with a bar and colours, and messages above it.
 
-rich draws, which knows the width of characters, NO_COLOR and how many colours there are; it is imported only where
+rich draws, which knows the width of characters, NO_COLOR and the number of colours; it is imported only where
 there is a terminal. Streams that are not terminals, and TERM=dumb, get plain lines from their callers.
 """
 
@@ -42,8 +42,8 @@ class StatusLine:
     """A line of figures that fits a terminal.
 
     Args:
-        head: the work, and how far it is.
-        fraction: how far it is, from 0 to 1; None where that is unknown.
+        head: the work, and its progress.
+        fraction: its progress, from 0 to 1; None where that is unknown.
         fields: figures, by weight: those that do not fit are left out from the end.
     """
 

@@ -248,7 +248,7 @@ class Trackers:
 
 
 class _Thread:
-    """A thread for the calls of one tracker, which may hang: its server answers when and how slowly it likes. It ends
+    """A thread for the calls of one tracker, which may hang: its server may answer late or slowly. It ends
     with the process, whatever it does.
 
     Args:

@@ -15,7 +15,7 @@ _ROUNDS = 3
 
 
 class Block(NamedTuple):
-    """Sides whose processes live at the same time, and how many timed turns they take before these end."""
+    """Sides whose processes live at the same time, and the number of timed turns before these end."""
 
     names: tuple[str, ...]
     repeats: int

@@ -33,7 +33,7 @@ class Contestant:
         run: computes it and returns the results in the case's order. Timed.
         reset: restores the tensors that `run` overwrites; run before each, not timed. None where nothing is
             overwritten.
-        error: how wrong the results are, where they are not the case's answer (another mask, say).
+        error: the results' error, where they are not the case's answer (another mask, say).
         note: a sentence for the reader.
     """
 

@@ -103,7 +103,7 @@ def _say(what: str) -> None:
 def find_contestants(
     options: TaxOptions, device: torch.device, chosen: Kernels
 ) -> tuple[dict[str, Callable[[Layer], Contestant]], tuple[str, ...]]:
-    """Returns name -> how it is built for a layer; and sentences about absent contestants.
+    """Returns name -> its constructor for a layer; and sentences about absent contestants.
 
     Args:
         options, device: of the section.

@@ -118,7 +118,7 @@ _EXPERT_FACTOR = re.compile(r"(.*\.experts)\.(base_layer\.)?(lora_[AB])\.default
 class ExpertsSide(PeftSide):
     """PEFT on a mixture of experts: attention's linears, and the experts' stacked weights as `target_parameters`.
 
-    transformers chooses how experts are computed.
+    transformers chooses the implementation of experts.
     """
 
     def _targets(self) -> dict[str, list[str]]:

@@ -155,7 +155,7 @@ def compare(options: StepOptions, outcomes: Mapping[str, Outcomes]) -> tuple[str
     """Compares each peer's first outcomes with the engine's, as far as both are there.
 
     Returns:
-        Sentences about how well they agree.
+        Sentences about their agreement.
 
     Raises:
         RuntimeError: they do not.

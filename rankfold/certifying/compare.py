@@ -54,7 +54,7 @@ class Copies(NamedTuple):
     Args:
         kind, name, step: as for a `Deviation`.
         ranks: two of them.
-        relative: how far they are apart.
+        relative: their relative difference.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Copies(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Replicas:
-    """Copies within one layout: how many were compared, over all moments, and those that differ."""
+    """Copies within one layout: the number compared, over all moments, and those that differ."""
 
     layout: Layout
     looked_at: int = 0

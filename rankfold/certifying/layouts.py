@@ -68,7 +68,7 @@ def own_layout(path: Path, data: int, dtype: str | None = None) -> Layout:
         dtype: replaces model.dtype; None leaves it.
 
     Raises:
-        UserError: the file is no sound configuration.
+        UserError: the file is not a valid configuration.
     """
     config = load_config(["--config", str(path), *_dtype(dtype)])
     return Layout(config=config, data=data, label=_label(config, data, {}), source=str(path))

@@ -63,7 +63,7 @@ class Certificate:
         return [_verdict(self.layout, comparison) for comparison in self.comparisons]
 
     def record(self) -> dict[str, Any]:
-        """Returns the record for programs; deviations that are no finite number are text."""
+        """Returns the record for programs; deviations that are not finite are text."""
         return {
             "certified": self.certified,
             "steps": self.steps,

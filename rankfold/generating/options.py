@@ -166,7 +166,7 @@ def model_choice(arguments: argparse.Namespace) -> ModelChoice:
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """Returns the options about how tokens are chosen."""
+    """Returns the options of sampling."""
     return Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,

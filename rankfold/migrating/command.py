@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Converts, writes and reports.
 
     Raises:
-        UserError: something cannot be read, or the result is no possible configuration.
+        UserError: something cannot be read, or the result is not a valid configuration.
     """
     from engine.config.load import from_yaml  # imports jsonargparse, which --help needs not
 
@@ -92,11 +92,11 @@ def convert(
     Args:
         given: all keys, files before flags.
         values: "option=value", which win.
-        ranks: processes, where the user says it.
-        source: the trainer, one of SOURCES, where the user says it; None recognises it by the keys.
+        ranks: number of processes, if given.
+        source: the trainer, one of SOURCES, if given; None recognises it by the keys.
 
     Returns:
-        The conversion, and how many processes the run has.
+        The conversion, and the run's number of processes.
 
     Raises:
         UserError: the source is not known, its kind of training is not available, or a key has a value that it cannot
@@ -149,7 +149,7 @@ def _apply(conversion: Conversion, trainer: Trainer, one: Given) -> None:
         conversion.notes.append(f"the script chooses between values, and the last was read: {', '.join(names(one))}")
         return
     rule = _rule(trainer, one)
-    if rule is None and one.key.startswith("no_") and one.value is True:  # HfArgumentParser's way to say false
+    if rule is None and one.key.startswith("no_") and one.value is True:  # HfArgumentParser's spelling of false
         positive = replace(one, key=one.key.removeprefix("no_"), value=False)
         one, rule = (positive, found) if (found := _rule(trainer, positive)) is not None else (one, None)
     if rule is None and not one.idle:

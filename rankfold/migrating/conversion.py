@@ -157,7 +157,7 @@ def dropped(why: str) -> Rule:
 
 
 def number(given: Given) -> float:
-    """Raises: UserError: it is none."""
+    """Raises: UserError: it is not a number."""
     try:
         value = float(given.value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -168,7 +168,7 @@ def number(given: Given) -> float:
 
 
 def whole(given: Given) -> int:
-    """Raises: UserError: it is no whole number."""
+    """Raises: UserError: it is not a whole number."""
     value = number(given)
     if value != int(value):
         raise _wrong(given, "a whole number")

@@ -27,7 +27,7 @@ def finish(conversion: Conversion, trainer: Trainer, ranks: int | None) -> int:
 
     Args:
         trainer: whose keys were read.
-        ranks: number of processes where the user says it; None takes the one that was read, or 1.
+        ranks: number of processes, if given; None takes the one in the input, or 1.
 
     Returns:
         Processes of the run.

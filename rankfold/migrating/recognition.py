@@ -28,7 +28,7 @@ def recognise(given: Iterable[Given], source: str | None = None) -> Trainer:
 
     Args:
         given: all keys.
-        source: one of `sources`, where the user says it.
+        source: one of `sources`, if given.
 
     Raises:
         UserError: they are of none that is converted.
@@ -159,7 +159,7 @@ def _applies(row: Mapping[str, Any], keys: set[str], script: set[str], programs:
 
 
 def _has_own_flags(flags: list[str]) -> bool:
-    """Returns whether a script has options of its own, none of which says how it trains."""
+    """Returns whether a script has its own options, none of which configures training."""
     return any(not key.startswith("(") and key != key.upper() for key in flags)
 
 

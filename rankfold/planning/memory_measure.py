@@ -142,7 +142,7 @@ def _measure_cuda(config: RunConfig, launch: Launch, steps: int) -> Measured:
 
 
 def build(config: RunConfig, launch: Launch) -> Training:
-    """Builds the configuration's model on this rank, with random weights where model.init says so.
+    """Builds the configuration's model on this rank, with random weights if model.init asks for them.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.

@@ -142,7 +142,8 @@ EASIER = (
     {"offload": "weights,optimizer,activations", "activation_dtype": "float8"},
     {"base_dtype": "nf4", "offload": "weights,optimizer,activations", "activation_dtype": "float8"},
 )
-"""Options to add to a question whose answer is no, in order of their effect: fewer bits first, then host memory."""
+"""Options to add to a question without a fitting layout, in order of their effect: fewer bits first, then host
+memory."""
 _ENOUGH = 3
 
 
@@ -232,7 +233,7 @@ def answer_for(
 
 
 def _shown_on_a_terminal(layouts: Sequence[Layout]) -> Iterator[Layout]:
-    """Passes layouts on and shows on a terminal how many are done; elsewhere nothing waits for the answer."""
+    """Passes layouts on and shows their number on a terminal; elsewhere nothing waits for the answer."""
     log = Log()
     if not log.live:
         yield from layouts

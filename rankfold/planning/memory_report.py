@@ -34,7 +34,7 @@ def report(answer: Answer, *, top: int) -> str:
     """Returns the whole report.
 
     Args:
-        top: how many alternatives to show.
+        top: number of alternatives to show.
     """
     found = answer.found
     parts = [_question(answer)]
@@ -72,7 +72,7 @@ def _question(answer: Answer) -> str:
 
 
 def _active(decoder: DecoderConfig) -> str:
-    """Returns how many of a mixture's parameters a token meets."""
+    """Returns the number of a mixture's parameters that a token meets."""
     if not decoder.num_experts:
         return ""
     return f", {format_parameters(active_parameters(decoder))} of them active for a token"
@@ -137,7 +137,7 @@ def _share_of_peak(answer: Answer, best: Candidate) -> str:
 
 
 def routing_sentence(found: Candidate, capacity: float) -> str:
-    """Returns the line that says how uneven a router may be; nothing where experts are not divided.
+    """Returns the line on the unevenness that a router may have; nothing where experts are not divided.
 
     Args:
         capacity: bytes of a device that may be used.

@@ -97,7 +97,7 @@ def _table(rows: Sequence[KernelTime], kernels: float) -> list[tuple[str, ...]]:
 
 
 def _limit(kernel: KernelTime) -> str:
-    """Returns a kernel's time, and of a product how much of the device its tiles fill."""
+    """Returns a kernel's time, and for a product the share of the device that its tiles fill."""
     if kernel.limit == "products" and kernel.launch.result is not None:
         return f"products, {kernel.evenness:.0%} even"
     return kernel.limit

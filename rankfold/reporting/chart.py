@@ -79,7 +79,7 @@ def line_chart(
         title: read out by screen readers.
         unit: of y, above the axis.
         x_title: under the axis.
-        show: how values of y are written.
+        show: formats values of y.
         from_zero: the axis begins at 0.
     """
     drawn = [one for one in series if one.points]

@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture of experts spread tokens: by step, and by layer over the whole run."""
+"""The balance of tokens over a mixture's experts: by step, and by layer over the whole run."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class RunWriter:
     Args:
         plain: descriptor of the file through the page cache.
         direct: one past it, or None where the file system has none (`open_direct`).
-        offset: where the first byte goes.
-        length: how many will come.
+        offset: of the first byte in the file.
+        length: number of bytes.
         memory: of a `Scratch`, for the bytes that are buffered.
     """
 

@@ -110,7 +110,7 @@ def resumable_folder(
         out: the folder to make.
         plan: the identity of the work.
         overwrite, inputs: of `check_output`.
-        num_bytes: about how much will be written.
+        num_bytes: approximate size of the output.
 
     Raises:
         UserError: `out` cannot be used, or another process is writing it.

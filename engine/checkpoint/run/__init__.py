@@ -1,1 +1,1 @@
-"""A run's checkpoints: their contents, how a rank saves its part, and the folders of steps that are kept."""
+"""A run's checkpoints: their contents, the saving of a rank's part, and the folders of kept steps."""

@@ -175,7 +175,7 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0, *, token: str | None = 
     To be called by one rank. A temporary folder in which a process writes is kept.
 
     Args:
-        keep: how many of the newest stay; 0 keeps all.
+        keep: number of the newest that stay; 0 keeps all.
         keep_every: checkpoints of steps divisible by this are never deleted; 0 for none.
         token: of the run that calls, whose temporary folders stay.
 

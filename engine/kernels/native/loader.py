@@ -56,7 +56,7 @@ def best_instruction_set() -> str:
 def _openmp_paths() -> list[str]:
     """Returns the OpenMP runtimes that torch loaded, or failing that, all that are mapped into this process.
 
-    Other libraries (sentencepiece is one) may bring a runtime of their own; theirs is none of the kernels' business.
+    Other libraries (sentencepiece is one) may bring a runtime of their own; the kernels do not use it.
     """
     paths: list[str] = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():

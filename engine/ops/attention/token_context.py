@@ -62,7 +62,8 @@ class TokenContext:
 
     Args:
         documents: of the whole micro-batch, for an attention that sees all of its tokens.
-        context_plan: who attends to whom where rows are split over context-parallel ranks; None where they are whole.
+        context_plan: the ranks that attend to each other where rows are split over context-parallel ranks; None where
+            they are whole.
         cos, sin: fp32 [ropes * T, rotary_dim / 2] rotary tables, those of all ropes one after the other.
         token_index: int64 [T], the dropout coordinate of every token.
         local_token_index: that of the tokens this rank holds under sequence parallelism (equal to `token_index`

@@ -21,7 +21,7 @@ class Part:
         name: of the part and, with its number, of its files.
         tool: "tests" for pytest, "plan" and "train" for these commands of `rankfold`, or a section of `rankfold
             benchmark`.
-        arguments: of the tool, without those that say where results go. RUN is the folder of a small run that is
+        arguments: of the tool, without the destinations of results. RUN is the folder of a small run that is
             written before, EXPERTS the same of a mixture of experts.
         gpus: GPUs that it needs.
         memory: GiB that a GPU needs for it.

@@ -65,7 +65,7 @@ class Outcome:
         status: PASSED, "failed", "out of time" or LEFT_OUT.
         figures: its main figures in a few words, or why it was left out.
         targets: its figures that have a target.
-        missed: how many of them missed it.
+        missed: number of those that missed it.
     """
 
     number: int

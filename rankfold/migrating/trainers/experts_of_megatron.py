@@ -63,7 +63,7 @@ def finish(conversion: Conversion) -> None:
 
 
 def _mixtures(conversion: Conversion) -> int | None:
-    """Returns the number of layers with experts; None where the flags do not say it in numbers."""
+    """Returns the number of layers with experts; None where the flags do not give it in numbers."""
     layers, every = conversion.facts.get("shape_num_hidden_layers"), conversion.facts.get("mixture_every", "1")
     if layers is None or not str(layers).isdecimal() or not every.isdecimal() or not int(every):
         return None

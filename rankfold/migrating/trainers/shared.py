@@ -237,7 +237,7 @@ def files(conversion: Conversion, given: Given, which: str, found: list[str], re
         given: the key.
         which: the option.
         found: the files.
-        records: how many records each of them has, where that is known.
+        records: the number of records in each, where that is known.
     """
     conversion.take(given, which, found[0])
     if len(found) == 1:
@@ -410,7 +410,7 @@ def named_file(conversion: Conversion, given: Given) -> None:
 
 
 def launcher_file(conversion: Conversion, given: Given) -> None:
-    """Reports such a file of a launcher, which may say more than how the weights are sharded."""
+    """Reports such a file of a launcher, which may set more than the sharding of weights."""
     named_file.apply(conversion, given)
 
 

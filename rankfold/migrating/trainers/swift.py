@@ -82,7 +82,7 @@ def task_type(conversion: Conversion, given: Given) -> None:
 
 
 def _entries(given: Given) -> list[tuple[str, str]]:
-    """Returns the datasets, each with how many samples of it are drawn; that is empty for all."""
+    """Returns the datasets, each with its number of drawn samples; empty for all."""
     found = given.value if isinstance(given.value, list) else [given.value] if given.value else []
     return [(path, count) for path, _, count in (str(one).partition("#") for one in found)]
 

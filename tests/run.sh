@@ -56,7 +56,7 @@ lanes() {
     fi
     if [ "$venv" = .venv ] && [ -e .git ]; then # it copies the files that git knows
         logs+=("$(mktemp)")
-        "$python" -m tests.without_wing -o timeout=300 >"${logs[-1]}" 2>&1 &
+        "$python" -m tests.without_wing -otimeout=300 >"${logs[-1]}" 2>&1 &
         running+=($!)
         titles+=("the core without a wing")
     fi

@@ -107,7 +107,7 @@ class TensorReader(ABC):
         return sum(num_bytes(self.dtype(name), self.shape(name)) for name in self.tensor_names())
 
     def require_numbers(self, name: str) -> None:
-        """Raises UserError where `name` is stored in a dtype of codes, or of an encoding, which are no values yet."""
+        """Raises UserError where `name` is stored in a dtype of codes, or of an encoding, which are not values yet."""
         if (dtype := self.dtype(name)) not in WEIGHT_DTYPES:
             raise UserError(
                 f"{self.label} stores {name} as {str(dtype).removeprefix('torch.')}, but numbers with a point are "

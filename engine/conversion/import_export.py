@@ -106,7 +106,7 @@ def import_checkpoint(
         out: folder to make.
         tensor: number of partitions.
         overwrite, progress: as in `Work`, for callers that want no more of it.
-        work: how.
+        work: the settings.
 
     Raises:
         UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
@@ -270,7 +270,7 @@ def export_hf(
         overwrite, progress: as in `Work`, for callers that want no more of it.
         fusing: query, key and value, and gate and up, as the base has them ("keep"), apart ("split"), query, key and
             value as one matrix ("qkv"), or both ("all").
-        work: how.
+        work: the settings.
         proof: tries the folder before it takes its name.
         tokenizer: of the training.
 

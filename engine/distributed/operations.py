@@ -105,7 +105,7 @@ class OperationLog:
         self._mark, self._ahead = mark, deque(maxlen=AHEAD)
 
     def progressed(self, *, on_device: bool = False) -> None:
-        """Notes that this process has come further by something that is no operation: a micro-batch, a block of a file.
+        """Notes that this process has made progress other than an operation: a micro-batch, a block of a file.
 
         Args:
             on_device: once the device has passed the work launched so far, that is progress too.

@@ -27,7 +27,7 @@ _AGENT = "TORCHELASTIC_"
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a process that is no rank: a library in it that looks for ranks finds none, joins
+    """Returns the environment for a process that is not a rank: a library in it that looks for ranks finds none, joins
     no group, and writes nothing to this rank's error file."""
     return {key: value for key, value in environment.items() if key not in _RANKS and not key.startswith(_AGENT)}
 

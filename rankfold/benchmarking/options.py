@@ -49,7 +49,7 @@ def by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = 
 
 
 def at_least(record: Any, least: int, *names: str) -> None:
-    """Raises UserError where one of the fields is less; None is no number yet."""
+    """Raises UserError where one of the fields is less; None counts as not yet set."""
     for name in names:
         value = getattr(record, name)
         if value is not None and value < least:

@@ -143,7 +143,7 @@ def _started(name: str, folder: Path) -> list[Given]:
     try:
         defaults = own_arguments(text, path.name)
         said = read_python(text, path.name)
-    except UserError:  # it only calls another module, or is no Python that this version reads
+    except UserError:  # it only calls another module, or is not Python that this version reads
         return []
     kinds = [
         one

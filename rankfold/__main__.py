@@ -1,4 +1,4 @@
-"""The command `rankfold`: its first word is a command, the rest is that command's.
+"""The command `rankfold`: the first word names a command, and the rest are its arguments.
 
 rankfold train --config run.yaml
 torchrun --nproc-per-node 2 -m rankfold train --config run.yaml --parallel.tensor 2

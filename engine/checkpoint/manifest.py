@@ -81,8 +81,8 @@ def read_manifest(folder: Path, *, looks_at_files: bool = True) -> Manifest:
     """Reads and validates `folder`/manifest.json, and checks that its files exist in full size.
 
     Args:
-        looks_at_files: False where another rank looks at all of them: there are as many as ranks wrote, and a reader
-            looks at each that it opens in any case.
+        looks_at_files: False where another rank checks all files: there are as many as ranks that wrote, and a reader
+            checks each one that it opens in any case.
 
     Raises:
         UserError: it is missing, not a manifest, of another version, damaged or inconsistent; the sentence names the

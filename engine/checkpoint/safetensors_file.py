@@ -1,7 +1,7 @@
 """Safetensors files: a writer that streams, and a reader that maps.
 
 The writer needs every tensor's dtype and shape first, writes the header, and then takes the tensors one by one, so
-that a whole model is never in memory. The reader hands out views of the mapped file: bytes that are not used are
+that a whole model is never in memory. The reader returns views of the mapped file: bytes that are not used are
 not read. The files are plain safetensors; any other reader of the format opens them.
 """
 

@@ -1,6 +1,6 @@
 """Verification of stored bytes: the checksum of every piece is computed where any of it is read.
 
-A reader hands out its pieces through a `PieceChecks`. A process that reads alone sums each piece before its first use.
+A reader returns its pieces through a `PieceChecks`. A process that reads alone sums each piece before its first use.
 Ranks that read parts of the same pieces would each sum all of them, so `checked_together` defers the sums to the end
 of the reading and has the ranks of each machine share them: a piece that any of them read is summed once per machine,
 since each machine may hold a copy of its own.
@@ -85,7 +85,7 @@ class PieceChecks:
 
     @contextmanager
     def glancing(self) -> Iterator[None]:
-        """Hands out pieces unchecked inside the block, for callers that look at a few rows and compute nothing with
+        """Hands out pieces unchecked inside the block, for callers that read a few rows and compute nothing with
         them.
         """
         self._is_off = True

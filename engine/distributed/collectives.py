@@ -218,7 +218,7 @@ def post_async(operations: Sequence[tuple[bool, Tensor, int]], axis: Axis) -> li
             post their transfers in the same order. No tensor may be touched before its handle is waited for.
 
     Returns:
-        One handle each; with NCCL it stands for all of them, which are one group there.
+        One handle each; with NCCL it is that of all of them, which are one group there.
     """
     parts = _start_transfers(operations, axis)
     if len(parts) == len(operations):

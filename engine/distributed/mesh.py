@@ -1,4 +1,4 @@
-"""The mesh: one process group per axis, handed out explicitly.
+"""The mesh: one process group per axis, passed explicitly.
 
 Built once at launch. Layers receive the `Axis` they communicate on as an argument; there is no module-level group
 state. Each group is made with the default group's timeout, which torch does not do by itself, is described to the
@@ -27,7 +27,7 @@ rank for each of its own experts."""
 
 
 class Unconnected(dist.ProcessGroup):
-    """Stands in for the process group of ranks that do not exist: every transfer is done at once. Results have
+    """Replaces the process group of ranks that do not exist: every transfer is done at once. Results have
     their shapes, and no numbers.
 
     Args:

@@ -14,7 +14,7 @@ class RankGrid:
     """Sizes of the mesh axes: tensor, context, data and pipeline parallelism.
 
     Args:
-        tp, cp, dp, pp: of the axes of which every rank has a place of its own.
+        tp, cp, dp, pp: of the axes on which every rank has its own position.
         ep: ranks that hold different experts of a mixture, taken from those of a pipeline stage.
         cuts_experts: tensor ranks share each expert's inner features, and `ep` is taken from dp x cp. Otherwise experts
             are whole, tensor ranks have tokens of their own before them, and `ep` is taken from dp x cp x tp.

@@ -26,7 +26,7 @@ def add_sorted(buffer: Tensor, dim: int, index: Tensor, values: Tensor) -> None:
     """Adds as `add_one_by_one` on a GPU, where index_add_ adds in whatever order its threads come.
 
     An accumulating index_put_ sorts the index there and adds up each run of equal ones in order. This is the call that
-    torch's own backward of x[index] makes: without a look at the largest index, for which the host would have to wait.
+    torch's own backward of x[index] makes: without reading the largest index, for which the host would have to wait.
     """
     torch.ops.aten._index_put_impl_(buffer, [None] * dim + [index], values, accumulate=True, unsafe=True)
 

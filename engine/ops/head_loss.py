@@ -23,7 +23,7 @@ from engine.ops.inputs import LinearInput
 from engine.ops.operands import LinearOperands
 
 BLOCK_BYTES = 128 * 2**20
-"""Bytes of logits alive at a time, where the backend does not want more tokens. Small blocks make the product with the
+"""Bytes of logits alive at a time, unless the backend asks for more tokens. Small blocks make the product with the
 head read its weight more often."""
 
 

@@ -2,8 +2,9 @@
 
 A frozen weight has no weight gradient, and an adapter needs its input again only for dA. So the linear keeps the
 tensors that its input was computed from (the residual stream, [gate | up]), which are kept or cheap anyway, and the
-input itself is written twice and stored never, unless it is asked for as a `KeptInput`. It is written once where dA can
-be had from u or from the pass that makes the gradient of u; in some backends that pass writes it again, for less.
+input itself is written twice and never stored, unless requested as a `KeptInput`. It is written once where dA can be
+computed from u or in the pass that makes the gradient of u; in some backends that pass writes it again, at a lower
+cost.
 
 Legend: T tokens, I input features.
 """

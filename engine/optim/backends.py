@@ -245,7 +245,7 @@ _LARGEST_PIECE = 1 << 30
 
 
 class _ClipAndSkip:
-    """Stands in for the torch.amp.GradScaler that FusedAdam asks for the gradient's factor and the skip flag."""
+    """Replaces the torch.amp.GradScaler that FusedAdam asks for the gradient's factor and the skip flag."""
 
     def __init__(self, state: AdamWState) -> None:
         self._state = state

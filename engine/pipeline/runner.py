@@ -92,7 +92,7 @@ class Runner:
     def _post(self, transfers: tuple[Transfer, ...]) -> None:
         if not transfers:
             return
-        # a buffer that has left may be freed; the rest are waited for at the end
+        # a sent buffer may be freed; the rest are waited for at the end
         self._sends = [(tensor, handle) for tensor, handle in self._sends if not handle.done()]
         operations = []
         for transfer in transfers:

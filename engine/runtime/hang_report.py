@@ -48,7 +48,7 @@ class RankState:
 
     @property
     def blocked(self) -> Noted | None:
-        """The operation that the rank does not get through: its device, which comes to it first, or its host."""
+        """The operation that blocks the rank: its device, which comes first, or its host."""
         return self.device or self.wait
 
     def dump(self) -> str:
@@ -115,7 +115,7 @@ def _unpacked(packed: list[int] | dict[str, int]) -> tuple[int, ...]:
 
 @dataclass(kw_only=True, slots=True)
 class _Meeting:
-    """An operation that the ranks `here` do not get through, and that those `missing` have not begun."""
+    """An operation that blocks the ranks `here`, and that those `missing` have not begun."""
 
     operation: str
     number: int

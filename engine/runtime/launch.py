@@ -161,8 +161,8 @@ def keep_kernels_on_this_node() -> None:
 
 
 def choose_interface(world_size: int) -> None:
-    """Has Gloo take the network on which torchrun has met, where several machines run and this one's name stands for
-    an address that only itself can reach. Does nothing where GLOO_SOCKET_IFNAME is set.
+    """Has Gloo use the network on which torchrun met, where several machines run and this one's name resolves to an
+    address that only itself can reach. Does nothing where GLOO_SOCKET_IFNAME is set.
     """
     if world_size == ranks_of_this_node() or "GLOO_SOCKET_IFNAME" in os.environ or name_is_usable():
         return

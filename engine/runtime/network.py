@@ -17,7 +17,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def name_is_usable() -> bool:
-    """Returns whether other machines can connect to an address that this machine's name stands for."""
+    """Returns whether other machines can connect to an address that this machine's name resolves to."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:

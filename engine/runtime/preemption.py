@@ -46,8 +46,8 @@ SAME_SECONDS = 3.0
 ANSWER_SECONDS = 15.0
 """Seconds after which a rank that does not publish its place counts as lost; torchrun kills after 30 s."""
 _WORD_SECONDS = 3.0
-"""Seconds that the others then give rank 0 to say which these are, and rank 0 them to hear where all stop; to
-that comes twice the time between two looks."""
+"""Seconds that the others then give rank 0 to name these, and rank 0 gives them to read the common place, plus
+twice the time between two looks."""
 _LEAVE_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
 

@@ -180,7 +180,7 @@ def _wait_for(checkpoint: Path) -> None:
 
 
 def _check_places(folder: Path, metrics: str | None) -> None:
-    """Raises UserError where something else has a name that the run will want."""
+    """Raises UserError where something else has a name that the run will need."""
     for name in (*FILES, *([] if metrics is None else [metrics])):
         if os.path.isdir(folder / name):  # false where the system cannot say, which taking the lock will
             raise UserError(

@@ -53,7 +53,7 @@ class Supervision:
         self._watchdog.start()
 
     def check(self, step: int) -> None:
-        """A place where the run may stop, after `step` steps; every rank passes the same ones in the same order.
+        """Marks a place where the run may stop, after `step` steps; every rank passes the same ones in the same order.
 
         Raises:
             Preempted: it stops here.

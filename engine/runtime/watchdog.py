@@ -28,7 +28,7 @@ from engine.files.durable import open_new
 from engine.runtime.hang_report import RankState, explain
 
 _ANSWER_SECONDS = 2.0
-"""Seconds that a report waits for the other ranks, beside twice the time between two looks."""
+"""Seconds that a report waits for the other ranks, plus twice the time between two looks."""
 
 Poll = Callable[[dist.Store | None], None]
 

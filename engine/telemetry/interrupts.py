@@ -39,7 +39,7 @@ _PRESSES = _Presses()
 
 
 def was_interrupted() -> bool:
-    """Returns whether Ctrl-C was pressed after `leave_in_order`, whatever exception came of it."""
+    """Returns whether Ctrl-C was pressed after `leave_in_order`, whatever exception it caused."""
     return _PRESSES.first is not None
 
 

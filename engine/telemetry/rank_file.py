@@ -57,7 +57,7 @@ class RankFile:
         self._thread.start()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Hands over one record, which has "step".
+        """Queues one record, which has "step".
 
         Raises:
             UserError: the disk did not take an earlier one.
@@ -68,8 +68,8 @@ class RankFile:
         self._lines.put(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Writes the remaining records and closes the file; may be called twice. A failure that no `write` told is a
-        line.
+        """Writes the remaining records and closes the file; may be called twice. A failure that no `write` reported is
+        logged.
 
         So is a disk that does not answer in time: the end of a run does not wait for it.
         """
@@ -110,7 +110,7 @@ class RankFile:
                     self._failure = error
 
     def _append(self, data: bytes) -> None:
-        # Past Python's buffer, whose lock the interpreter wants at its end, which a dead disk would then not allow.
+        # Past Python's buffer, whose lock the interpreter takes at its end; a dead disk would hold it forever.
         while data:
             data = data[os.write(self._file.fileno(), data) :]
 

@@ -103,7 +103,7 @@ def show_at_bottom(line: StatusLine, stream: TextIO) -> None:
 
 
 def leave_bottom() -> None:
-    """Leaves the line at the bottom as it is, and goes on below it."""
+    """Leaves the bottom line as it is, and continues below it."""
     # a process that ends may be in the midst of a line
     if not _BOTTOM.lock.acquire(timeout=_LEAVE_SECONDS):
         return

@@ -60,8 +60,8 @@ class GemmFloor:
 
 
 def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:
-    """Returns the weight with contiguous rows. On a GPU one copy stands for all of its shape: a second model may not
-    fit, and a layer's weights are larger than the caches."""
+    """Returns the weight with contiguous rows. On a GPU one copy serves all weights of its shape: a second model may
+    not fit, and a layer's weights are larger than the caches."""
     if weight.is_contiguous() or weight.device.type == "cpu":
         return weight.contiguous()
     if weight.shape not in copies:

@@ -43,7 +43,7 @@ Continue = Callable[[Prompts, int], list[list[int]]]
 
 
 class _Ids:
-    """Stands in for a tokenizer: figures are of tokens."""
+    """Replaces a tokenizer: figures are of tokens."""
 
     def decode(self, ids: object) -> str:
         return ""

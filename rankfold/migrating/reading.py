@@ -119,7 +119,7 @@ def _registered(given: list[Given], folder: Path) -> list[Given]:
 
 
 def _records(path: Path) -> int | None:
-    """Returns the number of records in a file of data; None where it is missing, too large to look at, or of another
+    """Returns the number of records in a file of data; None where it is missing, too large to read, or of another
     kind.
     """
     try:

@@ -82,7 +82,7 @@ class LiveStorages(EagerMode):
 
 
 def _nothing() -> None:
-    """Stands in for a reference to a dead object."""
+    """Replaces a reference to a dead object."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

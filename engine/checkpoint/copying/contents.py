@@ -1,6 +1,6 @@
 """The bytes of a tensor that is to be written, in blocks, so that a conversion's memory is a few blocks.
 
-Bytes that are contiguous in stored files are handed out as they are read; a part of a tensor that is scattered over
+Bytes that are contiguous in stored files are passed on as they are read; a part of a tensor that is scattered over
 rows is put together block by block (also `engine.checkpoint.copying.exchange`). Tensors that change on the way (a
 merge) have a content of their own, elsewhere.
 """

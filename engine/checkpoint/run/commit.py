@@ -74,7 +74,7 @@ class NoRoom(UserError):
 
 
 def require_room(staging: Path, num_bytes: int) -> None:
-    """Refuses a save that would not fit on the disk. For rank 0 alone: it looks at every file that is there.
+    """Refuses a save that would not fit on the disk. Only for rank 0: it looks at every file.
 
     Args:
         staging: the temporary folder; its contents count as written.

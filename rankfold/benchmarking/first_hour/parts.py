@@ -41,7 +41,7 @@ class Part:
             files = [
                 str(found.relative_to(ROOT)) for word in self.arguments.split() for found in sorted(ROOT.glob(word))
             ]
-            # the project's own pytest options want pytest-timeout, which a machine with a GPU may lack
+            # the project's own pytest options need pytest-timeout, which a machine with a GPU may lack
             return [
                 sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
                 f"--junitxml={stem}.xml", *files,

@@ -110,10 +110,9 @@ class DataSets:
 
     def _stored(self, path: str) -> TokenDataset:
         data, objective = self.config.data, self.config.objective
-        if objective.kind.answers:
-            raise UserError(
-                f"{path} is a token store, but objective.name {objective.name} compares answers: give their records."
-            )
+        if objective.kind.records is not None:
+            why = "compares answers" if objective.kind.answers else "has records of another form"
+            raise UserError(f"{path} is a token store, but objective.name {objective.name} {why}: give their records.")
         return stored_dataset(
             path,
             tokenizer=self.tokenizer,

@@ -26,7 +26,7 @@ from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import shared
 
 _FOLDER = Path(__file__).parent / "tables"
-IGNORED = "no option here stands for it"
+IGNORED = "no option corresponds to it: it always holds here, or has no effect"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ def _found(name: str) -> list[tuple[Log, list[NamedShard]]]:
 
 def _exchanges(log: Log) -> tuple[Log, Log]:
     """To the experts, and back."""
-    out, back = ([one for one in log if one.caller == f"ops.expert_exchange.Exchange.{way}"] for way in ("out", "back"))
+    out, back = (
+        [one for one in log if one.caller == f"experts.ops.expert_exchange.Exchange.{way}"] for way in ("out", "back")
+    )
     return out, back
 
 

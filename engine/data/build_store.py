@@ -243,6 +243,7 @@ def _run(
         except KeyboardInterrupt:
             for process in active_children():
                 process.kill()  # a unit is complete or absent, and may take minutes
+            running.clear()  # the pool fails them as broken, and could not if they were cancelled
             raise
         finally:
             for future in running:

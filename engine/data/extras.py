@@ -42,7 +42,7 @@ class ExtraColumns(ABC):
 
     @abstractmethod
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Returns the columns by name, from which the class can be made again."""
+        """Returns the columns by name, which the constructor takes."""
 
     @abstractmethod
     def identity(self) -> Iterator[NDArray[Any]]:

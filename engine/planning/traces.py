@@ -383,7 +383,7 @@ class _Tracer:
         variants = self._workload.decoder.variants if self._workload.balances else ()
         balances = [loss for one in variants if (loss := one.auxiliary_loss(1.0, META)) is not None]
         for loss in balances:
-            loss.begin(rehearses=False)
+            loss.begin(counts_alone=False)
         if model.embedding is not None:  # no layer reads it
             return model.context(replace(batch, parts=()), step, training=True, parts=balances)
         carried: list[Tensor | None] = []

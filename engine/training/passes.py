@@ -35,7 +35,7 @@ class Pass:
 
 
 TRAINING = Pass(training=True, gradients=True)
-REHEARSAL = Pass(training=True, head="nothing")
+COUNTING_PASS = Pass(training=True, head="nothing")
 """Training's layers without a backward: routers are counted."""
 EVALUATION = Pass()
 REFERENCE = Pass(head="reference")

@@ -19,9 +19,9 @@ from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
 from engine.training.passes import (
     BASE_REFERENCE,
+    COUNTING_PASS,
     EVALUATION,
     REFERENCE,
-    REHEARSAL,
     TRAINING,
     Pass,
     ReadHead,
@@ -187,9 +187,9 @@ class Stages:
         """Counts the routers' choices in the whole batch before the first backward: where a backward comes before some
         forward, in a pass of its own. Collective."""
         one_pass = len(batches) == 1 and self._axis.size == 1
-        balance.begin(rehearses=not one_pass)
+        balance.begin(counts_alone=not one_pass)
         if not one_pass:
-            self._forward(batches, REHEARSAL)
+            self._forward(batches, COUNTING_PASS)
             balance.settle()
 
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:

@@ -72,7 +72,7 @@ def write(folder: Path, records: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("overlong", ["truncate", "cut", "drop", "error"])
 @pytest.mark.parametrize("name", KINDS)
 def test_one_policy_for_all_kinds(name: str, overlong: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Of four records two fit, one has a long answer, and one a prompt that leaves none of its answer."""
+    """Two of four records fit, one has a long answer, and one a prompt that leaves none of its answer."""
     kind = KINDS[name]
     path = write(tmp_path, [kind.record(*texts) for texts in (FITS, FITS, LONG_ANSWER, LONG_PROMPT)])
     options = {"tokenizer": tokenizer, "seq_length": LIMIT, "overlong": overlong}

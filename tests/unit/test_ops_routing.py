@@ -214,7 +214,7 @@ def test_the_gradient_of_the_auxiliary_loss(scale: float | None):
     padding = torch.arange(TOKENS) >= TOKENS - 3
     loss_scale = None if scale is None else torch.tensor(scale)
     balance = LoadBalance(0.3, 4, device=torch.device("cpu"), loss_scale=loss_scale)
-    balance.begin(rehearses=False)
+    balance.begin(counts_alone=False)
     outputs = [balance.through(one, padding) for one in logits]
     for one in outputs:
         balance.seen(one, route(one, RULE, loops=True)[1], padding)

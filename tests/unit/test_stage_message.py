@@ -8,7 +8,7 @@ from engine.models.stage_message import pack, rows_below, unpack
 
 
 def test_a_message_gives_back_what_it_holds() -> None:
-    """Of three fronts, the second has no rows in this micro-batch."""
+    """The second of three fronts has no rows in this micro-batch."""
     x_RH, first_KC, last_KC = torch.randn(5, 4), torch.randn(3, 6), torch.randn(2, 1)
     shapes = [(3, 6), (0, 2), (2, 1)]
     message = pack(x_RH, [first_KC, None, last_KC]).requires_grad_()

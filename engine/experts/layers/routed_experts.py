@@ -439,7 +439,7 @@ class RoutedMLP(Branch):
         tp, self._ep = axes.tp, axes.ep
         self.routes_apart = layout.routes_apart
         self.ends_region = False
-        """Whether a region that backward recomputes ends with the output, which nobody reads a second time."""
+        """Whether a region that backward recomputes ends with the output, which is not read a second time."""
         here = rule.num_experts // self._ep.size
         experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
         self._layout = layout
@@ -550,7 +550,7 @@ class RoutedMLP(Branch):
         weights, slots = self.router(x, context, loops=self._loops and not travels)
         balance = context.part(LoadBalance)
         # of a step's own pass: not one for counting before it, nor a part that backward runs again
-        if context.training and not context.repeats and (balance is None or not balance.rehearses):
+        if context.training and not context.repeats and (balance is None or not balance.counts_alone):
             ends = slots.groups.ends
             self.rows_E.add_(torch.diff(ends, prepend=ends.new_zeros(1)))
         exchange = plan_exchange(slots, self._ep, loops=self._loops)

@@ -49,23 +49,23 @@ class LoadBalance(AuxiliaryLoss):
         self._sums_3E = torch.zeros(3, num_experts, dtype=torch.float64, device=device)
         """Choices of each expert and the sum of its probabilities, and in the last row the number of tokens."""
         self._counts = False
-        self.rehearses = False
+        self.counts_alone = False
         """Whether the pass that goes forward now is for counting alone."""
         self.slope_E = torch.zeros(num_experts, dtype=torch.float32, device=device)
         """The gradient with respect to each probability of a token, with the loss scale."""
         self.loss = torch.zeros((), dtype=torch.float32, device=device)
         """The loss of the last step that was settled, without its coefficient."""
 
-    def begin(self, *, rehearses: bool) -> None:
+    def begin(self, *, counts_alone: bool) -> None:
         """Counts from now on what routers choose, until `settle`."""
-        self._counts, self.rehearses = True, rehearses
+        self._counts, self.counts_alone = True, counts_alone
         self._sums_3E.zero_()
 
     def settle(self) -> None:
         """Puts the ranks' counts together, if they have been counting. Collective over the axes."""
         if not self._counts:
             return
-        self._counts = self.rehearses = False
+        self._counts = self.counts_alone = False
         for axis in self._axes:
             all_reduce(self._sums_3E, axis)
         choices_E, probabilities_E, tokens_E = self._sums_3E.unbind()

@@ -293,7 +293,7 @@ class RoutedPass:
         leaves: every tensor in the operands that trains.
         exchange: with the ranks that have the other experts.
         gated: makes a from [gate | up].
-        leaves_output: nobody reads the output, because a recomputed region ends with it and this is its second run.
+        leaves_output: the output is not read, because a recomputed region ends with it and this is its second run.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class _Compute(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             routed.d_weights = exchange.back(dots if bias_dots is None else dots + bias_dots)
         w = w_N1.to(dy.dtype)
-        weighted = a * w if any(down.weight_blocks) else a  # which nobody reads where no weight trains
+        weighted = a * w if any(down.weight_blocks) else a  # not read where no weight trains
         down.add_weight_gradients(dy, weighted, None if h_down is None else h_down * w, rows)
         if down.bias_blocks:
             down.add_bias_gradients(dy * w, rows)

@@ -20,8 +20,11 @@ def paged_attention(
     *,
     page: int,
     scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Computes engine.kernels.reference.paged_attention, for fp32 and bfloat16 on the CPU."""
+    assert softcap is None and sinks_H is None, "see paged_attention_lacks"
     (rows, num_heads, head_dim), (places, num_kv_heads, _) = q_NHD.shape, keys_SKD.shape
     out, dtype = q_NHD.new_empty(rows, num_heads, head_dim), q_NHD.dtype
     library().engine_paged_attention(
@@ -73,23 +76,6 @@ def gumbel_argmax(
         places.data_ptr(),
     )
     return sums, places
-
-
-def attend_pages(
-    q_NHD: Tensor,
-    keys_SKD: Tensor,
-    values_SKD: Tensor,
-    table_NP: Tensor,
-    counts_N: Tensor,
-    *,
-    page: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Computes the op's `attend`; see engine.ops.kernels.attention."""
-    assert softcap is None and sinks_H is None, "see paged_attention_lacks"
-    return paged_attention(q_NHD, keys_SKD, values_SKD, table_NP, counts_N, page=page, scale=scale)
 
 
 def paged_attention_lacks(head_dim: int, capped: bool, sinks: bool) -> str | None:

@@ -29,11 +29,11 @@ class AuxiliaryLoss(ContextPart):
 
     __slots__ = ()
 
-    def begin(self, *, rehearses: bool) -> None:
+    def begin(self, *, counts_alone: bool) -> None:
         """Counts from now on, until `settle`.
 
         Args:
-            rehearses: the pass that goes forward is for counting alone.
+            counts_alone: whether the next pass only counts, without a backward.
         """
         raise NotImplementedError
 

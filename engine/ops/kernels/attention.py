@@ -101,7 +101,7 @@ class PagedAttention:
 
 
 PAGED_ATTENTION = Op(
-    native=PagedAttention(attend=generation.attend_pages, lacks=generation.paged_attention_lacks),
+    native=PagedAttention(attend=generation.paged_attention, lacks=generation.paged_attention_lacks),
     triton=PagedAttention(
         attend="engine.kernels.triton.paged_attention:paged_attention",  # type: ignore[arg-type]  # resolved late
         lacks="engine.kernels.triton.ops:paged_attention_lacks",  # type: ignore[arg-type]

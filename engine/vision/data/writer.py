@@ -107,7 +107,7 @@ class ChatWriter:
         self._targets[start:end] = [True] * (end - start)
 
     def learn_all(self) -> None:
-        """Makes every token a target but the stand-ins of features, which nobody generates."""
+        """Makes every token a target but the stand-ins of features, which are never generated."""
         self.mark()
         self._targets = [True] * len(self._ids)
         for start, end in (span for spans in self._spans for span in spans):

@@ -64,7 +64,7 @@ class CrossAttention(JoiningBranch):
         self.query = ColumnParallelLinear(
             [Section(name=f"{prefix}.query", spec=spec(hidden))], bias=False, site=first_site, build=build
         )
-        # every rank has all encoded rows, whoever has the tokens
+        # every rank has all encoded rows, wherever the tokens are
         whole = replace(build, layout=replace(layout, sequence_parallel=False))
         self.key_value = ColumnParallelLinear(
             [Section(name=f"{prefix}.{name}", spec=spec(encoded)) for name in ("key", "value")],

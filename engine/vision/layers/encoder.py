@@ -294,7 +294,7 @@ class _PlaceFeatures(torch.autograd.Function):
         dy_LTH = dy.unflatten(0, (encoder.num_levels, -1))
         if ctx.num_leaves:
             total = ctx.shares[-1].features.stop
-            # every feature row has one place; what other tokens give goes to a row that nobody reads
+            # every feature row has one place; what other tokens give goes to a row that is not read
             gradient_KLH = dy.new_zeros(total + 1, encoder.num_levels, dy.shape[1])
             gradient_KLH[index_T] = rearrange(dy_LTH, "l t h -> t l h")
             gradient_KW = encoder.complete(gradient_KLH[:total].flatten(1))

@@ -2,7 +2,7 @@
 
 Such a module computes by autograd and is whole on every tensor-parallel rank. What the engine needs of it is the same
 as of its own layers: each parameter has a logical name, a shard spec and, where it trains, a gradient sink, and linears
-may have adapters. Whoever runs the module takes the gradients of `leaves` from autograd and adds them to the sinks (see
+may have adapters. The caller takes the gradients of `leaves` from autograd and adds them to the sinks (see
 `engine.vision.layers.encoder`).
 """
 

@@ -78,7 +78,7 @@ def _summed(x_TF: Tensor, axis: Axis, *, splits_tokens: bool, own: bool) -> Tens
     """Returns the sum over the axis: of this rank's tokens, or of all.
 
     Args:
-        own: nobody else reads `x_TF`, so that the sum may take its place.
+        own: `x_TF` has no other reader, so that the sum may take its place.
     """
     if axis.size == 1 or x_TF.numel() == 0:
         return x_TF

@@ -19,7 +19,7 @@ from engine.conversion.lora_scales import Scale, scale_of
 from engine.conversion.merged_model import LORA_A, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
 
 NUM_ROWS, ROW_LENGTH = 2, 16
@@ -113,7 +113,7 @@ def live_logits(
 def _loaded(config: DecoderConfig, part: Part, tensors: TensorReader, plan: TrainingPlan | None) -> Decoder:
     device = torch.device("cpu")
     plan = plan or TrainingPlan()
-    model = Decoder(config, layout=TensorLayout(), plan=plan, device=device, dtype=torch.float32, part=part)
+    model = build_decoder(config, layout=TensorLayout(), plan=plan, device=device, dtype=torch.float32, part=part)
     load_parameters((entry.shard for entry in shard_entries(model)), tensors)
     return model
 

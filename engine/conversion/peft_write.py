@@ -59,7 +59,7 @@ from engine.conversion.shared_factors import EachExpert
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
-from engine.models.families import family_named
+from engine.models.families import language_family
 from engine.models.names import FUSED, fused_parts, is_shared_factor
 from engine.sentences import listed
 
@@ -398,7 +398,7 @@ def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
     """Returns short names such as q_proj where they match exactly the adapted modules, full names otherwise."""
     full = list(dict.fromkeys(model.names.module_to_hf(part) for part in parts))
     leaves = {name.rpartition(".")[2] for name in full}
-    if model.names.body != family_named(model.decoder.family).names.body:
+    if model.names.body != language_family(model.decoder.family, model.hf_config).names.body:
         return sorted(full)  # beside a nested language model the short names may match other modules too
     everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
     meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}

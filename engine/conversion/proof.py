@@ -32,7 +32,7 @@ from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.models.families import WRAPPINGS, family_named
+from engine.models.families import WRAPPINGS, language_family
 from engine.sentences import listed
 
 SAME = 1e-3
@@ -172,7 +172,7 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = read_json(folder / CONFIG)
-    family, is_wrapped = family_named(model.decoder.family), bool(model.names.spellings)
+    family, is_wrapped = language_family(model.decoder.family, model.hf_config), bool(model.names.spellings)
     if config.get("model_type") not in CONFIG_MAPPING or not (is_wrapped or model.names.body == family.names.body):
         return f"transformers has no class for model_type {config.get('model_type')!r} as a language model"
     if extra := set(model.names.fused) - set(family.fused):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from engine.models.head_figures import TokenFigures, head_figures, is_frozen, sc
 from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
+from engine.seams import resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,12 @@ def split_parts(layers: Sequence[int]) -> list[Part]:
         Part(first=end - count, last=end, embedding=index == 0, head=index == len(layers) - 1)
         for index, (count, end) in enumerate(zip(layers, ends, strict=True))
     ]
+
+
+def build_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
+    """Builds the model of a config, or a part of it, by the class that the config names; arguments as of `Decoder`."""
+    model: Decoder = resolve(config.body)(config, **arguments)
+    return model
 
 
 class Decoder(nn.Module):
@@ -351,7 +359,11 @@ class Decoder(nn.Module):
 
     def _uncapped_logits(self, x: Tensor, context: TokenContext) -> Tensor:
         assert self.norm is not None and self.head is not None
-        return scaled_logits(self.config, self.norm, self.head, x, context)
+        return scaled_logits(self.config, self.norm, self.head, self._head_stream(x), context)
+
+    def _head_stream(self, x: Tensor) -> Tensor:
+        """Returns what the last norm takes, for what the last layer gave."""
+        return x
 
     def token_losses(self, x: Tensor, batch: Batch, context: TokenContext) -> Tensor:
         """Returns fp32 [T] negative log-likelihood of each label; equal on all tensor-parallel ranks."""
@@ -367,7 +379,7 @@ class Decoder(nn.Module):
             assert self.norm is not None and self.head is not None
             found.append(
                 head_figures(
-                    x,
+                    self._head_stream(x),
                     batch.labels_BS.flatten(),
                     context,
                     norm=self.norm,

@@ -425,6 +425,8 @@ class DecoderConfig:
         fronts: models whose features stand in the places of tokens, or beside them; empty for a model of text alone.
     """
 
+    body: ClassVar[str] = "engine.models.decoder:Decoder"
+    """The class that computes the model, as `engine.seams.resolve` takes it."""
     family: str
     hidden: int
     intermediate: int
@@ -516,6 +518,12 @@ class DecoderConfig:
     def experts_per_token(self) -> int:
         """Experts that a router chooses for a token; 0 without one."""
         return sum(variant.experts_per_token for variant in self.variants)
+
+    @property
+    def all_linears(self) -> tuple[str, ...]:
+        """The names, inside layers, of the linears that adapters stand on where no target is named; empty where they
+        are those of a plain layer."""
+        return ()
 
     @property
     def unread_modules(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer_kinds import layer_kinds
 from engine.models.names import CORRECTION
@@ -33,7 +33,7 @@ def meta_model(
     memory. Of experts it has all."""
     mesh = shape_mesh(RankGrid(tp=tensor_size, cuts_experts=cuts_experts), tensor_rank, config.num_kv_heads)
     layout = TensorLayout.over(mesh, base=base)
-    return Decoder(
+    return build_decoder(
         config,
         layout=layout,
         plan=plan or TrainingPlan(),

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
+from engine.layers.context import TensorLayout, TrainingPlan
+from engine.models.decoder import Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
-from engine.models.decoder_layer import DecoderLayer
 
 _Answers = dict[tuple[str, str], object]
 """Method of the plan, and name of a module within its layer -> the answer."""
@@ -55,10 +55,14 @@ def _answers_to(config: DecoderConfig, plan: TrainingPlan, index: int) -> _Answe
         return noted
 
     listening = replace(plan, trains=noting("trains"), adapter=noting("adapter"), fused=noting("fused"))
-    build = LayerContext(
-        layout=TensorLayout(), plan=listening, device=torch.device("meta"), dtype=torch.get_default_dtype()
+    build_decoder(
+        config,
+        layout=TensorLayout(),
+        plan=listening,
+        device=torch.device("meta"),
+        dtype=torch.get_default_dtype(),
+        part=Part(first=index, last=index + 1, embedding=False, head=False),
     )
-    DecoderLayer(index, config, build=build)
     return answers
 
 

@@ -11,11 +11,12 @@ from math import prod
 import torch
 
 from engine.layers.branch import LinearShape
+from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
 from engine.layers.module import ShardEntry, shard_entries
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import layer_kinds
@@ -165,7 +166,12 @@ def model_shape(
     Raises:
         UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
-    build = partial(Decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
+    if config.all_linears:
+        raise UserError(
+            f"the planner does not describe {config.family} models, whose layers are transformers' own modules: measure "
+            "a run of a few steps."
+        )
+    build = partial(build_decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
     kinds = layer_kinds(config, plan)
     parts = {kind: build(part=Part(first=kind, last=kind + 1, embedding=False, head=False)) for kind in set(kinds)}
     ends = build(part=Part(first=0, last=0))

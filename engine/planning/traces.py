@@ -27,7 +27,7 @@ from engine.layers.context import TensorLayout
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.recompute import SELECTIVE, Level, MemoryPlan
 from engine.layers.saved import SavedTensors
-from engine.models.decoder import Decoder, Part
+from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import Carried, DecoderConfig, check_expert_ranks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.gradients import GradientSink
@@ -358,7 +358,7 @@ class _Tracer:
     def _build(self) -> Decoder:
         """Builds the piece, with everything that a second micro-batch would find."""
         workload, memory = self._workload, self._memory
-        model = Decoder(
+        model = build_decoder(
             workload.decoder,
             layout=self._layout,
             plan=workload.plan,

@@ -11,7 +11,7 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, Mesh
 from engine.layers.context import TensorLayout
 from engine.layers.storage import WeightPlacement
-from engine.models.decoder import Decoder
+from engine.models.decoder import build_decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.plain_torch import plain_torch_parts
@@ -56,7 +56,7 @@ def build_stages(
     stages: dict[int, ModelStage] = {}
     embedding_weight = None
     for number, part in partition.parts(mesh.pp.rank).items():
-        model = Decoder(
+        model = build_decoder(
             decoder,
             layout=layout,
             plan=plan.modules,

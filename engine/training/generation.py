@@ -37,7 +37,7 @@ from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries
 from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
-from engine.models.decoder import Decoder, Part, split_parts
+from engine.models.decoder import Decoder, Part, build_decoder, split_parts
 from engine.models.decoder_config import DecoderConfig, check_expert_ranks
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.flops import head_in_layers
@@ -107,7 +107,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
     grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, cuts_experts=cuts)
     part_of = _parts(live.config, choice.pipeline)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=live.config.num_kv_heads)
-    decoder = Decoder(
+    decoder = build_decoder(
         live.config,
         layout=_layout(options, mesh, live.config, launch, log),
         plan=live.plan,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.choices import VISION
 from engine.config.lora import LoraOptions
-from engine.config.matching import matches_target, matches_trainable, require_matched
+from engine.config.matching import ALL_LINEARS, BLOCK_LINEARS, matches_target, matches_trainable, require_matched
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TrainingPlan
@@ -57,6 +57,7 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
     Raises:
         UserError: a pattern matches nothing, a module is asked to do both, or an adapter to start from cannot be read.
     """
+    config = replace(config, lora=_meant_targets(config.lora, decoder))
     modules = {name: names.aliases(name) for name in module_names(decoder)}
     trained = {name for name, aliases in modules.items() if matches_trainable(name, config.trainable, aliases)}
     require_matched("trainable", config.trainable, modules, matches_trainable)
@@ -103,6 +104,16 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
     )
 
 
+def _meant_targets(lora: LoraOptions, decoder: DecoderConfig) -> LoraOptions:
+    """Returns the options with the model's own linears in place of those of a plain layer, where these are the targets
+    by default or by all-linear."""
+    if not decoder.all_linears:
+        return lora
+    given = ((ALL_LINEARS,) if lora.targets == BLOCK_LINEARS else lora.targets)
+    spelled = [name for target in given for name in (decoder.all_linears if target == ALL_LINEARS else (target,))]
+    return replace(lora, targets=tuple(spelled))
+
+
 def _check_tying(decoder: DecoderConfig, trained: Collection[str], adapted: Collection[str]) -> None:
     """Raises UserError where lora.ensure_weight_tying has no effect, or would apply to adapters."""
     ends = ("embed_tokens", "lm_head")
@@ -125,8 +136,8 @@ def _check_tying(decoder: DecoderConfig, trained: Collection[str], adapted: Coll
 
 def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> list[str]:
     """Returns the log lines where the checkpoint stores modules as one matrix, or where several share one adapter."""
-    lines = []
-    for kind, parts in FUSED.items():
+    lines: list[str] = []
+    for kind, parts in FUSED.items() if not decoder.all_linears else ():
         if kind == EXPERT_GATE_UP:
             continue  # PEFT has one adapter or two there, as its user asks
         layers = [f"layers.{index}" for index in range(decoder.num_layers)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.kernels.philox import dropout_mask, dropout_scale
 from engine.kernels.records import DropoutKey
 from engine.layers.context import AdapterSettings, LayerContext, TensorLayout, TrainingPlan
-from engine.vision.layers.plain_module import TILE_ROWS, PlainModule, TileDropout, linear_names
+from engine.layers.plain_module import TILE_ROWS, PlainModule, TileDropout, linear_names
 from engine.vision.towers.cogagent import CrossVisionConfig
 from engine.vision.towers.cogvlm import CogVLMVisionConfig
 from engine.vision.towers.minicpm_v2_6 import MiniCPMV26VisionConfig

@@ -57,6 +57,10 @@ WRAPPINGS = {
 }
 """Models that are a vision model in front of one of these families."""
 
+ADOPTED = "engine.adopted.config:adopted_family"
+"""The family of a model that has none of these and that transformers has."""
+ADOPTED_TYPES = "engine.adopted.structure:known_types"
+
 _BY_ARCHITECTURE = {"CogVLMForCausalLM": "cogvlm", "CogAgentForCausalLM": "cogagent"}
 """Families whose released configs have no `model_type`."""
 
@@ -79,6 +83,16 @@ def family_named(name: str) -> Family:
     """Returns the family of this key of `FAMILIES`."""
     family: Family = resolve(FAMILIES[name])
     return family
+
+
+def language_family(name: str, hf_config: dict[str, Any]) -> Family:
+    """Returns the family of a language model.
+
+    Args:
+        name: of the family, as its DecoderConfig has it.
+        hf_config: of the model, for one that is adopted.
+    """
+    return family_named(name) if name in FAMILIES else family_of(hf_config)[0]
 
 
 def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
@@ -104,6 +118,9 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         text = part_of(hf_config, "text_config") or part_of(hf_config, "llm_config") or hf_config
     model_type = text.get("model_type")
     if model_type not in FAMILIES:
+        if model_type in resolve(ADOPTED_TYPES)():
+            adopted: Family = resolve(ADOPTED)(text)
+            return adopted, text
         raise UserError(_refusal(model_type, text))
     check_kinds(text)
     family = family_named(str(model_type))

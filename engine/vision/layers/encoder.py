@@ -34,7 +34,7 @@ from engine.layers.module import ShardEntry
 from engine.models.decoder_config import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
-from engine.vision.layers.plain_module import PlainModule, TileDropout
+from engine.layers.plain_module import PlainModule, TileDropout
 from engine.vision.tile_shares import deal_out
 
 Grid = tuple[int, ...]

@@ -19,7 +19,7 @@ from engine.layers.context import LayerContext, TrainingPlan
 from engine.models.decoder_config import DecoderConfig, ExampleRows, Front
 from engine.vision.batch_parts import CrossImages, GridPositions, Images
 from engine.vision.layers.encoder import Grid, VisionConfig, VisionEncoder
-from engine.vision.layers.plain_module import anything_trains, build_plain, linear_names, tile_rows
+from engine.layers.plain_module import anything_trains, build_plain, linear_names, tile_rows
 from engine.vision.ops.cross_attention import Encoded, document_spans, pair_spans
 from engine.vision.tile_shares import deal_out
 

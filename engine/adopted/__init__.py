@@ -1,0 +1,1 @@
+"""Models that transformers defines and the engine has no family for: transformers' own modules, trained as our own."""

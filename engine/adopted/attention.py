@@ -1,0 +1,100 @@
+"""The engine's attention behind transformers' attention interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from engine.errors import UserError
+from engine.layers.attention import AttentionKind, attend, attention_of
+from engine.layers.context import TensorLayout
+from engine.ops.attention.token_context import TokenContext
+
+IMPLEMENTATION = "rankfold"
+"""The name under which transformers' modules find this attention."""
+_RUN = "_engine_run"
+
+
+@dataclass(slots=True)
+class Run:
+    """The micro-batch that a body's modules are in, for their linears and their attention to read.
+
+    Args:
+        layout: of tensors over ranks.
+        context: of the micro-batch's tokens; None between two.
+    """
+
+    layout: TensorLayout
+    context: TokenContext | None = None
+    ops: dict[AttentionKind, Any] = field(default_factory=dict)
+
+    @property
+    def now(self) -> TokenContext:
+        """The coordinates of the micro-batch's tokens."""
+        assert self.context is not None, "a module of the body runs outside of it"
+        return self.context
+
+
+def attach(module: nn.Module, run: Run) -> None:
+    """Lets every module inside read `run`."""
+    for child in module.modules():
+        object.__setattr__(child, _RUN, run)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention within documents.
+
+    Args:
+        query, key, value: [B, heads, S, D].
+
+    Returns:
+        [B, S, heads, D], and no weights.
+    """
+    run: Run = getattr(module, _RUN)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refused = (
+        ("a mask of its own", attention_mask is not None),
+        ("attention to what comes later", not causal),
+        ("sinks", s_aux is not None),
+        ("a bias on scores", others.get("position_bias") is not None),
+    )
+    if reasons := [reason for reason, holds in refused if holds]:
+        raise UserError(f"the attention of this model has {reasons[0]}, which packed rows of adopted models lack.")
+    kind = AttentionKind(window=sliding_window, softcap=softcap)
+    if kind not in run.ops:
+        run.ops[kind] = attention_of(kind, run.layout)
+    rows, _, length, width = query.shape
+    values = value.shape[-1]
+    widest = max(width, values)  # columns of zeros change no score, and no column of the output but their own
+    q, k, v = (_flat(pad(x, (0, widest - x.shape[-1]))) for x in (query, key, value))
+    scale = width**-0.5 if scaling is None else scaling
+    out = attend("adopted", run.ops[kind], run.layout, scale, q, k, v, run.now)
+    return out.view(rows, length, -1, widest)[..., :values], None
+
+
+def _flat(x_BHSD: Tensor) -> Tensor:
+    """Returns [B S, heads, D]."""
+    return x_BHSD.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def register() -> None:
+    """Makes this attention known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -1,0 +1,323 @@
+"""A decoder whose layers are transformers' own modules.
+
+The table of tokens, the head with its loss, and every linear are the engine's; the body's forward, norms, rotations and
+activations are transformers'. A part of the model is the same forward over fewer layers, which takes the residual
+stream as embeddings of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
+from engine.adopted.config import INSIDE, AdoptedConfig
+from engine.adopted.linears import AdoptedLinear
+from engine.adopted.rows import Rows
+from engine.adopted.structure import skeleton, whole_module
+from engine.batch import Batch, Embeddings
+from engine.distributed.sharding import ShardSpec, replicated_spec
+from engine.errors import UserError
+from engine.layers.context import LayerContext
+from engine.layers.embedding import VocabParallelEmbedding
+from engine.layers.linear import ColumnParallelLinear, Section
+from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.plain_module import linear_names
+from engine.layers.recompute import MemoryPlan, SecondRun
+from engine.layers.storage import StorageUser
+from engine.models.decoder import Decoder
+from engine.models.head_figures import is_frozen
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.gradients import GradientSink
+from engine.kernels.records import InputUpdate
+from engine.ops.inputs import GivenInput
+from engine.ops.kernels import Kernels
+from engine.ops.quantized_products import RowCodes
+
+
+ATTENTIONS = {"engine": IMPLEMENTATION, "own": "sdpa"}
+"""The implementation that transformers' modules are told."""
+_SITES = 64
+"""Dropout sites of a layer, more than it has linears with adapters."""
+
+
+class _Collected(torch.autograd.Function):
+    """Identity on what enters a region: its backward, the region's last, adds the gradients that autograd has left on
+    the leaves to their sinks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owned: list[ShardEntry], *leaves: Tensor) -> Tensor:
+        ctx.owned = owned
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        for entry in ctx.owned:
+            gradient, entry.parameter.grad = entry.parameter.grad, None
+            assert entry.sink is not None
+            if gradient is None:
+                entry.sink.added()
+            else:
+                entry.sink.add(gradient)
+        return dx, None, *([None] * len(ctx.owned))
+
+
+class Adopted(ShardedModule):
+    """A module of transformers whose parameters and linears the engine owns.
+
+    Args:
+        prefix: of the parameters' logical names, with a point at its end; empty for none.
+        module: on the meta device; its parameters are replaced.
+        build: what trains, and where.
+        run: of the body.
+        first_site: dropout site of its first linear's adapter; the others follow.
+    """
+
+    def __init__(self, prefix: str, module: nn.Module, *, build: LayerContext, run: Run, first_site: int = 0) -> None:
+        super().__init__()
+        self.module = module
+        for site, name in enumerate(linear_names(module), first_site):
+            _replace(module, name, self._linear(f"{prefix}{name}", module.get_submodule(name), build, run, site))
+        done = {id(child) for linear in self._linears(module) for child in linear.modules()}
+        for owner, child in list(module.named_modules()):
+            if id(child) not in done:
+                self._own_leaves(f"{prefix}{owner}" if owner else prefix.rstrip("."), child, build)
+        attach(module, run)
+        self.collected = [entry for entry in self.entries if entry.sink is not None]
+        """What autograd leaves gradients on."""
+
+    @staticmethod
+    def _linears(module: nn.Module) -> list[AdoptedLinear]:
+        return [child for child in module.modules() if isinstance(child, AdoptedLinear)]
+
+    @staticmethod
+    def _linear(name: str, plain: nn.Module, build: LayerContext, run: Run, site: int) -> AdoptedLinear:
+        assert isinstance(plain, nn.Linear)
+        tp, shape = build.layout.tp, (plain.out_features, plain.in_features)
+        section = Section(name=name, spec=replicated_spec(shape, rank=tp.rank, size=tp.size))
+        linear = ColumnParallelLinear([section], bias=plain.bias is not None, site=site, build=build)
+        return AdoptedLinear(name, linear, plain, run)
+
+    def _own_leaves(self, name: str, module: nn.Module, build: LayerContext) -> None:
+        """Puts the engine's parameters in place of a module's own ones, and its buffers on the device."""
+        tp = build.layout.tp
+
+        def own(leaf: str, shape: torch.Size, *, trainable: bool) -> ShardEntry:
+            spec: ShardSpec = replicated_spec(tuple(shape), rank=tp.rank, size=tp.size)
+            return self.own(f"{name}.{leaf}" if name else leaf, build.empty(tuple(shape)), spec, trainable=trainable)
+
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(leaf, own(leaf, parameter.shape, trainable=build.plan.trains(name)).parameter)
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            if leaf in module._non_persistent_buffers_set:
+                module.register_buffer(leaf, buffer.to(build.device), persistent=False)
+            else:
+                entry = own(leaf, buffer.shape, trainable=False)
+                module.register_buffer(leaf, entry.parameter.data)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Returns what enters the module, in whose backward the gradients of its leaves are taken."""
+        if not self.collected or not torch.is_grad_enabled():
+            return x
+        return _Collected.apply(x, self.collected, *(entry.parameter for entry in self.collected))
+
+
+def _replace(module: nn.Module, name: str, by: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    parent = module.get_submodule(owner)
+    if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+        parent[int(leaf)] = by
+    else:
+        setattr(parent, leaf, by)
+
+
+class _Layer(nn.Module):
+    """A layer in the list that transformers' forward goes through."""
+
+    def __init__(self, layer: Adopted, *, recompute: bool, run: Run) -> None:
+        super().__init__()
+        self.__dict__["adopted"], self._recompute, self._run = layer, recompute, run
+        self.runs: Any = None
+        """What runs a function of the stream with the layer's weights there."""
+        for name, value in vars(layer.module).items():  # transformers' forward reads some of a layer's attributes
+            if isinstance(value, (str, int, float, bool, type(None))) and not hasattr(self, name):
+                self.__dict__[name] = value
+
+    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Any:
+        rest: list[Any] = []
+
+        def compute(x: Tensor) -> Tensor:
+            layer: Adopted = self.__dict__["adopted"]
+            out = layer.module(layer.enter(x), *arguments, **named)
+            rest[:] = out[1:] if isinstance(out, tuple) else ()
+            self._is_tuple = isinstance(out, tuple)
+            return out[0] if isinstance(out, tuple) else out
+
+        y = self.runs(self._twice(compute) if self._recompute else compute, x)
+        return (y, *rest) if self._is_tuple else y
+
+    def _twice(self, compute: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute
+        context = self._run.context
+
+        def again(x: Tensor) -> Tensor:
+            before, self._run.context = self._run.context, context
+            try:
+                return compute(x)
+            finally:
+                self._run.context = before
+
+        return lambda x: checkpoint(again, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class _DividedInput(GivenInput):
+    """x = u / divisor."""
+
+    __slots__ = ("divisor",)
+
+    def __init__(self, divisor: float) -> None:
+        object.__setattr__(self, "divisor", divisor)
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        return torch.div(u, self.divisor, out=out), None
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        return *self.make(u, None, kernels), None
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        return super().gradient(dx, u, statistics, update, kernels) / self.divisor
+
+
+class _HeadInput:
+    """Stands in for the last norm, which transformers' forward has computed."""
+
+    def __init__(self) -> None:
+        self.entries: list[ShardEntry] = []
+
+    def as_input(self, divisor: float = 1.0) -> GivenInput:
+        return GivenInput() if divisor == 1.0 else _DividedInput(divisor)
+
+
+class AdoptedBody(Decoder):
+    """The model of an AdoptedConfig, or a part of it; arguments as of Decoder."""
+
+    config: AdoptedConfig
+
+    def _build(
+        self, build: LayerContext, memory: MemoryPlan, embedding_weight: ShardEntry | None
+    ) -> Iterator[StorageUser]:
+        register()
+        config, parts = self.config, self.config.structure
+        _check_layout(config, build, memory)
+        self._run = Run(build.layout)
+        indices = range(self.part.first, self.part.last)
+        body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
+        if self.part.embedding:
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size,
+                config.hidden,
+                tied_to="lm_head" if config.tied_embeddings else None,
+                copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
+                build=build,
+            )
+            yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
+        self.layers = nn.ModuleList()
+        wrapped = nn.ModuleList()
+        for index, layer in zip(indices, held, strict=True):
+            adopted = Adopted(f"layers.{index}.{INSIDE}", layer, build=build, run=self._run, first_site=index * _SITES)
+            self.layers.append(adopted)
+            wrapped.append(_Layer(adopted, recompute=memory.level(index) == "full", run=self._run))
+            yield StorageUser(module=adopted)
+        norm: nn.Module = nn.Identity()
+        if parts.norm is not None:
+            norm = body.get_submodule(parts.norm)
+            _replace(body, parts.norm, nn.Identity())
+        self._rest = Adopted("", body, build=build, run=self._run)
+        _replace(body, parts.layers, wrapped)
+        _set_layer_count(body, len(held))
+        self._wrapped = list(wrapped)
+        self.__dict__["_body"] = body
+        resident = tuple(self._rest.entries)
+        if self.part.head:
+            self._last_norm = Adopted(f"{parts.norm}.", norm, build=build, run=self._run)
+            self.norm = _HeadInput()  # type: ignore[assignment]
+            shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
+            self.head = self._build_head(build, shared)
+            yield StorageUser(
+                module=self.head,
+                borrowed=() if shared is None else (shared,),
+                resident=(*resident, *self._last_norm.entries),
+                needs_backward=not is_frozen(self.head),
+                is_last=True,
+            )
+
+    def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        none = torch.empty(0, device=batch.positions_BS.device)
+        return none, none  # transformers' modules make their own
+
+    def _head_stream(self, x: Tensor) -> Tensor:
+        normed: Tensor = self._last_norm.module(self._last_norm.enter(x))
+        return normed
+
+    def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
+        rows = context.part(Rows)
+        assert rows is not None
+        if self.config.attention == "own" and len(context.documents.lengths) > rows.positions_BS.shape[0]:
+            raise UserError(
+                f"data.packing puts several documents into a row, but the layers of this {self.config.family} model do "
+                "not keep documents apart: set data.packing to false."
+            )
+        first = self._num_units_before_layers
+        units = self._units[first : first + len(self.layers)]
+        saved = self.saved.layers(len(self.layers), context, self._resident)
+        for layer, unit, kept in zip(self._wrapped, units, saved, strict=True):
+            layer.runs = partial(_run_unit, unit, kept)
+        self._run.context = context
+        try:
+            shape = rows.positions_BS.shape
+            out = self.__dict__["_body"](
+                inputs_embeds=self._rest.enter(x).view(*shape, -1), position_ids=rows.positions_BS, use_cache=False
+            )
+        finally:
+            self._run.context = None
+        last = out[0] if isinstance(out, tuple) else out.last_hidden_state
+        return last.reshape(-1, last.shape[-1])
+
+
+def _run_unit(unit: Any, kept: Any, block: Any, x: Tensor) -> Tensor:
+    with kept:
+        y: Tensor = unit.run(block, x)
+    return y
+
+
+def _set_layer_count(body: nn.Module, count: int) -> None:
+    """Tells transformers' forward how many layers it has; configs of a module and of its text may be two records."""
+    config = body.config
+    for record in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            if isinstance(record.__dict__.get(name), int):
+                setattr(record, name, count)
+
+
+def _check_layout(config: AdoptedConfig, build: LayerContext, memory: MemoryPlan) -> None:
+    """Raises UserError for a layout that adopted models lack."""
+    layout = build.layout
+    for option, size in (("tensor", layout.tp.size), ("context", layout.cp.size)):
+        if size > 1:
+            raise UserError(
+                f"parallel.{option} is {size}, but this {config.family} model runs as transformers' own module, which "
+                f"data and pipeline ranks share: set parallel.{option} to 1."
+            )
+    if memory.recompute == "attention":
+        raise UserError(
+            f"memory.recompute is attention, but layers of this {config.family} model are transformers' own modules, "
+            "which are recomputed whole: set memory.recompute to full or selective."
+        )

@@ -1,0 +1,221 @@
+"""The record of an adopted model, and where its tensors lie in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from engine.adopted.forms import forms_of
+from engine.adopted.rows import Rows
+from engine.adopted.structure import Structure, layer_count, layer_shapes, read_config, structure_of, whole_module
+from engine.batch import Batch
+from engine.layers.plain_module import linear_names
+from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
+from engine.models.families.family import Family
+from engine.models.names import HfLocation, NameMap
+from engine.ops.attention.token_context import ContextPart
+from engine.seams import resolve
+
+Attention = Literal["engine", "own"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedLayers(LayerVariant):
+    """Layers of one kind that are transformers' own modules.
+
+    Args:
+        indices: of these layers in the whole model.
+        linear_names: of a layer's linears, inside it.
+        linear_parameters: weights in the linears of a layer, the mean over all layers of the model.
+    """
+
+    indices: tuple[int, ...]
+    linear_names: tuple[str, ...]
+    linear_parameters: int
+
+    def applies(self, index: int) -> bool:
+        return index in self.indices
+
+    def context_part(self, batch: Batch) -> ContextPart | None:
+        return Rows(positions_BS=batch.positions_BS) if 0 in self.indices else None
+
+    def attention_parameters(self, config: DecoderConfig) -> int:
+        return self.linear_parameters
+
+    def further_linears(self) -> tuple[str, ...]:
+        return self.linear_names
+
+    def graph_obstacle(self, family: str) -> str:
+        return f"layers of {family} models are transformers' own modules"
+
+    def plain_torch(self) -> tuple[str, ...]:
+        return ("all of a layer but its linears and attention, which is transformers' own module",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedConfig(DecoderConfig):
+    """Sizes of a model whose layers are transformers' own modules.
+
+    Args:
+        hf_config: its `config.json`, as text.
+        attention: "engine" behind transformers' attention interface, or the modules' "own", which sees rows of one
+            document.
+    """
+
+    body: ClassVar[str] = "engine.adopted.body:AdoptedBody"
+    hf_config: str
+    attention: Attention
+
+    @property
+    def structure(self) -> Structure:
+        """The parts of transformers' module."""
+        return structure_of(self.hf_config)
+
+    @property
+    def all_linears(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for variant in self.variants for name in variant.further_linears()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"family": self.family, "implementation": "adopted"}
+
+
+def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None) -> AdoptedConfig:
+    """Returns the record of a model that transformers has.
+
+    Args:
+        attention: None proves which one computes what transformers does; see `engine.adopted.proof`.
+
+    Raises:
+        UserError: transformers refuses its config, or it cannot be adopted.
+    """
+    text = json.dumps(hf_config, sort_keys=True)
+    config = read_config(hf_config).get_text_config()
+    forms = forms_of(text)
+    hidden, heads = _hidden(text), int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads") or 1)
+    kv_heads = _first(config, "num_key_value_heads", "multi_query_group_num", "num_kv_heads") or heads
+    return AdoptedConfig(
+        family=hf_config["model_type"],
+        hidden=hidden,
+        intermediate=0,
+        num_layers=layer_count(config),
+        num_heads=heads,
+        num_kv_heads=int(kv_heads) if isinstance(kv_heads, int) else heads,
+        head_dim=int(_first(config, "head_dim", "attention_head_size") or hidden // heads),
+        vocab_size=_vocabulary(text),
+        norm_eps=1e-6,
+        ropes=(Rope(theta=None),),
+        tied_embeddings=bool(hf_config.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", True))),
+        max_length=int(_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048),
+        multipliers=Multipliers(embedding=forms.embedding, logits_divisor=1 / forms.logits),
+        logits_softcap=forms.softcap,
+        variants=_kinds_of_layers(text),
+        hf_config=text,
+        attention=attention or resolve("engine.adopted.proof:proven_attention")(text),
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _embedding(text: str) -> nn.Embedding:
+    embedding = whole_module(text).get_submodule(structure_of(text).embedding_path)
+    assert isinstance(embedding, nn.Embedding)
+    return embedding
+
+
+def _hidden(text: str) -> int:
+    return _embedding(text).embedding_dim
+
+
+def _vocabulary(text: str) -> int:
+    return _embedding(text).num_embeddings
+
+
+def _kinds_of_layers(text: str) -> tuple[AdoptedLayers, ...]:
+    kinds: dict[Any, list[int]] = {}
+    names: dict[Any, tuple[str, ...]] = {}
+    layers = whole_module(text).get_submodule(structure_of(text).layers_path)
+    total = count = 0
+    for count, layer in enumerate(layers.children(), 1):
+        kind, linears = layer_shapes(layer), linear_names(layer)
+        kinds.setdefault(kind, []).append(count - 1)
+        names[kind] = tuple(linears)
+        total += sum(layer.get_parameter(f"{name}.weight").numel() for name in linears)
+    return tuple(
+        AdoptedLayers(indices=tuple(indices), linear_names=names[kind], linear_parameters=total // count)
+        for kind, indices in kinds.items()
+    )
+
+
+INSIDE = "module."
+"""Stands in an engine name between a layer and what transformers calls a module inside it, which so is taken for no
+module of the engine's own layers."""
+
+
+class _Same(dict[str, str]):
+    """Every module inside a layer has the name that transformers gives it."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedNames(NameMap):
+    """Names of an adopted model: transformers' own, with the two ends and the layers under the engine's names.
+
+    Args:
+        structure: the parts of the module.
+    """
+
+    structure: Structure
+
+    def module_to_hf(self, module: str) -> str:
+        parts = self.structure
+        first, dot, rest = module.partition(".")
+        if first == "lm_head":
+            return self.head
+        if first == "embed_tokens":
+            return f"{self.body}{parts.embedding}"
+        if first == "layers":
+            return f"{self.body}{parts.layers}{dot}{rest.replace(f'.{INSIDE}', '.', 1)}"
+        return self.body + module
+
+    def module_from_hf(self, hf_module: str) -> str | None:
+        if hf_module == self.head:
+            return "lm_head"
+        if not hf_module.startswith(self.body):
+            return None
+        rest = hf_module[len(self.body) :]
+        if rest == self.structure.embedding:
+            return "embed_tokens"
+        if rest.startswith(f"{self.structure.layers}."):
+            index, dot, inside = rest[len(self.structure.layers) + 1 :].partition(".")
+            return f"layers.{index}.{INSIDE}{inside}"
+        return rest
+
+    def to_hf(self, name: str) -> HfLocation:
+        module, _, leaf = name.rpartition(".")
+        return HfLocation(f"{self.module_to_hf(module)}.{leaf}" if module else self.body + leaf)
+
+    def fuse(self, modules: Any) -> AdoptedNames:
+        return self
+
+    def stack(self) -> AdoptedNames:
+        return self
+
+
+def adopted_names(structure: Structure) -> AdoptedNames:
+    """Returns where transformers' module of these parts has its tensors."""
+    table: Mapping[str, str] = _Same()
+    return AdoptedNames(layer_modules=table, body=f"{structure.body}.", head=structure.head, structure=structure)
+
+
+def adopted_family(hf_config: dict[str, Any]) -> Family:
+    """Returns the family of a model that transformers has."""
+    names = adopted_names(structure_of(json.dumps(hf_config, sort_keys=True)))
+    return Family(config_from_hf=adopted_config, names=names)

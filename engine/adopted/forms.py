@@ -1,0 +1,128 @@
+"""The factors at the two ends of a causal language model, found by running a small one of the same make.
+
+Families of transformers multiply looked-up embeddings and logits by numbers of their configs, each under a name of its
+own. A small model with random weights shows them whatever their names are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.adopted.small import small_config
+from engine.adopted.structure import Structure, find_structure, known_types, quiet, read_config
+from engine.errors import UserError
+
+_TOKENS = 12
+_STD = 0.1
+"""Standard deviation of a small model's random matrices: large enough for a soft cap to show."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forms:
+    """The factors at the ends of a model.
+
+    Args:
+        embedding: on looked-up embeddings.
+        logits: on the head's products.
+        softcap: logits become cap * tanh(logit / cap); None for none.
+    """
+
+    embedding: float
+    logits: float
+    softcap: float | None
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws from a generator of this seed within, and leaves torch's own as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def small_model(hf_config: dict[str, Any], attention: str = "eager", seed: int = 0) -> nn.Module:
+    """Returns transformers' model of `small_config` in float32 on the CPU, every parameter drawn at random."""
+    import transformers
+
+    full = json.loads(json.dumps(read_config(hf_config).to_dict(), default=str))
+    small = {key: value for key, value in small_config(full).items() if key != "transformers_version"}
+    config = read_config({**small, "model_type": hf_config["model_type"]})
+    model_class = getattr(transformers, known_types()[hf_config["model_type"]])
+    with quiet(), seeded(seed):
+        model: nn.Module = model_class._from_config(config, attn_implementation=attention).eval().float()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=_STD)
+            else:
+                parameter.data.add_(torch.randn_like(parameter) * _STD)
+    return model
+
+
+@lru_cache(maxsize=8)
+def forms_of(config_text: str) -> Forms:
+    """Returns the factors of the model of a `config.json`, given as text.
+
+    Raises:
+        UserError: the ends are more than a factor and a soft cap.
+    """
+    hf_config = json.loads(config_text)
+    model = small_model(hf_config)
+    parts = find_structure(model, hf_config)
+    ids = torch.arange(3, 3 + _TOKENS)[None]
+    with torch.no_grad(), quiet():
+        table = model.get_submodule(parts.embedding_path)
+        embedding = _ratio(table(ids), table.weight[ids])
+        stream, logits = _ends(model, parts, ids)
+        head = model.get_submodule(parts.head)
+        products = linear(stream, head.weight, head.bias)
+    refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
+    if embedding is None:
+        raise UserError(f"{refusal}its embedding is not a table of tokens times a number.")
+    factor = _ratio(logits, products)
+    if factor is not None:
+        return Forms(embedding=embedding, logits=factor, softcap=None)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if cap is not None and (factor := _ratio(torch.atanh(logits.double() / cap) * cap, products.double())) is not None:
+        return Forms(embedding=embedding, logits=factor, softcap=float(cap))
+    raise UserError(f"{refusal}its logits are not those of a linear head times a number.")
+
+
+def _ends(model: nn.Module, parts: Structure, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what the head takes, and the logits."""
+    taken: list[Tensor] = []
+    hook = model.get_submodule(parts.head).register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    body: list[Tensor] = []
+    hook = model.get_submodule(parts.body).register_forward_hook(lambda *found: body.append(_first(found[2])))
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+    return body[0] if body[0].shape == taken[0].shape else taken[0], logits
+
+
+def _first(out: Any) -> Tensor:
+    found: Tensor = out[0] if isinstance(out, tuple) else out.last_hidden_state
+    return found
+
+
+def _ratio(left: Tensor, right: Tensor) -> float | None:
+    """Returns the number that `left` is of `right`; None where it is not one."""
+    if left.shape != right.shape:
+        return None
+    factor = float((left * right).sum() / (right * right).sum())
+    if not torch.allclose(left, right * factor, rtol=1e-4, atol=1e-5 * float(left.abs().max())):
+        return None
+    return 1.0 if abs(factor - 1.0) < 1e-5 else factor

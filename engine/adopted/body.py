@@ -19,13 +19,14 @@ from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.rows import Rows
+from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
 from engine.adopted.structure import skeleton, whole_module
 from engine.batch import Batch, Embeddings
-from engine.distributed.sharding import ShardSpec, replicated_spec
+from engine.distributed.differentiable import from_partial, to_partial
+from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.layers.context import LayerContext
 from engine.layers.embedding import VocabParallelEmbedding
-from engine.layers.linear import ColumnParallelLinear, Section
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.plain_module import linear_names
 from engine.layers.recompute import MemoryPlan, SecondRun
@@ -76,17 +77,36 @@ class Adopted(ShardedModule):
         build: what trains, and where.
         run: of the body.
         first_site: dropout site of its first linear's adapter; the others follow.
+        plan: how modules are split over tensor ranks; None where there is one.
+        place: the module's name inside the body, with a point at its end; empty for the body.
     """
 
-    def __init__(self, prefix: str, module: nn.Module, *, build: LayerContext, run: Run, first_site: int = 0) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        module: nn.Module,
+        *,
+        build: LayerContext,
+        run: Run,
+        first_site: int = 0,
+        plan: TensorPlan | None = None,
+        place: str = "",
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._plan, self._place = module, plan, place
         for site, name in enumerate(linear_names(module), first_site):
-            _replace(module, name, self._linear(f"{prefix}{name}", module.get_submodule(name), build, run, site))
+            plain = module.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            linear = parallel_linear(f"{prefix}{name}", plain, self._split(name), site, build)
+            _replace(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
         for owner, child in list(module.named_modules()):
             if id(child) not in done:
-                self._own_leaves(f"{prefix}{owner}" if owner else prefix.rstrip("."), child, build)
+                self._own_leaves(prefix, owner, child, build)
+        if plan is not None and build.layout.tp.size > 1:
+            for name, child in list(module.named_modules()):
+                if plan.sums_experts(f"{place}{name}"):
+                    _replace(module, name, SummedExperts(child, build.layout.tp))
         attach(module, run)
         self.collected = [entry for entry in self.entries if entry.sink is not None]
         """What autograd leaves gradients on."""
@@ -95,21 +115,19 @@ class Adopted(ShardedModule):
     def _linears(module: nn.Module) -> list[AdoptedLinear]:
         return [child for child in module.modules() if isinstance(child, AdoptedLinear)]
 
-    @staticmethod
-    def _linear(name: str, plain: nn.Module, build: LayerContext, run: Run, site: int) -> AdoptedLinear:
-        assert isinstance(plain, nn.Linear)
-        tp, shape = build.layout.tp, (plain.out_features, plain.in_features)
-        section = Section(name=name, spec=replicated_spec(shape, rank=tp.rank, size=tp.size))
-        linear = ColumnParallelLinear([section], bias=plain.bias is not None, site=site, build=build)
-        return AdoptedLinear(name, linear, plain, run)
+    def _split(self, name: str) -> Split:
+        return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
 
-    def _own_leaves(self, name: str, module: nn.Module, build: LayerContext) -> None:
+    def _own_leaves(self, prefix: str, owner: str, module: nn.Module, build: LayerContext) -> None:
         """Puts the engine's parameters in place of a module's own ones, and its buffers on the device."""
+        name = f"{prefix}{owner}" if owner else prefix.rstrip(".")
         tp = build.layout.tp
 
         def own(leaf: str, shape: torch.Size, *, trainable: bool) -> ShardEntry:
-            spec: ShardSpec = replicated_spec(tuple(shape), rank=tp.rank, size=tp.size)
-            return self.own(f"{name}.{leaf}" if name else leaf, build.empty(tuple(shape)), spec, trainable=trainable)
+            inside, full = f"{owner}.{leaf}" if owner else leaf, f"{name}.{leaf}" if name else leaf
+            split = self._split(inside)
+            spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
+            return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
 
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(leaf, own(leaf, parameter.shape, trainable=build.plan.trains(name)).parameter)
@@ -117,14 +135,37 @@ class Adopted(ShardedModule):
             if leaf in module._non_persistent_buffers_set:
                 module.register_buffer(leaf, buffer.to(build.device), persistent=False)
             else:
-                entry = own(leaf, buffer.shape, trainable=False)
-                module.register_buffer(leaf, entry.parameter.data)
+                module.register_buffer(leaf, own(leaf, buffer.shape, trainable=False).parameter.data)
 
     def enter(self, x: Tensor) -> Tensor:
         """Returns what enters the module, in whose backward the gradients of its leaves are taken."""
         if not self.collected or not torch.is_grad_enabled():
             return x
         return _Collected.apply(x, self.collected, *(entry.parameter for entry in self.collected))
+
+
+class SummedExperts(nn.Module):
+    """A stack of experts of which each tensor rank has a part of the inner features."""
+
+    def __init__(self, experts: nn.Module, tp: Axis) -> None:
+        super().__init__()
+        self.experts, self._tp = experts, tp
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("experts"), name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Tensor:
+        inputs = [self._partial(value) for value in arguments]
+        out = self.experts(*inputs, **{key: self._partial(value) for key, value in named.items()})
+        return from_partial(out, self._tp, splits_tokens=False)
+
+    def _partial(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return to_partial(value, self._tp, splits_tokens=False)
 
 
 def _replace(module: nn.Module, name: str, by: nn.Module) -> None:
@@ -220,6 +261,12 @@ class AdoptedBody(Decoder):
         self._run = Run(build.layout)
         indices = range(self.part.first, self.part.last)
         body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
+        plan = TensorPlan.of(config.family, body)
+        if plan is None and self.layout.tp.size > 1:
+            raise UserError(
+                f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for {config.family} "
+                "models: set parallel.tensor to 1."
+            )
         if self.part.embedding:
             self.embedding = VocabParallelEmbedding(
                 config.vocab_size,
@@ -232,7 +279,15 @@ class AdoptedBody(Decoder):
         self.layers = nn.ModuleList()
         wrapped = nn.ModuleList()
         for index, layer in zip(indices, held, strict=True):
-            adopted = Adopted(f"layers.{index}.{INSIDE}", layer, build=build, run=self._run, first_site=index * _SITES)
+            adopted = Adopted(
+                f"layers.{index}.{INSIDE}",
+                layer,
+                build=build,
+                run=self._run,
+                first_site=index * _SITES,
+                plan=plan,
+                place=f"{parts.layers}.{index}.",
+            )
             self.layers.append(adopted)
             wrapped.append(_Layer(adopted, recompute=memory.level(index) == "full", run=self._run))
             yield StorageUser(module=adopted)
@@ -310,12 +365,12 @@ def _set_layer_count(body: nn.Module, count: int) -> None:
 def _check_layout(config: AdoptedConfig, build: LayerContext, memory: MemoryPlan) -> None:
     """Raises UserError for a layout that adopted models lack."""
     layout = build.layout
-    for option, size in (("tensor", layout.tp.size), ("context", layout.cp.size)):
-        if size > 1:
-            raise UserError(
-                f"parallel.{option} is {size}, but this {config.family} model runs as transformers' own module, which "
-                f"data and pipeline ranks share: set parallel.{option} to 1."
-            )
+    if layout.cp.size > 1 or layout.splits_tokens:
+        option = f"context is {layout.cp.size}" if layout.cp.size > 1 else "sequence is true"
+        raise UserError(
+            f"parallel.{option}, but this {config.family} model runs as transformers' own modules, which see whole "
+            f"rows: set parallel.{option.split()[0]} to {1 if layout.cp.size > 1 else 'false'}."
+        )
     if memory.recompute == "attention":
         raise UserError(
             f"memory.recompute is attention, but layers of this {config.family} model are transformers' own modules, "

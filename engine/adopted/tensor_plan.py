@@ -1,0 +1,149 @@
+"""How a model's tensor plan, as transformers declares it, splits modules over tensor-parallel ranks.
+
+| style of the plan               | here                                                              |
+|---------------------------------|-------------------------------------------------------------------|
+| colwise                         | output rows split                                                 |
+| rowwise                         | input features split, outputs summed                              |
+| replicated_with_grad_allreduce  | whole on every rank, whose gradients are parts of a sum           |
+| colwise_gather_output,          | whole on every rank, or, where one linear makes the halves that a |
+| rowwise_split_input             | gated MLP multiplies, each half's rows split                      |
+| packed_colwise, rowwise of a    | experts' inner features split, outputs of all experts summed      |
+| stack; moe_tp_experts           |                                                                   |
+| anything else                   | refused                                                           |
+
+What no plan names is whole on every rank, and every rank computes the same with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from engine.distributed.mesh import Axis
+from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
+from engine.errors import UserError
+from engine.layers.context import LayerContext
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+
+Split = Literal["whole", "rows", "halves", "columns", "partial"]
+"""Of a module: whole, output rows split, the rows of both halves split, input features split, or whole with gradients
+that are parts of a sum."""
+_SPLITS: dict[str, Split] = {
+    "colwise": "rows",
+    "rowwise": "columns",
+    "replicated_with_grad_allreduce": "partial",
+    "packed_colwise": "halves",
+}
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """The splits of a model's modules.
+
+    Args:
+        family: of the model, for errors.
+        styles: of transformers' plan, by names inside the body with * in place of numbers.
+    """
+
+    family: str
+    styles: Mapping[str, str]
+
+    @classmethod
+    def of(cls, family: str, body: nn.Module) -> TensorPlan | None:
+        """Returns the plan that a body declares; None where it has none."""
+        config: Any = body.config
+        styles = getattr(config, "base_model_tp_plan", None) or getattr(
+            config.get_text_config(), "base_model_tp_plan", None
+        )
+        return cls(family, dict(styles)) if styles else None
+
+    def split(self, name: str) -> Split:
+        """Returns how a module, or a parameter of one, is split.
+
+        Args:
+            name: inside the body, such as `layers.3.self_attn.q_proj`.
+
+        Raises:
+            UserError: the plan's style for it is none that can be computed.
+        """
+        pattern = _INDEX.sub(".*", name)
+        style = self.styles.get(pattern)
+        if style is None or style in ("moe_tp_experts", "replicate"):
+            return "whole"
+        if style in ("colwise_gather_output", "rowwise_split_input"):
+            return self._gated(pattern)
+        if style not in _SPLITS:
+            raise UserError(
+                f"the tensor plan of {self.family} models has {pattern} in style {style}, which is not supported: set "
+                "parallel.tensor to 1."
+            )
+        return _SPLITS[style]
+
+    def _gated(self, pattern: str) -> Split:
+        """Returns the split of a linear whose output the plan gathers, or whose input it splits."""
+        parent = pattern.rpartition(".")[0]
+        pair = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
+        if tuple(self.styles.get(name) for name in pair) == ("colwise_gather_output", "rowwise_split_input"):
+            return "halves" if pattern == pair[0] else "columns"
+        return "whole"
+
+    def sums_experts(self, name: str) -> bool:
+        """Returns whether a module's output is a sum over ranks of its experts' parts."""
+        return self.styles.get(_INDEX.sub(".*", name)) == "moe_tp_experts"
+
+
+def parameter_spec(shape: tuple[int, ...], split: Split, tp: Axis, *, name: str) -> ShardSpec:
+    """Returns the shard of a parameter that no linear holds, or of a linear's weight; a stack's first dimension are its
+    experts.
+
+    Raises:
+        UserError: the dimension does not divide over the ranks.
+    """
+    if split in ("whole", "partial") or tp.size == 1:
+        reduce = ("tp",) if split == "partial" else ()
+        return replicated_spec(shape, rank=tp.rank, size=tp.size, grad_reduce=reduce)
+    stacked = len(shape) == 3
+    if split == "columns":
+        return split_spec(shape, len(shape) - 1, rank=tp.rank, size=tp.size, what=f"the input width of {name}")
+    dim = 1 if stacked else 0
+    if split == "rows":
+        return split_spec(shape, dim, rank=tp.rank, size=tp.size, what=f"the output width of {name}")
+    half = shape[dim] // 2
+    if half % tp.size:
+        raise UserError(
+            f"half of the output width of {name} is {half}, which does not divide over parallel.tensor {tp.size}: use a "
+            f"parallel.tensor that divides {half}."
+        )
+    part = half // tp.size
+    local = (*shape[:dim], 2 * part, *shape[dim + 1 :])
+    pieces = (Piece(tp.rank * part, 0, part), Piece(half + tp.rank * part, part, part))
+    return ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces)
+
+
+def parallel_linear(
+    name: str, plain: nn.Linear, split: Split, site: int, build: LayerContext
+) -> ColumnParallelLinear | RowParallelLinear:
+    """Builds the engine's linear in place of one of transformers.
+
+    Args:
+        name: its engine name.
+        site: dropout site of its input.
+    """
+    tp, shape, bias = build.layout.tp, (plain.out_features, plain.in_features), plain.bias is not None
+    if split == "columns" and tp.size > 1:
+        return RowParallelLinear(name, plain.in_features, plain.out_features, bias=bias, site=site, build=build)
+    if split in ("rows", "halves") and tp.size > 1:
+        spec = parameter_spec(shape, split, tp, name=name)
+        return ColumnParallelLinear([Section(name=name, spec=spec)], bias=bias, site=site, build=build)
+    alone = replace(build, layout=replace(build.layout, tp=Axis("tp"), sequence_parallel=False))
+    spec = replicated_spec(shape, rank=0, size=1)
+    linear = ColumnParallelLinear([Section(name=name, spec=spec)], bias=bias, site=site, build=alone)
+    if tp.size > 1:  # every rank computes the same with it, and the first one saves it
+        whole = [entry._replace(spec=replace(entry.spec, replicated=("tp",), owner=tp.rank == 0)) for entry in linear.entries]
+        linear.entries[:] = whole
+    return linear

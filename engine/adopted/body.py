@@ -7,6 +7,7 @@ stream as embeddings of tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.rows import Rows
+from engine.adopted.small import LAYER_COUNTS
 from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
 from engine.adopted.structure import skeleton, whole_module
 from engine.batch import Batch, Embeddings
@@ -297,7 +299,7 @@ class AdoptedBody(Decoder):
             _replace(body, parts.norm, nn.Identity())
         self._rest = Adopted("", body, build=build, run=self._run)
         _replace(body, parts.layers, wrapped)
-        _set_layer_count(body, len(held))
+        _set_layers(body, indices, config.num_layers)
         self._wrapped = list(wrapped)
         self.__dict__["_body"] = body
         resident = tuple(self._rest.entries)
@@ -353,13 +355,19 @@ def _run_unit(unit: Any, kept: Any, block: Any, x: Tensor) -> Tensor:
     return y
 
 
-def _set_layer_count(body: nn.Module, count: int) -> None:
-    """Tells transformers' forward how many layers it has; configs of a module and of its text may be two records."""
-    config = body.config
-    for record in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
-        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if isinstance(record.__dict__.get(name), int):
-                setattr(record, name, count)
+def _set_layers(body: nn.Module, indices: range, count: int) -> None:
+    """Tells a body's forward which layers it has; the layers themselves keep the whole model's config.
+
+    Args:
+        count: layers of the whole model.
+    """
+    config = body.config = copy.deepcopy(body.config)  # a module's and its text's may be two records
+    for record in {id(one): one for one in (config, config.get_text_config())}.values():
+        for name, value in list(vars(record).items()):
+            if name in LAYER_COUNTS and value == count:
+                setattr(record, name, len(indices))
+            elif isinstance(value, list) and len(value) == count:
+                setattr(record, name, [value[index] for index in indices])
 
 
 def _check_layout(config: AdoptedConfig, build: LayerContext, memory: MemoryPlan) -> None:

@@ -1,0 +1,146 @@
+"""Adopted models against transformers and PEFT: losses, and gradients of adapters whose B is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from engine.adopted.config import adopted_config, adopted_family
+from engine.adopted.forms import small_model
+from engine.adopted.proof import computed, proof_batch
+from engine.batch import IGNORE_LABEL, Batch
+from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.module import shard_entries
+from engine.models.decoder import Decoder, Part, build_decoder
+
+RANK, ALPHA = 4, 6.0
+PACKED = ["glm4", "olmo3", "cohere2", "gemma3_text", "seed_oss", "ernie4_5_moe"]
+ALONE = ["qwen3_next", "bamba"]
+"""Models whose layers mix documents that share a row."""
+
+
+def _stock(model_type: str) -> tuple[dict[str, Any], Any]:
+    """Returns the config of a small model, and transformers' model with PEFT's adapters on every linear."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import CONFIG_MAPPING
+
+    whole = {**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type}
+    model = small_model(whole)
+    config = {**model.config.to_dict(), "model_type": model_type}
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    # PEFT turns targets in a mixture's MLPs into adapters on its stacks of experts
+    inside = "attn" if any(name.endswith(".experts") for name, _ in model.named_modules()) else "layers"
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[name for name in linears if inside in name])
+    adapted = get_peft_model(model, lora).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return config, adapted
+
+
+def _losses(adapted: Any, batch: Batch) -> Tensor:
+    """Returns the token losses [T] of each document alone."""
+    found, first = [], 0
+    for length in batch.document_lengths:
+        piece = slice(first, first + length)
+        logits = adapted(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits[0]
+        found.append(cross_entropy(logits, batch.labels_BS[0, piece], reduction="none", ignore_index=IGNORE_LABEL))
+        first += length
+    return torch.cat(found)
+
+
+def _ours(config: dict[str, Any], adapted: Any) -> Decoder:
+    """Returns the engine's model with the same numbers."""
+    decoder, names = adopted_config(config), adopted_family(config).names
+    stock = dict(adapted.named_parameters()) | dict(adapted.named_buffers())
+    has_adapter = {name.removeprefix("base_model.model.").split(".lora_")[0] for name in stock if ".lora_" in name}
+
+    def adapter(module: str) -> AdapterSettings | None:
+        if names.module_to_hf(module) not in has_adapter:
+            return None
+        return AdapterSettings(rank=RANK, scale=ALPHA / RANK, dropout=0.0)
+
+    cpu = torch.device("cpu")
+    plan = TrainingPlan(adapter=adapter)
+    model = build_decoder(decoder, layout=TensorLayout(), plan=plan, device=cpu, dtype=torch.float32)
+    with torch.no_grad():
+        for entry in shard_entries(model):
+            module, _, leaf = entry.name.rpartition(".")
+            place = f"base_model.model.{names.module_to_hf(module)}."
+            options = (f"{place}{leaf}.default.weight", f"{place}base_layer.{leaf}", f"{place}{leaf}")
+            entry.parameter.copy_(next(stock[name] for name in options if name in stock))
+    return model
+
+
+@pytest.mark.parametrize("model_type", PACKED + ALONE)
+def test_losses_and_adapters_gradients_are_those_of_peft(model_type: str) -> None:
+    config, adapted = _stock(model_type)
+    batch = proof_batch((11, 13) if model_type in PACKED else (21,), 256)
+    wanted = _losses(adapted, batch)
+    wanted.sum().backward()
+    model = _ours(config, adapted)
+    losses, gradients = computed([model], batch)
+    torch.testing.assert_close(losses, wanted.detach(), rtol=1e-5, atol=1e-5)
+    names, stock = adopted_family(config).names, dict(adapted.named_parameters())
+    assert gradients
+    for name, gradient in gradients.items():
+        module, _, leaf = name.rpartition(".")
+        expected = stock[f"base_model.model.{names.module_to_hf(module)}.{leaf}.default.weight"].grad
+        assert expected is not None, name
+        apart = float((gradient - expected).norm() / expected.norm().clamp_min(1e-6))
+        assert apart < 1e-5, (name, apart)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next"])
+def test_rows_of_several_documents_are_refused_where_layers_mix_them(model_type: str) -> None:
+    from engine.errors import UserError
+
+    config, adapted = _stock(model_type)
+    model = _ours(config, adapted)
+    with pytest.raises(UserError, match="set data.packing to false"):
+        computed([model], proof_batch((11, 13), 256))
+
+
+def test_parts_compute_the_whole() -> None:
+    config, adapted = _stock("gemma3_text")
+    batch = proof_batch((11, 13), 256)
+    whole = computed([_ours(config, adapted)], batch)
+    model = _ours(config, adapted)
+    halves = []
+    for part in (Part(first=0, last=2, head=False), Part(first=2, last=model.config.num_layers, embedding=False)):
+        halves.append(_part(model, part))
+    losses, gradients = computed(halves, batch)
+    torch.testing.assert_close(losses, whole[0], rtol=1e-6, atol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, whole[1][name], rtol=1e-4, atol=1e-6)
+
+
+def _part(model: Decoder, part: Part) -> Decoder:
+    config = replace(model.config)
+    found = build_decoder(
+        config,
+        layout=TensorLayout(),
+        plan=model_plan(model),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        part=part,
+    )
+    numbers = {entry.name: entry.parameter for entry in shard_entries(model)}
+    with torch.no_grad():
+        for entry in shard_entries(found):
+            entry.parameter.copy_(numbers[entry.name])
+    return found
+
+
+def model_plan(model: Decoder) -> TrainingPlan:
+    """Returns the plan that trains what `model` trains."""
+    has_adapter = {entry.name.rpartition(".")[0] for entry in shard_entries(model) if "lora_" in entry.name}
+    settings = AdapterSettings(rank=RANK, scale=ALPHA / RANK, dropout=0.0)
+    return TrainingPlan(adapter=lambda module: settings if module in has_adapter else None)

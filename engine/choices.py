@@ -10,6 +10,11 @@ from typing import Literal, get_args
 VISION = "vision."
 """Prefix of the names of a vision model's modules, and of their parameters."""
 
+Implementation = Literal["auto", "native", "adopted"]
+"""Whose layers a model has: the engine's own, or transformers' modules; "auto" takes the engine's own where it has the
+family."""
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
 BaseDType = Literal["nf4", "int8", "fp8", "fp8_row"]
 """How frozen linears are stored."""
 BASE_DTYPES: tuple[BaseDType, ...] = get_args(BaseDType)

@@ -218,4 +218,4 @@ def adopted_names(structure: Structure) -> AdoptedNames:
 def adopted_family(hf_config: dict[str, Any]) -> Family:
     """Returns the family of a model that transformers has."""
     names = adopted_names(structure_of(json.dumps(hf_config, sort_keys=True)))
-    return Family(config_from_hf=adopted_config, names=names)
+    return Family(config_from_hf=adopted_config, names=names, is_adopted=True)

@@ -10,6 +10,7 @@ import torch
 
 from engine.checkpoint.folder import CONFIG, Companions, find_companions
 from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from engine.choices import IMPLEMENTATIONS, Implementation
 from engine.config.hub import instead_of
 from engine.errors import UserError
 from engine.files.documents import read_json
@@ -33,6 +34,7 @@ class ModelFolder:
         decoder: the engine's configuration of it.
         names: where the family, or this checkpoint's nesting, places tensors.
         manifest: of a partitioned base; None for a Hugging Face folder.
+        implementation: of its layers, "native" or "adopted".
     """
 
     path: Path
@@ -40,6 +42,7 @@ class ModelFolder:
     decoder: DecoderConfig
     names: NameMap
     manifest: Manifest | None
+    implementation: Implementation
 
     @property
     def hf_path(self) -> Path:
@@ -79,7 +82,7 @@ class ModelFolder:
 
     def config_dtype(self) -> torch.dtype:
         """Returns the dtype that config.json asks for; float32 where it does not say."""
-        parts = (family_of(self.hf_config)[1], self.hf_config.get("text_config") or {})
+        parts = (family_of(self.hf_config, self.implementation)[1], self.hf_config.get("text_config") or {})
         found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
         name = str(next((value for value in found if value), "float32")).removeprefix("torch.")
         if name not in TORCH_DTYPES:
@@ -87,11 +90,14 @@ class ModelFolder:
         return TORCH_DTYPES[name]
 
 
-def open_model(path: str | Path) -> ModelFolder:
+def open_model(path: str | Path, implementation: Implementation = "auto") -> ModelFolder:
     """Reads the description of the model in a Hugging Face folder or a partitioned base.
 
+    Args:
+        implementation: of its layers; a partitioned base has that which it was made with.
+
     Raises:
-        UserError: there is none, or its family is not supported.
+        UserError: there is none, its family is not supported, or it is partitioned for another implementation.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -106,7 +112,9 @@ def open_model(path: str | Path) -> ModelFolder:
     if manifest is not None:
         _check_model_record(folder, manifest)
     hf_config = _read_config(folder) if manifest is None else manifest.model["hf_config"]
-    family, text = family_of(hf_config)
+    if manifest is not None:
+        implementation = _recorded_implementation(folder, manifest, implementation)
+    family, text = family_of(hf_config, implementation)
     decoder = family.config_from_hf(_inherit_tying(text, hf_config))
     names = family.names
     if manifest is not None:
@@ -114,7 +122,29 @@ def open_model(path: str | Path) -> ModelFolder:
         names = replace(names, vision=manifest.model.get("vision", names.vision))
         names = names.fuse(manifest.model.get("fused", ()))
         names = names.stack() if manifest.model.get("stacked") else names
-    return ModelFolder(path=folder, hf_config=hf_config, decoder=decoder, names=names, manifest=manifest)
+    return ModelFolder(
+        path=folder,
+        hf_config=hf_config,
+        decoder=decoder,
+        names=names,
+        manifest=manifest,
+        implementation="adopted" if family.is_adopted else "native",
+    )
+
+
+def _recorded_implementation(folder: Path, manifest: Manifest, wanted: Implementation) -> Implementation:
+    """Returns the implementation that a partitioned base was made with, which decides its tensors' names."""
+    recorded: Implementation = manifest.model.get("implementation", "native")  # older ones are all native
+    if recorded not in IMPLEMENTATIONS:
+        raise UserError(
+            f"{folder / MANIFEST} is damaged: model.implementation is {recorded!r}; use another copy of it."
+        )
+    if wanted not in ("auto", recorded):
+        raise UserError(
+            f"{folder} was partitioned for implementation {recorded}, but {wanted} is asked for: use {recorded}, or "
+            "import the Hugging Face folder again."
+        )
+    return recorded
 
 
 def _check_model_record(folder: Path, manifest: Manifest) -> None:

@@ -27,6 +27,7 @@ from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.verification import PieceChecks
+from engine.choices import Implementation
 from engine.errors import UserError
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
@@ -477,13 +478,16 @@ class PartitionedSource(WeightSource):
         return super().known_fingerprint() if recorded is None else recorded
 
 
-def open_source(path: str | Path) -> WeightSource:
+def open_source(path: str | Path, implementation: Implementation = "auto") -> WeightSource:
     """Opens the weights in a Hugging Face folder or a partitioned base checkpoint.
+
+    Args:
+        implementation: see `open_model`.
 
     Raises:
         UserError: there are none, files are missing or truncated, or tensors do not fit the config.
     """
-    model = open_model(path)
+    model = open_model(path, implementation)
     return HfSource(model) if model.manifest is None else PartitionedSource(model)
 
 

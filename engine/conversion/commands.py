@@ -305,11 +305,12 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) ->
         raise UserError(
             f"the base of {checkpoint.folder} was at {recorded}, which is gone: give its folder with --base."
         )
+    implementation = checkpoint.base.get("implementation", "auto")
     if fingerprint is None:
-        found = TrainedModel(checkpoint, open_model(folder), None)
+        found = TrainedModel(checkpoint, open_model(folder, implementation), None)
         require_known(found.values, found.model)
         return found
-    weights = open_source(folder)
+    weights = open_source(folder, implementation)
     if (found := weights.fingerprint()) != fingerprint:
         raise UserError(
             f"{folder} has fingerprint {found}, but {checkpoint.folder} was trained on {fingerprint} ({recorded}): "

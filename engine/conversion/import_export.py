@@ -244,6 +244,7 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "fused": list(stored_names(model).fused),
         "stacked": stored_names(model).is_stacked,
         "has_tied_head": source.has_tied_head,
+        "implementation": model.implementation,
     }
 
 
@@ -328,7 +329,7 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
     stored = stored_names(model)
     if fusing == "keep":
         return stored
-    family = family_of(model.hf_config)[0]
+    family = family_of(model.hf_config, model.implementation)[0]
     if family.fused and fusing != "all":
         raise UserError(
             f"--fused {fusing} is not how a {model.decoder.family} model is stored, which has "
@@ -437,4 +438,4 @@ def _check_names(folder: Path, source: WeightSource, files: Sequence[PlannedFile
     """
     found, meant = set(HfTensors(folder).names()), {piece.key for file in files for piece in file.pieces}
     assert found == meant, found ^ meant
-    assert set(open_source(folder).tensor_names()) == set(source.tensor_names())
+    assert set(open_source(folder, source.model.implementation).tensor_names()) == set(source.tensor_names())

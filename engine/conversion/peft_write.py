@@ -398,7 +398,7 @@ def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
     """Returns short names such as q_proj where they match exactly the adapted modules, full names otherwise."""
     full = list(dict.fromkeys(model.names.module_to_hf(part) for part in parts))
     leaves = {name.rpartition(".")[2] for name in full}
-    if model.names.body != language_family(model.decoder.family, model.hf_config).names.body:
+    if model.names.body != language_family(model.decoder.family, model.hf_config, model.implementation).names.body:
         return sorted(full)  # beside a nested language model the short names may match other modules too
     everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
     meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}

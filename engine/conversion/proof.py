@@ -84,7 +84,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
         live = live_model(source.model.decoder, source.base or source, source.trained, source.scale)
     tokens = proof_tokens(live.config.vocab_size)
     expected = live_logits(*live[:2], tokens, live.plan)
-    written = open_source(folder)
+    written = open_source(folder, source.model.implementation)
     if (obstacle := _obstacle(folder, written.model)) is None:
         found, reader = _stock_logits(folder, _widest(written), tokens), "transformers"
     else:
@@ -172,7 +172,8 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = read_json(folder / CONFIG)
-    family, is_wrapped = language_family(model.decoder.family, model.hf_config), bool(model.names.spellings)
+    family = language_family(model.decoder.family, model.hf_config, model.implementation)
+    is_wrapped = bool(model.names.spellings)
     if config.get("model_type") not in CONFIG_MAPPING or not (is_wrapped or model.names.body == family.names.body):
         return f"transformers has no class for model_type {config.get('model_type')!r} as a language model"
     if extra := set(model.names.fused) - set(family.fused):

@@ -59,7 +59,7 @@ class ModelSource:
         """Returns the fingerprint, from files that are opened anew where it has to be read: in a thread of its own."""
         if self.weights is None or self.weights.known_fingerprint() is not None:
             return self.fingerprint()
-        return open_source(self.model.path).fingerprint()
+        return open_source(self.model.path, self.model.implementation).fingerprint()
 
     def agree_on_fingerprint(self, rank: int) -> None:
         """Has rank 0 read the fingerprint, and the others take it over: it is small reads all over the model, which on

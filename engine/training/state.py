@@ -86,6 +86,7 @@ def state_contents(
         "fingerprint": fingerprint,
         "sums": training.source.sums(),
         "dtype": config.model.base_dtype,
+        "implementation": training.source.model.implementation,
     }
     return TrainingContents(
         step=step,

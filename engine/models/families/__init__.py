@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engine.choices import Implementation
 from engine.errors import UserError
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.family import Family
@@ -85,21 +86,26 @@ def family_named(name: str) -> Family:
     return family
 
 
-def language_family(name: str, hf_config: dict[str, Any]) -> Family:
+def language_family(name: str, hf_config: dict[str, Any], implementation: Implementation) -> Family:
     """Returns the family of a language model.
 
     Args:
         name: of the family, as its DecoderConfig has it.
         hf_config: of the model, for one that is adopted.
+        implementation: of its layers.
     """
-    return family_named(name) if name in FAMILIES else family_of(hf_config)[0]
+    is_own = name in FAMILIES and implementation != "adopted"
+    return family_named(name) if is_own else family_of(hf_config, implementation)[0]
 
 
-def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto") -> tuple[Family, dict[str, Any]]:
     """Returns the family of a `config.json`, and the part of it that the family reads, which describes the language
     model, or the whole where it describes a vision model too.
 
     The family's names know this model's sizes where those are in the config.
+
+    Args:
+        implementation: of its layers.
 
     Raises:
         UserError: the model type is absent or not supported; says what is missing where the config tells. A value is
@@ -109,18 +115,19 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     text = hf_config = _with_model_type(hf_config)
     if not isinstance(hf_config.get("model_type") or "", str):
         raise UserError(f"config.json has model_type {hf_config['model_type']!r}, but text is expected: copy it again.")
+    if implementation == "adopted":
+        return _adopted(_language_part(hf_config))
     if (wrapping := WRAPPINGS.get(hf_config.get("model_type") or "")) is not None:
         check_kinds(hf_config)
         around = resolve(wrapping)
         inner, _ = family_of(around.text_config(hf_config))
         return around.family(inner, hf_config), hf_config
     if hf_config.get("model_type") not in FAMILIES:
-        text = part_of(hf_config, "text_config") or part_of(hf_config, "llm_config") or hf_config
+        text = _language_part(hf_config)
     model_type = text.get("model_type")
     if model_type not in FAMILIES:
-        if model_type in resolve(ADOPTED_TYPES)():
-            adopted: Family = resolve(ADOPTED)(text)
-            return adopted, text
+        if implementation == "auto" and model_type in resolve(ADOPTED_TYPES)():
+            return _adopted(text)
         raise UserError(_refusal(model_type, text))
     check_kinds(text)
     family = family_named(str(model_type))
@@ -129,6 +136,21 @@ def family_of(hf_config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         if family.unused is not None:
             names = replace(names, unused=family.unused(text))
         family = family._replace(names=names.fuse(family.fused))
+    return family, text
+
+
+def _language_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+    return part_of(hf_config, "text_config") or part_of(hf_config, "llm_config") or hf_config
+
+
+def _adopted(text: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """Returns what `family_of` does, of a language model that is adopted."""
+    if text.get("model_type") not in resolve(ADOPTED_TYPES)():
+        raise UserError(
+            f"model_type {text.get('model_type')!r} in config.json is none of transformers' causal language models, so "
+            "that it cannot be adopted: use implementation auto."
+        )
+    family: Family = resolve(ADOPTED)(text)
     return family, text
 
 

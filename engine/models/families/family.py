@@ -17,6 +17,7 @@ class Family(NamedTuple):
         config_from_hf: reads the config.
         names: places of the tensors.
         fused: modules that every checkpoint of the family stores as one matrix; see `engine.models.names.FUSED`.
+        is_adopted: its layers are transformers' modules.
         unused: reads from the config which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
     """
 
@@ -24,3 +25,4 @@ class Family(NamedTuple):
     names: NameMap = NAMES
     fused: tuple[str, ...] = ()
     unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
+    is_adopted: bool = False

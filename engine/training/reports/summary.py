@@ -92,7 +92,9 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
     if idle:
         log.info(f"note: the adapters of {listed(idle)} have no gradient: the last layer's output there is not read")
-    if probability := family_of(training.source.model.hf_config)[1].get("attention_dropout"):
+    if probability := family_of(training.source.model.hf_config, training.source.model.implementation)[1].get(
+        "attention_dropout"
+    ):
         log.info(f"note: config.json has attention_dropout {probability}, and attention is trained without dropout")
     if (reason := _peft_obstacle(config, training)) is not None:
         log.info(f"note: {reason}")

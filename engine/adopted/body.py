@@ -21,27 +21,25 @@ from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.rows import Rows
 from engine.adopted.small import LAYER_COUNTS
-from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
 from engine.adopted.structure import skeleton, whole_module
-from engine.batch import Batch, Embeddings
+from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
+from engine.batch import Batch
 from engine.distributed.differentiable import from_partial, to_partial
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
+from engine.kernels.records import InputUpdate
 from engine.layers.context import LayerContext
 from engine.layers.embedding import VocabParallelEmbedding
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.plain_module import linear_names
-from engine.layers.recompute import MemoryPlan, SecondRun
+from engine.layers.recompute import MemoryPlan
 from engine.layers.storage import StorageUser
 from engine.models.decoder import Decoder
 from engine.models.head_figures import is_frozen
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.gradients import GradientSink
-from engine.kernels.records import InputUpdate
 from engine.ops.inputs import GivenInput
 from engine.ops.kernels import Kernels
 from engine.ops.quantized_products import RowCodes
-
 
 ATTENTIONS = {"engine": IMPLEMENTATION, "own": "sdpa"}
 """The implementation that transformers' modules are told."""

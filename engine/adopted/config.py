@@ -67,6 +67,7 @@ class AdoptedConfig(DecoderConfig):
     """
 
     body: ClassVar[str] = "engine.adopted.body:AdoptedBody"
+    splits_tokens: ClassVar[bool] = False
     hf_config: str
     attention: Attention
 

@@ -21,9 +21,7 @@ class AdoptedLinear(nn.Module):
         run: of the body.
     """
 
-    def __init__(
-        self, name: str, linear: ColumnParallelLinear | RowParallelLinear, plain: nn.Linear, run: Run
-    ) -> None:
+    def __init__(self, name: str, linear: ColumnParallelLinear | RowParallelLinear, plain: nn.Linear, run: Run) -> None:
         super().__init__()
         self._name, self.linear, self._run = name, linear, run
         self.in_features, self.out_features = plain.in_features, plain.out_features

@@ -147,7 +147,9 @@ def small_of(hf_config: dict[str, Any]) -> Small:
 
 def _adaptable(decoder: DecoderConfig, names: NameMap, model: nn.Module) -> list[str]:
     layers = model.get_submodule(names.module_to_hf("layers"))
-    return [f"layers.{index}.{INSIDE}{name}" for index, layer in layers.named_children() for name in linear_names(layer)]
+    return [
+        f"layers.{index}.{INSIDE}{name}" for index, layer in layers.named_children() for name in linear_names(layer)
+    ]
 
 
 def _adapt(module: nn.Module, factors: dict[str, Tensor], name: str) -> None:
@@ -209,9 +211,7 @@ def computed(parts: list[Decoder], batch: Batch) -> tuple[Tensor, dict[str, Tens
     return losses.detach(), {entry.name: entry.sink.buffer for entry in entries if entry.sink is not None}
 
 
-def difference(
-    found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]]
-) -> Difference:
+def difference(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]]) -> Difference:
     """Returns the largest difference."""
     (losses, gradients), (whole, expected) = found, wanted
     worst = [Difference("loss", float((losses - whole).abs().max()))]

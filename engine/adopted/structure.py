@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from engine.adopted.attention import IMPLEMENTATION
@@ -140,7 +139,9 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
     body, _, leaf = names[id(embedding)].rpartition(".")
     while True:
         inside = model.get_submodule(body)
-        lists = [name for name, child in inside.named_children() if isinstance(child, nn.ModuleList) and len(child) == count]
+        lists = [
+            name for name, child in inside.named_children() if isinstance(child, nn.ModuleList) and len(child) == count
+        ]
         if len(lists) == 1 and "inputs_embeds" in inspect.signature(inside.forward).parameters:
             break
         if not body:
@@ -158,7 +159,11 @@ _LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", 
 def _last_norm(body: nn.Module, layers: str) -> str | None:
     """Returns the name of the norm behind the layers, by the body's pipeline plan or by its usual names."""
     plan = getattr(body.config, "base_model_pp_plan", None) or {}
-    planned = [name for name in plan if name not in (layers, "embed_tokens") and isinstance(getattr(body, name, None), nn.Module)]
+    planned = [
+        name
+        for name in plan
+        if name not in (layers, "embed_tokens") and isinstance(getattr(body, name, None), nn.Module)
+    ]
     if planned:
         return str(planned[-1])
     return next((name for name in _LAST_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)

@@ -144,6 +144,8 @@ def parallel_linear(
     spec = replicated_spec(shape, rank=0, size=1)
     linear = ColumnParallelLinear([Section(name=name, spec=spec)], bias=bias, site=site, build=alone)
     if tp.size > 1:  # every rank computes the same with it, and the first one saves it
-        whole = [entry._replace(spec=replace(entry.spec, replicated=("tp",), owner=tp.rank == 0)) for entry in linear.entries]
+        whole = [
+            entry._replace(spec=replace(entry.spec, replicated=("tp",), owner=tp.rank == 0)) for entry in linear.entries
+        ]
         linear.entries[:] = whole
     return linear

@@ -427,6 +427,8 @@ class DecoderConfig:
 
     body: ClassVar[str] = "engine.models.decoder:Decoder"
     """The class that computes the model, as `engine.seams.resolve` takes it."""
+    splits_tokens: ClassVar[bool] = True
+    """Whether layers can hold a tensor rank's part of the tokens."""
     family: str
     hidden: int
     intermediate: int

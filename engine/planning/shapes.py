@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from engine.layers.branch import LinearShape
 from engine.errors import UserError
+from engine.layers.branch import LinearShape
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory

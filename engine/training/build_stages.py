@@ -47,8 +47,8 @@ def build_stages(
         weights: where the weights wait.
         loss_scale: of float16; None without one.
     """
-    layout = _layout(config, mesh, plan.partition, choices)
-    _log_choices(choices, decoder, log)
+    layout = _layout(config, mesh, plan.partition, choices, splits_tokens=decoder.splits_tokens)
+    _log_choices(config, choices, decoder, log)
     balance = _load_balance(config, launch, decoder, mesh, loss_scale, log)
     partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
@@ -82,14 +82,16 @@ def build_stages(
     return Stages(stages, mesh.pp, partition.choice, balance)
 
 
-def _layout(config: RunConfig, mesh: Mesh, partition: Partition, choices: DeviceChoices) -> TensorLayout:
+def _layout(
+    config: RunConfig, mesh: Mesh, partition: Partition, choices: DeviceChoices, *, splits_tokens: bool
+) -> TensorLayout:
     """Returns the layout of this rank's tensors, and the arithmetic behind the layers."""
     # in a V the first and the last stage are on one rank and share one tensor
     ends_meet = partition.stage_rank[0] == partition.stage_rank[-1]
     return TensorLayout.over(
         mesh,
         pp_ends=Axis("pp_ends") if ends_meet else mesh.pp_ends,
-        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_parallel=config.parallel.sequence_parallel and splits_tokens,
         joint_reduce=config.parallel.lora_reduce == "joint",
         kernels=choices.attention.kernels,
         context_method=config.parallel.context_method,
@@ -98,9 +100,11 @@ def _layout(config: RunConfig, mesh: Mesh, partition: Partition, choices: Device
     )
 
 
-def _log_choices(choices: DeviceChoices, decoder: DecoderConfig, log: Log) -> None:
+def _log_choices(config: RunConfig, choices: DeviceChoices, decoder: DecoderConfig, log: Log) -> None:
     for sentence in choices.sentences:
         log.info(sentence)
+    if not decoder.splits_tokens and config.parallel.sequence_parallel:
+        log.info("sequence parallelism is off: layers that are transformers' own modules see all tokens")
     if (plain := plain_torch_parts(decoder)) is not None:
         log.warning(plain)
 

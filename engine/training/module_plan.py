@@ -109,7 +109,7 @@ def _meant_targets(lora: LoraOptions, decoder: DecoderConfig) -> LoraOptions:
     by default or by all-linear."""
     if not decoder.all_linears:
         return lora
-    given = ((ALL_LINEARS,) if lora.targets == BLOCK_LINEARS else lora.targets)
+    given = (ALL_LINEARS,) if lora.targets == BLOCK_LINEARS else lora.targets
     spelled = [name for target in given for name in (decoder.all_linears if target == ALL_LINEARS else (target,))]
     return replace(lora, targets=tuple(spelled))
 

@@ -125,6 +125,11 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
     check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.folds_experts)
+    if parallel.sequence and not decoder.splits_tokens:
+        raise UserError(
+            f"parallel.sequence is true, but the layers of this {decoder.family} model are transformers' own modules, "
+            "which see all tokens of a row: leave parallel.sequence out."
+        )
     if config.train.router_aux_loss_coef:
         resolve("engine.experts.router_load:check_balance")(config, decoder)
     model_here = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan)

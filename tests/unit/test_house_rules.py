@@ -41,6 +41,7 @@ CATCHES_ALL = {
         "engine/telemetry/errors.py",
         "run_command",
     ): "ends the process whatever happened, and waits for no rank",
+    ("engine/adopted/structure.py", "read_config"): "each of transformers' config classes checks in its own way",
     ("engine/vision/data/files.py", "_readable"): "a broken file makes any of Python's errors in Pillow's decoders",
     ("engine/rollouts/rewards/worker.py", "_load_all"): "a file of reward functions is the user's program",
     ("engine/rollouts/rewards/worker.py", "_scored"): "so is a reward function",

@@ -45,6 +45,7 @@ LEVELS = {
     "engine.runtime": 7,
     "engine.vision": 8,
     "engine.experts": 9,
+    "engine.adopted": 9,
     "engine.training": 8,
     "engine.preferences": 10,
     "engine.rollouts": 10,

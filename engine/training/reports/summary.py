@@ -84,7 +84,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     grid = training.mesh.grid
     whole = num_parameters(training.source.model.decoder)
     trained = training.plan.num_trained()
-    sequence = " with sequence parallelism" if config.parallel.sequence_parallel else ""
+    splits = config.parallel.sequence_parallel and training.source.model.decoder.splits_tokens
+    sequence = " with sequence parallelism" if splits else ""
     log.info(
         f"model: {short_path(config.model.path)}, {format_parameters(whole)} parameters, "
         f"{format_parameters(trained)} trained, {config.model.dtype} on {launch.device.type}"

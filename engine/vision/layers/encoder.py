@@ -31,10 +31,10 @@ from engine.distributed.collectives import all_gather, all_reduce, local_part
 from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardEntry
+from engine.layers.plain_module import PlainModule, TileDropout
 from engine.models.decoder_config import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
-from engine.layers.plain_module import PlainModule, TileDropout
 from engine.vision.tile_shares import deal_out
 
 Grid = tuple[int, ...]

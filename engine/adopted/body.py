@@ -264,8 +264,8 @@ class AdoptedBody(Decoder):
         plan = TensorPlan.of(config.family, body)
         if plan is None and self.layout.tp.size > 1:
             raise UserError(
-                f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for {config.family} "
-                "models: set parallel.tensor to 1."
+                f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "
+                f"{config.family} models: set parallel.tensor to 1."
             )
         if self.part.embedding:
             self.embedding = VocabParallelEmbedding(

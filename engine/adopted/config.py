@@ -195,7 +195,7 @@ class AdoptedNames(NameMap):
         if rest == self.structure.embedding:
             return "embed_tokens"
         if rest.startswith(f"{self.structure.layers}."):
-            index, dot, inside = rest[len(self.structure.layers) + 1 :].partition(".")
+            index, _, inside = rest[len(self.structure.layers) + 1 :].partition(".")
             return f"layers.{index}.{INSIDE}{inside}"
         return rest
 

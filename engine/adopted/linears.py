@@ -42,8 +42,8 @@ class AdoptedLinear(nn.Module):
             low_rank = self.linear.operands.low_rank
             if context.training and low_rank is not None and low_rank.dropout is not None:
                 raise UserError(
-                    f"lora.dropout is {low_rank.dropout.probability}, but {self._name} does not see each token once, so "
-                    "that its mask has no coordinates: set lora.dropout to 0, or add the module to lora.exclude."
+                    f"lora.dropout is {low_rank.dropout.probability}, but {self._name} does not see each token once, "
+                    "so that its mask has no coordinates: set lora.dropout to 0, or add the module to lora.exclude."
                 )
             context = context.of_tokens(torch.arange(rows.shape[0], device=rows.device))
         return self.linear(rows, GivenInput(), context).view(*x.shape[:-1], -1)

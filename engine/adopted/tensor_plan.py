@@ -116,8 +116,8 @@ def parameter_spec(shape: tuple[int, ...], split: Split, tp: Axis, *, name: str)
     half = shape[dim] // 2
     if half % tp.size:
         raise UserError(
-            f"half of the output width of {name} is {half}, which does not divide over parallel.tensor {tp.size}: use a "
-            f"parallel.tensor that divides {half}."
+            f"half of the output width of {name} is {half}, which does not divide over parallel.tensor {tp.size}: use "
+            f"a parallel.tensor that divides {half}."
         )
     part = half // tp.size
     local = (*shape[:dim], 2 * part, *shape[dim + 1 :])

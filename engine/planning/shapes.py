@@ -168,8 +168,8 @@ def model_shape(
     """
     if config.all_linears:
         raise UserError(
-            f"the planner does not describe {config.family} models, whose layers are transformers' own modules: measure "
-            "a run of a few steps."
+            f"the planner does not describe {config.family} models, whose layers are transformers' own modules: "
+            "measure a run of a few steps."
         )
     build = partial(build_decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
     kinds = layer_kinds(config, plan)

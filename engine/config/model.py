@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Literal, get_args
 
-from engine.choices import BASE_DTYPES, BaseDType
+from engine.choices import BASE_DTYPES, IMPLEMENTATIONS, BaseDType, Implementation
 from engine.config.checks import require, require_choice
 from engine.config.option import IGNORED, REPORTED, option
 
@@ -40,6 +40,10 @@ class ModelOptions:
             torch's own; "flash3" (package flash_attn_interface, Hopper) and "flash4" (package flash_attn.cute,
             Blackwell and Hopper) have to be installed. One that is named is taken for all rows; one that cannot run is
             an error.
+        implementation: Whose layers the model has. "native" are the engine's own, for families that it has; "adopted"
+            are transformers' modules with the engine's linears, attention, head and loss in them, for every causal
+            language model that the installed transformers has. "auto" takes native where there is one, and the log says
+            which. See docs/models.md.
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 
@@ -47,6 +51,7 @@ class ModelOptions:
     dtype: DType = option("float32", REPORTED)
     base_dtype: BaseDType | None = option(None, REPORTED)
     init: Init = option("checkpoint", IGNORED)  # weights are not drawn again
+    implementation: Implementation = option("auto", IGNORED)  # the checkpoint records which it was
     kernels: Kernels = option("auto", IGNORED)  # they agree to rounding
     attention: Attention = option("auto", IGNORED)  # they agree to rounding
 
@@ -55,6 +60,7 @@ class ModelOptions:
         require_choice("model.dtype", self.dtype, DTYPES)
         if self.base_dtype is not None:
             require_choice("model.base_dtype", self.base_dtype, BASE_DTYPES)
+        require_choice("model.implementation", self.implementation, IMPLEMENTATIONS)
         require_choice("model.init", self.init, get_args(Init))
         require_choice("model.kernels", self.kernels, KERNELS)
         require_choice("model.attention", self.attention, get_args(Attention))

@@ -522,6 +522,11 @@ class DecoderConfig:
         return sum(variant.experts_per_token for variant in self.variants)
 
     @property
+    def made_by(self) -> str | None:
+        """Says whose layers these are, for a run's log; None for the engine's own."""
+        return None
+
+    @property
     def all_linears(self) -> tuple[str, ...]:
         """The names, inside layers, of the linears that adapters stand on where no target is named; empty where they
         are those of a plain layer."""

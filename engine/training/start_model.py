@@ -108,9 +108,9 @@ def model_source(config: RunConfig) -> ModelSource:
         UserError: the folder is not a model the engine knows.
     """
     if config.model.init == "random":
-        source = ModelSource(model=open_model(config.model.path), weights=None)
+        source = ModelSource(model=open_model(config.model.path, config.model.implementation), weights=None)
     else:
-        weights = open_source(config.model.path)
+        weights = open_source(config.model.path, config.model.implementation)
         source = ModelSource(model=weights.model, weights=weights)
     return source.untied() if trains_apart(config, source.model.decoder, source.model.names) else source
 

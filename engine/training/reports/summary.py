@@ -90,6 +90,10 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
         f"model: {short_path(config.model.path)}, {format_parameters(whole)} parameters, "
         f"{format_parameters(trained)} trained, {config.model.dtype} on {launch.device.type}"
     )
+    if (made_by := training.source.model.decoder.made_by) is not None:
+        asked = config.model.implementation == "adopted"
+        why = "asked for" if asked else f"the engine has no {training.source.model.family} of its own"
+        log.info(f"layers: adopted from {made_by} ({why})")
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
     if idle:
         log.info(f"note: the adapters of {listed(idle)} have no gradient: the last layer's output there is not read")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from engine.adopted.disk_names import arrangement_of, saved_shapes
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import Structure, layer_count, layer_shapes, read_config, structure_of, whole_module
@@ -177,9 +178,28 @@ class AdoptedNames(NameMap):
 
     Args:
         structure: the parts of the module.
+        config_text: the model's `config.json`, as text.
     """
 
     structure: Structure
+    config_text: str
+
+    @property
+    def is_arranged(self) -> bool:
+        return True
+
+    def arranged(self, stored: Mapping[str, tuple[int, ...]] | None, label: str) -> AdoptedNames:
+        if stored is None:
+            stored = saved_shapes(self.config_text)
+        found = arrangement_of(self.config_text, stored, self._from_hf, label=label)
+        return replace(self, arrangement=found)
+
+    def _from_hf(self, name: str) -> str:
+        """Returns the logical name of a parameter of transformers' model."""
+        module, _, leaf = name.rpartition(".")
+        if module == self.body.rstrip("."):
+            return leaf
+        return f"{self.module_from_hf(module) or module}.{leaf}"
 
     def module_to_hf(self, module: str) -> str:
         parts = self.structure
@@ -189,7 +209,8 @@ class AdoptedNames(NameMap):
         if first == "embed_tokens":
             return f"{self.body}{parts.embedding}"
         if first == "layers":
-            return f"{self.body}{parts.layers}{dot}{rest.replace(f'.{INSIDE}', '.', 1)}"
+            inside = f"{rest}.".replace(f".{INSIDE}", ".", 1).rstrip(".")
+            return f"{self.body}{parts.layers}{dot}{inside}"
         return self.body + module
 
     def module_from_hf(self, hf_module: str) -> str | None:
@@ -202,7 +223,7 @@ class AdoptedNames(NameMap):
             return "embed_tokens"
         if rest.startswith(f"{self.structure.layers}."):
             index, _, inside = rest[len(self.structure.layers) + 1 :].partition(".")
-            return f"layers.{index}.{INSIDE}{inside}"
+            return f"layers.{index}.{INSIDE}{inside}".rstrip(".")
         return rest
 
     def to_hf(self, name: str) -> HfLocation:
@@ -216,13 +237,20 @@ class AdoptedNames(NameMap):
         return self
 
 
-def adopted_names(structure: Structure) -> AdoptedNames:
-    """Returns where transformers' module of these parts has its tensors."""
+def adopted_names(config_text: str) -> AdoptedNames:
+    """Returns where transformers' module of a `config.json`, given as text, has its tensors."""
+    structure = structure_of(config_text)
     table: Mapping[str, str] = _Same()
-    return AdoptedNames(layer_modules=table, body=f"{structure.body}.", head=structure.head, structure=structure)
+    return AdoptedNames(
+        layer_modules=table,
+        body=f"{structure.body}.",
+        head=structure.head,
+        structure=structure,
+        config_text=config_text,
+    )
 
 
 def adopted_family(hf_config: dict[str, Any]) -> Family:
     """Returns the family of a model that transformers has."""
-    names = adopted_names(structure_of(json.dumps(hf_config, sort_keys=True)))
+    names = adopted_names(json.dumps(hf_config, sort_keys=True))
     return Family(config_from_hf=adopted_config, names=names, is_adopted=True)

@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from engine.checkpoint.arranged_source import ArrangedSource
 from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
-from engine.checkpoint.copying.stored_tensors import StoredTensors
-from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.leftover import is_buffer, refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder, open_model
@@ -27,148 +26,20 @@ from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.verification import PieceChecks
+from engine.checkpoint.weight_source import WeightSource
 from engine.choices import Implementation
 from engine.errors import UserError
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
 from engine.quantization import mxfp4
 from engine.sentences import listed
-from engine.telemetry.format import counted
 
 OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
 
-TIED_HEAD = "lm_head.weight"
-
 _KEPT_DECODED = 2
 """Linears of experts that stay decoded: one is read in several runs of rows."""
 _ENCODE_HERE = ", and model.base_dtype to encode it while it is read"
-
-
-class WeightSource(StoredTensors):
-    """The weights of a base model by logical name: all parameters that its description calls for.
-
-    Tied embeddings appear once, as `embed_tokens.weight`.
-
-    Args:
-        model: its description.
-        has_tied_head: the model is tied and yet stores a copy of the matrix as its head, which an export restores.
-    """
-
-    def __init__(self, model: ModelFolder, *, has_tied_head: bool) -> None:
-        self.model = model
-        self.has_tied_head = has_tied_head
-        self._shapes = model.expected_shapes()
-        self._fingerprint: str | None = None
-
-    def tensor_names(self) -> list[str]:
-        return list(self._shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    @property
-    def kind(self) -> str:
-        """ "partitioned" or "huggingface"."""
-        return "huggingface" if self.model.manifest is None else "partitioned"
-
-    @property
-    def label(self) -> str:
-        return str(self.model.path)
-
-    @property
-    def changed_config(self) -> dict[str, Any] | None:
-        """The config.json that an export must write, where it is not the model's own."""
-        return None
-
-    @property
-    def notes(self) -> list[str]:
-        """Remarks for the user of an export, a sentence each."""
-        return []
-
-    def changed_names(self) -> list[str]:
-        """Tensors whose values are not the stored base's."""
-        return []
-
-    def identity(self) -> dict[str, Any]:
-        """Returns the settings that decide the values beside the files that are read, as JSON."""
-        return {}
-
-    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-        """Writes a report on values that were computed while tensors were written; nothing where they were only
-        copied.
-        """
-        return {}
-
-    def outside_names(self) -> list[str]:
-        """Returns the names, as stored, of tensors that are not the language model's."""
-        raise NotImplementedError
-
-    def outside_note(self) -> str | None:
-        """Returns a line about tensors that nothing here is computed with, but for those that the family is known to
-        store; None without any."""
-        names = [name for name in self.outside_names() if not self.model.names.is_unused(name)]
-        if not names:
-            return None
-        return (
-            f"note: nothing is computed with {counted(len(names), 'tensor')} beside the language model: {listed(names)}"
-        )
-
-    def read_outside(self, name: str) -> Tensor:
-        """Returns a whole tensor of `outside_names`."""
-        raise NotImplementedError
-
-    def outside_content(self, name: str) -> Content:
-        """Returns the contents of a tensor of `outside_names`."""
-        raise NotImplementedError
-
-    def fingerprint(self) -> str:
-        """Returns the identity of the model: equal for a Hugging Face folder and every partitioned import of it.
-
-        Covers the config (without keys about its author) and of each tensor its name, shape, dtype and the
-        first 4 KiB of its first and last row. It distinguishes models before any weight is read; `sums` cover all
-        bytes.
-        """
-        if self._fingerprint is None:
-            self._fingerprint = self.computed_fingerprint()
-        return self._fingerprint
-
-    def known_fingerprint(self) -> str | None:
-        """Returns the fingerprint where nothing has to be read for it, else None."""
-        return self._fingerprint
-
-    def know_fingerprint(self, fingerprint: str) -> None:
-        """Takes over the results of another rank's reading."""
-        self._fingerprint = fingerprint
-
-    def computed_fingerprint(self) -> str:
-        """Returns the fingerprint, from the tensors themselves."""
-        with self.checks.glancing():
-            return fingerprint_of(self, self.model.hf_config)
-
-    @property
-    def checks(self) -> PieceChecks:
-        """Checks of the stored pieces, each summed before its first use where a checksum is on record."""
-        raise NotImplementedError
-
-    def sums(self) -> dict[str, str] | None:
-        """Returns logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder
-        and every partitioned import of it; None where they are not known."""
-        return None
-
-    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
-        """Takes the checksums that whole tensors of this model had before; from now on reads are compared with them.
-
-        Args:
-            recorded_by: the checkpoint that has them, for sentences.
-
-        Raises:
-            UserError: the model is already known to have others.
-        """
-        raise NotImplementedError
 
 
 class HfSource(WeightSource):
@@ -488,7 +359,9 @@ def open_source(path: str | Path, implementation: Implementation = "auto") -> We
         UserError: there are none, files are missing or truncated, or tensors do not fit the config.
     """
     model = open_model(path, implementation)
-    return HfSource(model) if model.manifest is None else PartitionedSource(model)
+    if model.manifest is not None:
+        return PartitionedSource(model)
+    return ArrangedSource(model) if model.names.is_arranged else HfSource(model)
 
 
 def _num_experts(model: ModelFolder) -> int:

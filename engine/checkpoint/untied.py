@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.copying.contents import Content
-from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import Rows
 from engine.checkpoint.verification import PieceChecks
+from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.distributed.sharding import ShardSpec
 
 SHARED = "embed_tokens.weight"

@@ -13,7 +13,7 @@ from typing import Literal
 
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import (
     CHECKPOINTS,
     TrainingCheckpoint,
@@ -22,6 +22,7 @@ from engine.checkpoint.run.training_state import (
 )
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.untied import trained_apart, untied
+from engine.checkpoint.weight_source import WeightSource
 from engine.choices import AdapterForm, AdapterReader
 from engine.config.hub import instead_of
 from engine.conversion.add_adapter import summary

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.copying.contents import Content, row_blocks
-from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.rows import ReadRows, Rows
+from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.add_adapter import MergedRows
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TrainingPlan
@@ -87,6 +87,8 @@ class DecodedSource(WeightSource):
         return MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)
 
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        if name not in self._names:
+            return self.base.contents(name, wanted)
         return [self.content(name, box) for box in wanted]
 
     def rows(self, name: str) -> Rows:

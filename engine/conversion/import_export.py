@@ -24,10 +24,12 @@ from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
 from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
 from engine.checkpoint.model_folder import ModelFolder
-from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
+from engine.checkpoint.model_weights import OUTSIDE, open_source
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
 from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
+from engine.checkpoint.weight_source import WeightSource
+from engine.conversion.arranged_export import arranged_pieces
 from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
@@ -245,7 +247,16 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "stacked": stored_names(model).is_stacked,
         "has_tied_head": source.has_tied_head,
         "implementation": model.implementation,
+        **_stored_record(model),
     }
+
+
+def _stored_record(model: ModelFolder) -> dict[str, object]:
+    """Returns the shapes of what the Hugging Face folder has, where `Arrangement` says what they are."""
+    found = model.names.arrangement
+    if found is None:
+        return {}
+    return {"stored": {name: list(shape) for name, shape in found.shapes.items() if name not in found.others}}
 
 
 def export_hf(
@@ -280,8 +291,12 @@ def export_hf(
     """
     work = work or Work(overwrite=overwrite, progress=progress)
     names = hf_names(source.model, fusing)
-    parts = _hf_parts(source, names)
-    files = _planned_shards(source, names, parts, max_shard_bytes)
+    if names.arrangement is not None:
+        parts, pieces = arranged_pieces(source, names.arrangement)
+    else:
+        parts = _hf_parts(source, names)
+        pieces = [_assembled(source, names, hf_name, members) for hf_name, members in parts.items()]
+    files = _planned_shards(source, pieces, max_shard_bytes, in_order=names.arrangement is not None)
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
     companions = tokenizer.companions(source.model.companions(), with_model=True)
     total = sum(file.num_bytes for file in files)
@@ -316,6 +331,8 @@ def stored_names(model: ModelFolder) -> NameMap:
     """
     if model.manifest is None:
         return model.names
+    if model.names.is_arranged:
+        return model.names
     names = replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
     return names.stack() if model.manifest.model.get("stacked") else names
 
@@ -327,6 +344,13 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
         UserError: the family knows only one way.
     """
     stored = stored_names(model)
+    if stored.is_arranged:
+        if fusing != "keep":
+            raise UserError(
+                f"--fused {fusing} is for the engine's own families, and this {model.decoder.family} model has "
+                "transformers' modules: leave --fused out."
+            )
+        return stored if stored.arrangement is not None else stored.arranged(None, model.family)
     if fusing == "keep":
         return stored
     family = family_of(model.hf_config, model.implementation)[0]
@@ -353,10 +377,10 @@ def _hf_parts(source: WeightSource, names: NameMap) -> dict[str, list[str]]:
 
 
 def _planned_shards(
-    source: WeightSource, names: NameMap, parts: dict[str, list[str]], max_shard_bytes: int
+    source: WeightSource, pieces: list[Piece], max_shard_bytes: int, *, in_order: bool
 ) -> list[PlannedFile]:
-    pieces = [_assembled(source, names, hf_name, members) for hf_name, members in parts.items()]
-    pieces += [_outside_piece(source, name) for name in source.outside_names()]
+    """Plans the files; `in_order` keeps the pieces' own order, else the files are written side by side."""
+    pieces = [*pieces, *(_outside_piece(source, name) for name in source.outside_names())]
     shards: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
@@ -372,7 +396,10 @@ def _planned_shards(
     return [
         PlannedFile(
             name=file,
-            pieces=tuple(replace(piece, order=place * len(shards) + index) for place, piece in enumerate(shard)),
+            pieces=tuple(
+                piece if in_order else replace(piece, order=place * len(shards) + index)
+                for place, piece in enumerate(shard)
+            ),
             metadata=metadata,
         )
         for index, (file, shard) in enumerate(zip(files, shards, strict=True))

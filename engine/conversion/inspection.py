@@ -12,11 +12,12 @@ import torch
 
 from engine.checkpoint.folder import ADAPTER_CONFIG, CONFIG
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.run.training_state import TrainingCheckpoint, best_step, list_checkpoints, open_run
 from engine.checkpoint.safetensors_file import dtype_name, num_bytes
+from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.commands import is_training
 from engine.conversion.expert_stacks import is_stack
 from engine.conversion.merged_model import adapted_modules, fully_trained

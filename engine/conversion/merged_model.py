@@ -20,11 +20,11 @@ from torch import Tensor
 from engine.checkpoint.copying.contents import Content
 from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder
-from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.untied import untied
+from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.config.lora import adapter_scale
 from engine.conversion.add_adapter import LowRank, MergedRows, Shift, write_rounding
 from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
@@ -135,11 +135,10 @@ class MergedSource(WeightSource):
 
     def changed_names(self) -> list[str]:
         before = set() if self.base is None else set(self.base.changed_names())
-        return [
-            name
-            for name in self._shapes
-            if name in self._full or name in before or self._module(name) in self._adapter_of or self._shift(name)
-        ]
+        return [name for name in self._shapes if name in before or self._is_trained(name)]
+
+    def _is_trained(self, name: str) -> bool:
+        return name in self._full or self._module(name) in self._adapter_of or self._shift(name) is not None
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._zeros:
@@ -181,6 +180,8 @@ class MergedSource(WeightSource):
         return MergedRows(name, self.base.rows(name), self.base.dtype(name), self.dtype(name), factors)
 
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        if self.base is not None and name not in self._zeros and not self._is_trained(name):
+            return self.base.contents(name, wanted)
         return [self.content(name, box) for box in wanted]
 
     def _shift(self, name: str) -> Shift | None:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.model_folder import ModelFolder
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
+from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
 from engine.conversion.lora_scales import Scale
 from engine.conversion.merged_model import MergedSource

@@ -41,6 +41,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from engine.choices import VISION
+from engine.models.arrangement import Arrangement
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stacked_parts import ExpertPart, StackedPart, stacked
 
@@ -170,6 +171,7 @@ class NameMap:
         parameters: modules, without `vision.` or inside a layer, that are no modules in the checkpoint but parameters;
             here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
+        arrangement: of the checkpoint's tensors, where `is_arranged` and they are known.
     """
 
     layer_modules: Mapping[str, str | FusedPart | StackedPart]
@@ -181,6 +183,24 @@ class NameMap:
     unused: tuple[str, ...] = ()
     spellings: tuple[Spelling, ...] = ()
     parameters: tuple[str, ...] = ()
+    arrangement: Arrangement | None = None
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether an `Arrangement` says where a checkpoint's tensors lie; else `to_hf` does."""
+        return False
+
+    def arranged(self, stored: Mapping[str, tuple[int, ...]] | None, label: str) -> NameMap:
+        """Returns the map of a checkpoint with these tensors; only where `is_arranged`.
+
+        Args:
+            stored: name -> shape; None for those of a checkpoint that transformers would write.
+            label: of the checkpoint, for errors.
+
+        Raises:
+            UserError: the model cannot be made of them by rearrangement.
+        """
+        raise NotImplementedError
 
     @property
     def fused(self) -> tuple[str, ...]:

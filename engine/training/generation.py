@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.run.training_state import open_run
 from engine.checkpoint.tokenizer_files import (
@@ -20,6 +20,7 @@ from engine.checkpoint.tokenizer_files import (
     trained_tokenizer,
 )
 from engine.checkpoint.verification import checked_together
+from engine.checkpoint.weight_source import WeightSource
 from engine.config.hub import instead_of
 from engine.config.model import DType, ModelOptions
 from engine.config.parallel import ParallelOptions

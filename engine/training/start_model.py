@@ -10,9 +10,10 @@ from typing import cast
 import torch
 
 from engine.checkpoint.model_folder import ModelFolder, open_model
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.untied import untied
+from engine.checkpoint.weight_source import WeightSource
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError

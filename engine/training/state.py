@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.model_weights import TIED_HEAD
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.checkpoint.untied import SHARED, trained_apart
 from engine.checkpoint.verification import checked_together
+from engine.checkpoint.weight_source import TIED_HEAD
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.batch import Batch, Embeddings
 from engine.checkpoint.loading import load_parameters
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.import_export import import_checkpoint
 from engine.data.collate import context_part
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.loading import load_encoded
-from engine.checkpoint.model_weights import WeightSource, open_source
+from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.weight_source import WeightSource
 from engine.config.model import ModelOptions
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis, build_mesh

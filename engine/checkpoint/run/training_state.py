@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.manifest import MANIFEST, read_manifest
-from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
@@ -32,6 +31,7 @@ from engine.checkpoint.run.step_folders import (
     mark_best,
     prune,
 )
+from engine.checkpoint.weight_source import WeightSource
 from engine.errors import UserError
 from engine.sentences import listed
 

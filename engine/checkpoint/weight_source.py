@@ -1,0 +1,145 @@
+"""The weights of a base model by logical name, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine.checkpoint.copying.contents import Content
+from engine.checkpoint.copying.stored_tensors import StoredTensors
+from engine.checkpoint.fingerprint import fingerprint_of
+from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.verification import PieceChecks
+from engine.sentences import listed
+from engine.telemetry.format import counted
+
+TIED_HEAD = "lm_head.weight"
+
+
+class WeightSource(StoredTensors):
+    """The weights of a base model by logical name: all parameters that its description calls for.
+
+    Tied embeddings appear once, as `embed_tokens.weight`.
+
+    Args:
+        model: its description.
+        has_tied_head: the model is tied and yet stores a copy of the matrix as its head, which an export restores.
+    """
+
+    def __init__(self, model: ModelFolder, *, has_tied_head: bool) -> None:
+        self.model = model
+        self.has_tied_head = has_tied_head
+        self._shapes = model.expected_shapes()
+        self._fingerprint: str | None = None
+
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    @property
+    def kind(self) -> str:
+        """ "partitioned" or "huggingface"."""
+        return "huggingface" if self.model.manifest is None else "partitioned"
+
+    @property
+    def label(self) -> str:
+        return str(self.model.path)
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        """The config.json that an export must write, where it is not the model's own."""
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the user of an export, a sentence each."""
+        return []
+
+    def changed_names(self) -> list[str]:
+        """Tensors whose values are not the stored base's."""
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the settings that decide the values beside the files that are read, as JSON."""
+        return {}
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        """Writes a report on values that were computed while tensors were written; nothing where they were only
+        copied.
+        """
+        return {}
+
+    def outside_names(self) -> list[str]:
+        """Returns the names, as stored, of tensors that are not the language model's."""
+        raise NotImplementedError
+
+    def outside_note(self) -> str | None:
+        """Returns a line about tensors that nothing here is computed with, but for those that the family is known to
+        store; None without any."""
+        names = [name for name in self.outside_names() if not self.model.names.is_unused(name)]
+        if not names:
+            return None
+        return (
+            f"note: nothing is computed with {counted(len(names), 'tensor')} beside the language model: {listed(names)}"
+        )
+
+    def read_outside(self, name: str) -> Tensor:
+        """Returns a whole tensor of `outside_names`."""
+        raise NotImplementedError
+
+    def outside_content(self, name: str) -> Content:
+        """Returns the contents of a tensor of `outside_names`."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Returns the identity of the model: equal for a Hugging Face folder and every partitioned import of it.
+
+        Covers the config (without keys about its author) and of each tensor its name, shape, dtype and the
+        first 4 KiB of its first and last row. It distinguishes models before any weight is read; `sums` cover all
+        bytes.
+        """
+        if self._fingerprint is None:
+            self._fingerprint = self.computed_fingerprint()
+        return self._fingerprint
+
+    def known_fingerprint(self) -> str | None:
+        """Returns the fingerprint where nothing has to be read for it, else None."""
+        return self._fingerprint
+
+    def know_fingerprint(self, fingerprint: str) -> None:
+        """Takes over the results of another rank's reading."""
+        self._fingerprint = fingerprint
+
+    def computed_fingerprint(self) -> str:
+        """Returns the fingerprint, from the tensors themselves."""
+        with self.checks.glancing():
+            return fingerprint_of(self, self.model.hf_config)
+
+    @property
+    def checks(self) -> PieceChecks:
+        """Checks of the stored pieces, each summed before its first use where a checksum is on record."""
+        raise NotImplementedError
+
+    def sums(self) -> dict[str, str] | None:
+        """Returns logical name -> checksum of the whole tensor, row-major, and so the same for a Hugging Face folder
+        and every partitioned import of it; None where they are not known."""
+        return None
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        """Takes the checksums that whole tensors of this model had before; from now on reads are compared with them.
+
+        Args:
+            recorded_by: the checkpoint that has them, for sentences.
+
+        Raises:
+            UserError: the model is already known to have others.
+        """
+        raise NotImplementedError

@@ -28,7 +28,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.optim.loss_scale import LossScale
 from engine.telemetry.metrics import MetricsWriter, Value
-from engine.training.observer import Observer, StepReport, StepSeen
+from engine.training.observer import LaunchedStep, Observer, StepReport
 
 _BY_LAYER = ("expert_entropy", "expert_imbalance", "idle_experts")
 """Names of the figures that each layer has: the entropy of experts' shares over that of equal ones; the rows of the
@@ -78,9 +78,9 @@ class RouterLoad(Observer):
         for _, mixture in self._mixtures:
             mixture.rows_E.zero_()
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Launches the figures of the step. Collective."""
-        self._copies.append((seen.step, HostCopy(self.measured())))
+        self._copies.append((launched.step, HostCopy(self.measured())))
 
     def figures(self, report: StepReport) -> dict[str, Value]:
         """Returns the figures of the step by name."""

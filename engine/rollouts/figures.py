@@ -77,7 +77,7 @@ def _mean_and_deviation(values: NDArray[np.float64]) -> tuple[float, float]:
     return mean, float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
 
-def told(samples: Sequence[Sample], buffer: Buffer, names: Sequence[str], count: int) -> list[str]:
+def format_completions(samples: Sequence[Sample], buffer: Buffer, names: Sequence[str], count: int) -> list[str]:
     """Returns lines on some completions: the first of each of the first prompts.
 
     Args:

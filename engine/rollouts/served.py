@@ -198,7 +198,7 @@ class ServedSampler:
             self.begin(prompts, generation=generation, step=step)
         begun, self._begun = self._begun, None
         assert begun is not None and begun.generation == generation, (begun, generation)
-        answers: list[Answer] = self._told(begun.asked)
+        answers: list[Answer] = self._collective_result(begun.asked)
         return [self._sampled(one) for one in answers], begun.step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
@@ -282,7 +282,7 @@ class ServedSampler:
                 server.unload(self._name(before[0]))
                 shutil.rmtree(before[1], ignore_errors=True)
 
-        self._told(None if server is None else _InThread.begin(publish))
+        self._collective_result(None if server is None else _InThread.begin(publish))
         self._loaded = step, folder
 
     def _clear(self) -> None:
@@ -302,7 +302,7 @@ class ServedSampler:
             asked = self._server.ask(self._name(step), questions, self._settings)
         self._begun = Begun(generation, step, asked)
 
-    def _told(self, work: _Work[Any] | None) -> Any:
+    def _collective_result(self, work: _Work[Any] | None) -> Any:
         """Returns the result of rank 0's work on all ranks, which wait in broadcasts of a few seconds each.
 
         Raises:

@@ -74,9 +74,8 @@ class Evaluations:
         self.best.take(step, loss, min_delta=self._options.early_stopping_min_delta)
         self.losses.append((step, loss))
         self._metrics.evaluation(step=step, eval_loss=loss, seconds=seconds, **more)
-        self._say(
-            f"step {step}: evaluation loss {loss:.4f}{_told(training.objective, more)} ({format_duration(seconds)})"
-        )
+        shown = _format_metrics(training.objective, more)
+        self._say(f"step {step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         if self.ending == "patience":
             self._say(
                 f"step {step}: the evaluation loss has not come below {self.best.mark:.4f} for {self.best.misses} "
@@ -92,6 +91,6 @@ def ending(best: BestLoss, *, target: float | None, patience: int | None) -> End
     return "patience" if patience is not None and best.misses >= patience else None
 
 
-def _told(objective: Objective, more: dict[str, float]) -> str:
+def _format_metrics(objective: Objective, more: dict[str, float]) -> str:
     text = "".join(f", {name} {value:.4g}" for name, value in figures_to_show(objective, more).items())
     return f"{text} (the model still equals its reference)" if more.get("margin") == 0 else text

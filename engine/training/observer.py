@@ -18,7 +18,7 @@ from engine.training.step_figures import StepFigures
 
 
 @dataclass(frozen=True, slots=True)
-class StepSeen:
+class LaunchedStep:
     """A step that was handed to the device.
 
     Args:
@@ -79,7 +79,7 @@ class Observer:
     def before(self, step: int) -> None:
         """Called when `step`, counted from 1, is about to be handed to the device."""
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Called when a step was handed to the device. May launch work; waits for nothing."""
 
     def figures(self, report: StepReport) -> Mapping[str, Value]:

@@ -24,7 +24,7 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.trackers import Trackers
 from engine.training.build import Training, build_training
-from engine.training.course_data import read_course
+from engine.training.planned_data import read_data
 from engine.training.prepared_run import PreparedRun, assemble
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
@@ -57,20 +57,20 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
-    read = None if data_comes_last else read_course(config, launch, log, folder, source.model, start)
+    read = None if data_comes_last else read_data(config, launch, log, folder, source.model, start)
     trackers = open_run_trackers(config, folder.path, log)
     opened.push(_closing(trackers))
     training = _build_warm(config, launch, log, source, plan, None if read is None else read.data)
     listener.run_started()
     if read is None:
-        read = read_course(config, launch, log, folder, source.model, start)
+        read = read_data(config, launch, log, folder, source.model, start)
     _load_start(config, launch, log, folder, training, read.data, start)
     metrics = _open_metrics(config, log, folder, trackers, start, opened)
     prepared = assemble(config, launch, log, listener, folder, start, read, training, metrics, opened)
     listener.data_read(
         train_samples=read.data.train.num_samples,
         eval_samples=0 if read.data.validation is None else read.data.validation.num_samples,
-        total_steps=read.course.steps,
+        total_steps=read.step_plan.steps,
         accumulation=read.data.train.num_micro_batches,
     )
     return prepared

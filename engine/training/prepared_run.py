@@ -18,15 +18,15 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
-from engine.training.course import Course
-from engine.training.course_data import CourseData
 from engine.training.data import trained_tokenizer
 from engine.training.evaluations import Evaluations
 from engine.training.observers import build_observers
+from engine.training.planned_data import PlannedData
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.run_data import RunData
 from engine.training.saving import StateSaver
 from engine.training.start import Start
+from engine.training.step_plan import StepPlan
 from engine.training.step_source import StepSource
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PreparedRun:
         config, launch, log, listener: as given.
         folder: of the run, locked by it.
         start: where the run begins.
-        data, course: the training data, and the steps.
+        data, step_plan: the training data, and the steps.
         source: of these steps.
         training: the model with its weights, and its optimizer.
         metrics, progress: the destinations of figures and lines.
@@ -61,7 +61,7 @@ class PreparedRun:
     start: Start
     data: RunData
     source: StepSource
-    course: Course
+    step_plan: StepPlan
     training: Training
     metrics: MetricsWriter
     progress: TrainProgress
@@ -81,14 +81,14 @@ def assemble(
     listener: RunListener,
     folder: RunFolder,
     start: Start,
-    read: CourseData,
+    read: PlannedData,
     training: Training,
     metrics: MetricsWriter,
     opened: ExitStack,
 ) -> PreparedRun:
     """Makes the objects that the loop calls. Collective."""
     data, clock = read.data, RunClock()
-    progress = TrainProgress(log, read.course.steps, start.step)
+    progress = TrainProgress(log, read.step_plan.steps, start.step)
     say = progress.info
     saver = opened.enter_context(
         StateSaver(
@@ -114,7 +114,7 @@ def assemble(
         data.rows,
         opened,
         run_dir=folder.path,
-        steps=read.course.steps,
+        steps=read.step_plan.steps,
         metrics=metrics,
         say=say,
     )
@@ -140,7 +140,7 @@ def assemble(
         start=start,
         data=data,
         source=source,
-        course=read.course,
+        step_plan=read.step_plan,
         training=training,
         metrics=metrics,
         progress=progress,
@@ -154,7 +154,7 @@ def assemble(
     )
 
 
-def _text_samples(config: RunConfig, training: Training, read: CourseData) -> TextSamples | None:
+def _text_samples(config: RunConfig, training: Training, read: PlannedData) -> TextSamples | None:
     """Makes the sampler that continues train.sample_prompts; None where there are none.
 
     Raises:

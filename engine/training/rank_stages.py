@@ -190,7 +190,7 @@ class Stages:
         balance.begin(counts_alone=not one_pass)
         if not one_pass:
             self._forward(batches, COUNTING_PASS)
-            balance.settle()
+            balance.finish_counts()
 
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:
         """Returns the fp32 [2] baseline sums of these micro-batches on the last stage's rank, 0 elsewhere."""

@@ -176,7 +176,7 @@ class ModelStage:
         """See engine.pipeline.runner.Stage."""
         activation, out = self._alive.pop(microbatch)
         if self._balance is not None:
-            self._balance.settle()
+            self._balance.finish_counts()
         slot = self._graphs.of(microbatch) if self._graphs is not None else None
         start, self._start_reduction = self._start_reduction, None
         if start is not None:

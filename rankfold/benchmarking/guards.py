@@ -37,7 +37,7 @@ from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.replicas import ReplicaGuard
 from engine.training.guards.run_guards import FROZEN_EVERY, Guards
-from engine.training.observer import StepSeen
+from engine.training.observer import LaunchedStep
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
@@ -128,7 +128,7 @@ class _Rank:
         figures = StepFigures(result)
         if guarded:
             at = _now()
-            self._guards.after(StepSeen(self._count, batches, targets, LEARNING_RATE, self._count, result, figures))
+            self._guards.after(LaunchedStep(self._count, batches, targets, LEARNING_RATE, self._count, result, figures))
             own += _now() - at
         (self._before or figures).read()
         if guarded:

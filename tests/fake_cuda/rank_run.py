@@ -36,7 +36,7 @@ from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.evaluate import evaluate
 from engine.training.guards.run_guards import build_guards
-from engine.training.observer import StepSeen
+from engine.training.observer import LaunchedStep
 from engine.training.reports.notes import RoundingNote
 from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
@@ -155,8 +155,8 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
             reporter.before(step)
             result = take_step(batches, targets, 1e-3)
             consumed += config.train.global_batch_size
-            seen = StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
-            reporter.after(seen, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
+            launched = LaunchedStep(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
+            reporter.after(launched, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
         reporter.save(case.steps, last=True)
         reporter.finish(case.steps, consumed)
         guards._locator.locate(batches, targets, case.steps)

@@ -26,7 +26,7 @@ _HOT = 2.0
 """The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
 _HALVED = 0.75
 """The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
-_NOBODY = "rankfold-looks"
+_UNKNOWN_ADAPTER = "rankfold-looks"
 """An adapter that no server has."""
 _LIST_BYTES = 1 << 20
 """Maximum bytes of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
@@ -230,7 +230,7 @@ class CompletionServer:
 
     def _require_adapters(self) -> None:
         try:
-            self._tell(self._dialect.unload(_NOBODY))
+            self._tell(self._dialect.unload(_UNKNOWN_ADAPTER))
         except CallRefused as refusal:
             if not self._dialect.takes_adapters(refusal.status, refusal.words):
                 raise UserError(
@@ -325,7 +325,7 @@ class CompletionServer:
             found = self._dialect.completion(answer)
             self._check(found, settings)
         except UserError as error:
-            told = error.told(self._http.described) if isinstance(error, WrongValue) else str(error)
+            told = error.with_value(self._http.described) if isinstance(error, WrongValue) else str(error)
             raise UserError(f"{self._http.url} cannot be sampled from: {told.rstrip('.')}.") from None
         return found
 

@@ -1,4 +1,4 @@
-"""The course of a run: the number of its steps, and the learning rate of each."""
+"""The steps of a run: the number of its steps, and the learning rate of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.training.run_data import RunData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
+class StepPlan:
     """The steps of a run.
 
     Args:
@@ -45,35 +45,35 @@ class Course:
         )
 
 
-def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> Course:
-    """Plans the course of a run that has taken `step` steps and consumed so many samples.
+def plan_steps(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> StepPlan:
+    """Plans the steps of a run that has taken `step` steps and consumed so many samples.
 
     Epochs are counted from the samples and not from the steps, whose batch may have been another before.
     """
     epochs = config.train.num_epochs
     steps = config.train.steps if epochs is None else step + order.steps_left(consumed, epochs)
     assert steps is not None
-    return Course(steps=steps, epochs=epochs, optim=config.optim)
+    return StepPlan(steps=steps, epochs=epochs, optim=config.optim)
 
 
-def rate_change(saved: str, course: Course, data: RunData, *, step: int) -> str | None:
+def rate_change(saved: str, step_plan: StepPlan, data: RunData, *, step: int) -> str | None:
     """Returns a sentence where the learning rate after `step` steps differs from the checkpoint's schedule; None where
     it does not.
 
     Args:
         saved: configuration of the checkpoint, as YAML.
-        course, data: of the run now.
+        step_plan, data: of the run now.
         step: at least 1.
     """
     try:
         before = from_yaml(saved)
     except UserError:  # another version's, with options that this one does not have
         return None
-    old = plan_course(before, data.earlier_order(before))
-    expected, now = old.rate(step), course.rate(step)
+    old = plan_steps(before, data.earlier_order(before))
+    expected, now = old.rate(step), step_plan.rate(step)
     if abs(now - expected) <= 1e-9 * max(now, expected):
         return None
     return (
         f"the learning rate of step {step + 1} is {now:.3g}, where the checkpoint's own schedule has {expected:.3g} "
-        f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {course.steps} now)"
+        f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {step_plan.steps} now)"
     )

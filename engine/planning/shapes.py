@@ -154,7 +154,7 @@ class ModelShape:
 def model_shape(
     config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str, dtype: torch.dtype
 ) -> ModelShape:
-    """Builds the two ends and one layer of each kind on the meta device, and reads them.
+    """Builds the two ends and one layer of each kind on the meta device, the first beside the ends, and reads them.
 
     Args:
         config, plan: of the model.
@@ -167,9 +167,11 @@ def model_shape(
     """
     build = partial(Decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
     kinds = layer_kinds(config, plan)
-    parts = {kind: build(part=Part(first=kind, last=kind + 1, embedding=False, head=False)) for kind in set(kinds)}
-    ends = build(part=Part(first=0, last=0))
-    for part in (ends, *parts.values()):
+    ends = build(part=Part(first=0, last=1))
+    parts = {0: ends}
+    for kind in sorted({*kinds} - {0}):
+        parts[kind] = build(part=Part(first=kind, last=kind + 1, embedding=False, head=False))
+    for part in parts.values():
         _check_products(part, device_type)
     layers = {kind: _layer(part.layers[0]) for kind, part in parts.items()}
     parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}

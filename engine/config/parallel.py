@@ -96,19 +96,19 @@ class ParallelOptions:
         return self.tensor > 1 and self.sequence is not False
 
     @property
-    def cuts_experts(self) -> bool:
+    def shards_experts(self) -> bool:
         """Whether tensor ranks share each expert's inner features, instead of each having its own tokens."""
         return self.expert == 1 if self.expert_tensor is None else self.expert_tensor == self.tensor
 
     @property
-    def folds_experts(self) -> bool:
+    def has_expert_mesh(self) -> bool:
         """Whether experts are spread over other ranks than the rest of the model."""
-        return self.expert > 1 or (self.tensor > 1 and not self.cuts_experts)
+        return self.expert > 1 or (self.tensor > 1 and not self.shards_experts)
 
     @property
     def divides_tokens(self) -> bool:
         """Whether tensor ranks divide a micro-batch's tokens anywhere."""
-        return self.sequence_parallel or (self.tensor > 1 and not self.cuts_experts)
+        return self.sequence_parallel or (self.tensor > 1 and not self.shards_experts)
 
     @property
     def model_parallel_size(self) -> int:

@@ -305,8 +305,8 @@ def check_layout(config: RunConfig, world_size: int) -> None:
 def check_expert_layout(config: RunConfig, world_size: int) -> None:
     """Refuses a number of ranks over which experts do not divide."""
     parallel = config.parallel
-    ranks = world_size // parallel.pipeline // (parallel.tensor if parallel.cuts_experts else 1)
-    of = "data and context" if parallel.cuts_experts else "data, context and tensor"
+    ranks = world_size // parallel.pipeline // (parallel.tensor if parallel.shards_experts else 1)
+    of = "data and context" if parallel.shards_experts else "data, context and tensor"
     require(
         ranks % parallel.expert == 0,
         f"parallel.expert is {parallel.expert}, but a pipeline stage has {ranks} {of} parallel "

@@ -106,8 +106,8 @@ class Mesh:
     def experts(self) -> ExpertAxes:
         """The placement of experts."""
         grid = self.grid
-        tp = self.tp if grid.cuts_experts else Axis("tp")
-        return ExpertAxes(ep=self.ep, tp=tp, data="edp" if grid.folds_experts else "dp_cp")
+        tp = self.tp if grid.shards_experts else Axis("tp")
+        return ExpertAxes(ep=self.ep, tp=tp, data="edp" if grid.has_expert_mesh else "dp_cp")
 
     @property
     def is_writer(self) -> bool:
@@ -155,7 +155,7 @@ def _shape_axis(name: str, sets: list[list[int]], rank: int) -> Axis:
 
 def _expert_sets(grid: RankGrid) -> dict[str, list[list[int]]]:
     """Returns the sets of ranks of the experts' axes, none where the rest of the model has the same."""
-    return grid.expert_groups() if grid.folds_experts else {}
+    return grid.expert_groups() if grid.has_expert_mesh else {}
 
 
 def _ends(rank: int, size: int) -> Axis:

@@ -100,7 +100,7 @@ class RouterLoad(Observer):
         rows_LE = torch.zeros_like(self._total_LE)
         for place, mixture in self._mixtures:
             rows_LE[place] = mixture.rows_E
-        apart = () if self._mesh.grid.cuts_experts else (self._mesh.tp,)  # tensor ranks have tokens of their own
+        apart = () if self._mesh.grid.shards_experts else (self._mesh.tp,)  # tensor ranks have tokens of their own
         for axis in (self._mesh.dp_cp, *apart, self._mesh.pp):
             all_reduce(rows_LE, axis)
         self._total_LE += rows_LE
@@ -183,7 +183,7 @@ def build_balance(
         say(sentence)
     if not decoder.num_experts or not config.train.router_aux_loss_coef:
         return None
-    apart = () if mesh.grid.cuts_experts else (mesh.tp,)
+    apart = () if mesh.grid.shards_experts else (mesh.tp,)
     return LoadBalance(
         config.train.router_aux_loss_coef,
         decoder.num_experts,

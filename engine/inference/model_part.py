@@ -110,7 +110,7 @@ class InferenceStage:
         first = next(iter(self._parts.values()))
         self.config, self._splits_tokens = first.config, first.layout.splits_tokens
         self.tp, self.pp, self.device = tp, pp, device
-        divides = self._splits_tokens or first.layout.routes_apart
+        divides = self._splits_tokens or first.layout.routes_local_tokens
         self._multiple = math.lcm(tokens_multiple, tp.size if divides else 1)
         layers = [layer for part in self._parts.values() for layer in part.layers]
         self.cache = KeyValues(

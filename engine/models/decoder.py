@@ -200,7 +200,7 @@ class Decoder(nn.Module):
                 model's positions allow.
         """
         tp = self.layout.tp
-        if (self.layout.splits_tokens or self.layout.routes_apart) and batch.num_tokens % tp.size:
+        if (self.layout.splits_tokens or self.layout.routes_local_tokens) and batch.num_tokens % tp.size:
             other = "parallel.sequence false" if self.layout.splits_tokens else f"parallel.expert_tensor {tp.size}"
             raise UserError(
                 f"a micro-batch of {batch.num_rows} rows x {batch.row_length} tokens does not divide over the ranks of "

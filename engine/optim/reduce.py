@@ -178,7 +178,7 @@ def gradient_norm(
         square_sum: 0-dim fp64 sum of the squares of a slice.
     """
     total = _square_sum(flat, mesh, "dp_cp", (mesh.tp,), square_sum)
-    if mesh.grid.folds_experts:
+    if mesh.grid.has_expert_mesh:
         total = total + _square_sum(flat, mesh, "edp", (mesh.experts.tp, mesh.ep), square_sum)
     return all_reduce(total, mesh.pp).sqrt().float()
 

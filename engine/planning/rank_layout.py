@@ -38,8 +38,8 @@ class Layout:
         """The number of ranks that hold copies of parameters for different tokens, by the name that `ShardSpec.data`
         has for them: of experts that are spread over other ranks than the rest "edp"."""
         parallel, ranks = self.parallel, self.data_and_context
-        whole = ranks if parallel.cuts_experts else ranks * parallel.tensor
-        return {"dp_cp": ranks, "edp": whole // parallel.expert if parallel.folds_experts else 1}
+        whole = ranks if parallel.shards_experts else ranks * parallel.tensor
+        return {"dp_cp": ranks, "edp": whole // parallel.expert if parallel.has_expert_mesh else 1}
 
     def label(self) -> str:
         """Returns a label such as "tensor 2, pipeline 4x2, data 1"."""
@@ -50,10 +50,10 @@ class Layout:
         if parallel.context > 1:
             parts.append(f"context {parallel.context}")
         parts.append(f"data {self.data}")
-        if parallel.folds_experts:
+        if parallel.has_expert_mesh:
             parts.append(f"expert {parallel.expert}")
-        if parallel.folds_experts and parallel.tensor > 1:
-            parts.append("experts cut" if parallel.cuts_experts else "experts whole")
+        if parallel.has_expert_mesh and parallel.tensor > 1:
+            parts.append("experts cut" if parallel.shards_experts else "experts whole")
         if parallel.shard != "none":
             parts.append(f"shard {parallel.shard}")
         return ", ".join(parts)

@@ -38,7 +38,7 @@ class LayerShape:
         attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
-        routes_apart: each tensor rank has tokens of its own before whole experts; see
+        routes_local_tokens: each tensor rank has tokens of its own before whole experts; see
             engine.experts.layers.routed_experts.
         has_shared: whether all tokens share an expert beside those that a router chooses.
     """
@@ -48,7 +48,7 @@ class LayerShape:
     kv_width: int
     trains: bool
     between: tuple[LinearShape, ...] = ()
-    routes_apart: bool = False
+    routes_local_tokens: bool = False
     has_shared: bool = False
 
     @property
@@ -204,7 +204,7 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
         kv_width=attention.num_kv_heads * attention.head_dim,
         trains=any(entry.sink is not None for entry in shard_entries(layer)),
-        routes_apart=mlp.routes_apart,
+        routes_local_tokens=mlp.routes_local_tokens,
         has_shared=mlp.has_shared,
     )
 

@@ -135,7 +135,7 @@ class RankModel:
     """
 
     def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
-        check_expert_ranks(workload.decoder, expert=parallel.expert, folds=parallel.folds_experts)
+        check_expert_ranks(workload.decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
         self._workload, self._parallel = workload, parallel
         self.shape = _rank_shape(replace(workload, routing="balanced"), parallel)
         columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
@@ -441,8 +441,8 @@ def _layout(
         rows = expert_rows(workload.routing, per_token=decoder.experts_per_token, ranks=parallel.expert)
         experts = ExpertAxes(
             ep=joined(Axis("ep", parallel.expert), rows),
-            tp=tp if parallel.cuts_experts else Axis("tp"),
-            data="edp" if parallel.folds_experts else "dp_cp",
+            tp=tp if parallel.shards_experts else Axis("tp"),
+            data="edp" if parallel.has_expert_mesh else "dp_cp",
         )
     return TensorLayout.over(
         mesh,
@@ -489,7 +489,7 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
         context_method=parallel.context_method,
         lora_reduce=parallel.lora_reduce,
         expert=parallel.expert,
-        expert_tensor=parallel.tensor if parallel.cuts_experts else 1,
+        expert_tensor=parallel.tensor if parallel.shards_experts else 1,
     )
     return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
 

@@ -72,7 +72,9 @@ def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) ->
     if base is None:
         return
     parallel = config.parallel
-    model = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan, base=base)
+    model = meta_model(
+        decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
+    )
     if not any(True for _ in encoded_entries(model)):
         raise UserError(
             f"model.base_dtype is {config.model.base_dtype} and trainable is {list(config.trainable)}, which trains "

@@ -120,7 +120,7 @@ def _grid(config: RunConfig, world_size: int) -> RankGrid:
         dp=data_parallel_size(config, world_size),
         pp=config.parallel.pipeline,
         ep=config.parallel.expert,
-        cuts_experts=config.parallel.cuts_experts,
+        shards_experts=config.parallel.shards_experts,
     )
 
 

@@ -124,10 +124,10 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     """
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
-    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.folds_experts)
+    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
     if config.train.router_aux_loss_coef:
         resolve("engine.experts.router_load:check_balance")(config, decoder)
-    model_here = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan)
+    model_here = meta_model(decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan)
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}
     trained = {entry.name: shapes[entry.name] for entry in entries if entry.sink is not None}

@@ -47,11 +47,11 @@ class Squares(VisionFamily):
         self._size, self._norm = (side, side), Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
         self.patch_features = self._norm.features
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         """Returns that of the square."""
         return (self._norm.grid(self._size),)
 
-    def tiles(self, image: Image.Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image.Image, *, is_only_image: bool = True) -> Tiles:
         """Returns the image's patches."""
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(self._size))
 

@@ -437,7 +437,7 @@ class RoutedMLP(Branch):
         layout = build.layout
         axes, rule, intermediate = layout.expert_axes, sizes.rule, sizes.intermediate
         tp, self._ep = axes.tp, axes.ep
-        self.routes_apart = layout.routes_apart
+        self.routes_local_tokens = layout.routes_local_tokens
         self.ends_region = False
         """Whether a region that backward recomputes ends with the output, which is not read a second time."""
         here = rule.num_experts // self._ep.size
@@ -483,11 +483,11 @@ class RoutedMLP(Branch):
                 intermediate=sizes.shared,
                 bias=False,
                 first_site=shared_site,
-                build=build if self.routes_apart else inner,
+                build=build if self.routes_local_tokens else inner,
             )
             if sizes.gates_shared:
                 self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
-        self._reads_output = self.routes_apart and self.shared_gate is not None
+        self._reads_output = self.routes_local_tokens and self.shared_gate is not None
         """Whether the shared expert is gated behind the output, so that a second run does not end before it."""
 
     @property
@@ -514,7 +514,7 @@ class RoutedMLP(Branch):
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         layout = self._layout
         x = compute_input(u, source, layout.kernels)
-        if self.routes_apart:
+        if self.routes_local_tokens:
             return self._whole(x, context)
         x = to_partial(x, layout.tp, splits_tokens=layout.splits_tokens)
         routed, link = self._dispatch(x, context)

@@ -30,7 +30,7 @@ class PlacedImage:
         where: record and field that name it, for messages.
         size: from its header.
         spans: the tokens of its document that its features replace, in the order of the features.
-        alone: its conversation had no other when it became tokens, before any was cut away.
+        is_only_image: its conversation had no other when it became tokens, before any was cut away.
     """
 
     path: str
@@ -38,7 +38,7 @@ class PlacedImage:
     where: str
     size: Size
     spans: tuple[Span, ...]
-    alone: bool = True
+    is_only_image: bool = True
 
     @property
     def file(self) -> Path:
@@ -83,7 +83,7 @@ class VisionColumns(ExtraColumns):
     Args:
         image_offsets: int64 [D + 1], where the images of each document begin; P in all.
         sizes: int64 [P, 2], width and height.
-        alone: bool [P], see `PlacedImage`.
+        is_only_image: bool [P], see `PlacedImage`.
         span_offsets: int64 [P + 1], where the spans of each image begin.
         spans: int64 [spans, 2], start and end, from the document's first token.
         label_offsets: int64 [D + 1], where the odd labels of each document begin.
@@ -94,7 +94,7 @@ class VisionColumns(ExtraColumns):
 
     image_offsets: IntArray
     sizes: IntArray
-    alone: NDArray[np.bool_]
+    is_only_image: NDArray[np.bool_]
     span_offsets: IntArray
     spans: IntArray
     label_offsets: IntArray
@@ -111,7 +111,7 @@ class VisionColumns(ExtraColumns):
         return cls(
             image_offsets=_offsets(len(document.images) for document in documents),
             sizes=_pairs(image.size for image in images),
-            alone=np.array([image.alone for image in images], dtype=bool),
+            is_only_image=np.array([image.is_only_image for image in images], dtype=bool),
             span_offsets=_offsets(len(image.spans) for image in images),
             spans=_pairs(span for image in images for span in image.spans),
             label_offsets=_offsets(map(len, odd)),
@@ -140,7 +140,7 @@ class VisionColumns(ExtraColumns):
             first, end = self.span_offsets[number : number + 2].tolist()
             spans = tuple((start, stop) for start, stop in self.spans[first:end].tolist())
             path, folder, where = self._texts(number)
-            yield PlacedImage(path, folder, where, (width, height), spans, bool(self.alone[number]))
+            yield PlacedImage(path, folder, where, (width, height), spans, bool(self.is_only_image[number]))
 
     def feature_spans(self, document: int) -> list[Span]:
         """Returns the tokens of a document that features replace."""
@@ -163,7 +163,7 @@ class VisionColumns(ExtraColumns):
         return cls(
             image_offsets=_chained([part.image_offsets for part in whole]),
             sizes=np.concatenate([part.sizes for part in whole]),
-            alone=np.concatenate([part.alone for part in whole]),
+            is_only_image=np.concatenate([part.is_only_image for part in whole]),
             span_offsets=_chained([part.span_offsets for part in whole]),
             spans=np.concatenate([part.spans for part in whole]),
             label_offsets=_chained([part.label_offsets for part in whole]),

@@ -115,7 +115,7 @@ class MiniCPMV(VisionFamily):
         slices = [self.rule.slices(size) for size in sizes]
         return self._layout(with_image_first(chat, len(sizes)), slices, None)
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         return tuple(self._norm.grid(tile) for tile in self.rule.slices(size).sizes())
 
     def grids_together(self, grids: Sequence[Grid], documents: Sequence[int]) -> tuple[Grid, ...]:
@@ -126,7 +126,7 @@ class MiniCPMV(VisionFamily):
             longest[document] = max(longest.get(document, 0), rows * columns)
         return tuple((*grid, longest[document]) for document, grid in zip(documents, grids, strict=True))
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
         slices = self.rule.slices(image.size)
         patches = [self._norm.patches(tile) for tile in slices.tiles(image)]
         return Tiles(np.concatenate(patches), self.grids(image.size))

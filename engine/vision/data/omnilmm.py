@@ -58,10 +58,10 @@ class OmniLMM(VisionFamily):
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         return self._write(chat, len(sizes), None).done()
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         return (self._norm.grid(self._size),)
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(image.size))
 
     def _write(self, chat: Conversation, num_images: int, learn: Learn | None) -> ChatWriter:

@@ -126,28 +126,28 @@ class ProcessorFamily(VisionFamily):
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         chat = with_image_first(chat, len(sizes))
-        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
+        counts = [self._count(size, is_only_image=len(sizes) == 1) for size in sizes]
         ids, targets = self._tokenizer.apply_chat(_messages(chat), learn=learn, images=self._placeholders(chat, counts))
         bos = self._bos(ids)
         yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         chat = with_image_first(chat, len(sizes))
-        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
+        counts = [self._count(size, is_only_image=len(sizes) == 1) for size in sizes]
         ids = self._tokenizer.chat_prompt(_messages(chat), images=self._placeholders(chat, counts))
         ids = self._bos(ids) + ids
         return self._placed(chat, ids, [False] * len(ids), counts)
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         if self._kind in _IN_TILES:
-            return (self._anyres(size, alone=alone),)
+            return (self._anyres(size, is_only_image=is_only_image),)
         if self.rotates_by_grid:
             return (self._grid(size),)
         rows, columns = (side // self._patch for side in self._image_size())
         return ((rows, columns),) * (self._num_tiles(size) if self._kind == "internvl" else 1)
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
-        found = self._processed(image, alone=alone)
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
+        found = self._processed(image, is_only_image=is_only_image)
         pixels = np.asarray(found["pixel_values"], dtype=np.float32)
         if self.rotates_by_grid:
             return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
@@ -157,7 +157,7 @@ class ProcessorFamily(VisionFamily):
         pixels = pixels[..., : rows * self._patch, : columns * self._patch]  # the convolution of a tower reads no more
         patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
         if self._kind in _IN_TILES:
-            return Tiles(patches, (self._anyres(image.size, alone=alone),))
+            return Tiles(patches, (self._anyres(image.size, is_only_image=is_only_image),))
         return Tiles(patches, ((rows, columns),) * len(pixels))
 
     def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
@@ -202,10 +202,10 @@ class ProcessorFamily(VisionFamily):
         targets = [target and at > 0 and at not in stand_ins for at, target in enumerate(targets)]
         return EncodedChat(ids, targets, spans)
 
-    def _count(self, size: Size, *, alone: bool) -> int:
-        """Returns the features of an image of this size; `alone` in its conversation or not."""
+    def _count(self, size: Size, *, is_only_image: bool) -> int:
+        """Returns the features of an image of this size; `is_only_image` of its conversation or not."""
         if self._kind in _IN_TILES:
-            return num_features(self._anyres(size, alone=alone))
+            return num_features(self._anyres(size, is_only_image=is_only_image))
         if self.rotates_by_grid:
             rows, columns = self._grid(size)
             return rows * columns // int(self._processor.merge_size) ** 2
@@ -311,19 +311,19 @@ class ProcessorFamily(VisionFamily):
             raise UserError(f"the model's processor refuses an image of {size[0]} x {size[1]} ({error}).") from error
         return height // self._patch, width // self._patch
 
-    def _anyres(self, size: Size, *, alone: bool) -> Grid:
+    def _anyres(self, size: Size, *, is_only_image: bool) -> Grid:
         tile, _ = self._image_size()
         side = tile // self._patch
         most = None
         if self._kind == _ONEVISION:
-            if not alone:
+            if not is_only_image:
                 return side, side
             most = most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
         return anyres_grid(size, self._processor.image_grid_pinpoints, tile=tile, side=side, most=most)
 
-    def _processed(self, image: Image, *, alone: bool) -> Mapping[str, Any]:
+    def _processed(self, image: Image, *, is_only_image: bool) -> Mapping[str, Any]:
         options = {"crop_to_patches": True} if self._kind == "internvl" else {}
-        images = [image] if alone or self._kind != _ONEVISION else [[image, image.resize((1, 1))]]
+        images = [image] if is_only_image or self._kind != _ONEVISION else [[image, image.resize((1, 1))]]
         found: Mapping[str, Any] = self._processor(images=images, return_tensors="np", **options)
         return found
 

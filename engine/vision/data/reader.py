@@ -91,7 +91,7 @@ def _document(place: Place, encoded: EncodedChat, images: list[PlacedImage]) -> 
 def _in_order(encoded: EncodedChat, images: list[PlacedImage]) -> tuple[PlacedImage, ...]:
     """Returns the images with their places, in the order of the tokens, in which a record need not name them."""
     placed = [
-        replace(image, spans=tuple(spans), alone=len(images) == 1)
+        replace(image, spans=tuple(spans), is_only_image=len(images) == 1)
         for image, spans in zip(images, encoded.spans, strict=True)
     ]
     return tuple(sorted(placed, key=lambda image: image.spans[0]))

@@ -46,6 +46,8 @@ ALPACA_RESPONSE = "### Response:\n"
 
 IMAGE_FIELDS = ("image", "images")
 """Fields that name images."""
+LABELS, LABELLED = ("label", "kto_tag"), "kto"
+"""Fields that say whether a record's answer was liked, and the objective that learns from it."""
 _IMAGE_SAMPLE = "engine.vision.data.records:image_sample"
 _FIELDS = {
     "messages": ("messages",),
@@ -205,10 +207,11 @@ def detect_format(place: Place, record: Record) -> str:
             "the record is a pair of answers (chosen, rejected), but objective.name language_modeling trains on all of "
             "it: set objective.name to dpo."
         )
-    if isinstance(record.get("label", record.get("kto_tag")), bool) and "text" not in record:
+    label = next((record[field] for field in LABELS if field in record), None)
+    if isinstance(label, bool) and "text" not in record:
         raise place.error(
             "the record has a label that says whether its answer was liked, but objective.name language_modeling "
-            "trains on all it is given: set objective.name to kto, or remove the label."
+            f"trains on all it is given: set objective.name to {LABELLED}, or remove the label."
         )
     for data_format, fields in _FIELDS.items():
         if all(field in record for field in fields):

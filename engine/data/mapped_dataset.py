@@ -20,7 +20,7 @@ from engine.data.dataset import TokenDataset
 from engine.data.packing import Packs
 from engine.seams import resolve
 
-_FACTS, _MISMATCHED, _EXTRA = "facts.json", "mismatched", "extra-"
+_FACTS, _COMPANION, _EXTRA = "facts.json", "companion-", "extra-"
 
 
 def save_dataset(dataset: TokenDataset, folder: Path) -> None:
@@ -42,8 +42,6 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
         "row_offsets": dataset.rows.offsets,
         "row_documents": dataset.rows.documents,
     }
-    if dataset.compares:
-        arrays["signs"] = dataset.signs
     for number, extra in enumerate(dataset.extras):
         arrays |= {f"{_EXTRA}{number}-{name}": array for name, array in extra.arrays().items()}
     for name, array in arrays.items():
@@ -55,11 +53,12 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
         "max_token": dataset.max_token,
         "report": asdict(dataset.report),
         "extras": [f"{type(extra).__module__}:{type(extra).__qualname__}" for extra in dataset.extras],
+        "companions": list(dataset.companions),
     }
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    if dataset.mismatched is not None:
-        (folder / _MISMATCHED).mkdir()
-        save_dataset(dataset.mismatched, folder / _MISMATCHED)
+    for number, companion in enumerate(dataset.companions.values()):
+        (own := folder / f"{_COMPANION}{number}").mkdir()
+        save_dataset(companion, own)
 
 
 def map_dataset(folder: Path) -> TokenDataset:
@@ -70,7 +69,6 @@ def map_dataset(folder: Path) -> TokenDataset:
     """
     arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in folder.glob("*.npy")}
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-    mismatched = folder / _MISMATCHED
     extras = []
     for number, kind in enumerate(facts["extras"]):
         prefix = f"{_EXTRA}{number}-"
@@ -84,7 +82,6 @@ def map_dataset(folder: Path) -> TokenDataset:
         target_counts=arrays["document_targets"],
         max_token=facts["max_token"],
         group=facts["group"],
-        signs=arrays.get("signs"),
         extras=tuple(extras),
     )
     return TokenDataset(
@@ -92,6 +89,8 @@ def map_dataset(folder: Path) -> TokenDataset:
         Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"]),
         seq_length=facts["seq_length"],
         packing=facts["packing"],
-        mismatched=map_dataset(mismatched) if mismatched.is_dir() else None,
+        companions={
+            name: map_dataset(folder / f"{_COMPANION}{number}") for number, name in enumerate(facts["companions"])
+        },
         report=DatasetReport(**facts["report"]),
     )

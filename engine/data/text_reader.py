@@ -53,15 +53,13 @@ class TextReader(RecordReader[Sample]):
     def open(self, path: Path) -> tuple[int, Iterator[Sample]]:
         return read_samples(path, self._format)
 
-    def documents(self, records: Sequence[Sample]) -> list[Document]:
-        return list(
-            tokenize_samples(
-                records,
-                self._tokenizer,
-                mask_prompt=self._mask_prompt,
-                stream_length=self._stream_length,
-                images=self._images,
-            )
+    def documents(self, records: Sequence[Sample]) -> Iterator[Document]:
+        return tokenize_samples(
+            records,
+            self._tokenizer,
+            mask_prompt=self._mask_prompt,
+            stream_length=self._stream_length,
+            images=self._images,
         )
 
 

@@ -18,12 +18,11 @@ import torch
 from PIL import Image
 
 from engine.data.dataset import TokenDataset, dataset_of
-from engine.data.extras import extra_columns
 from engine.data.loader import DataLoader
 from engine.data.row_shape import RowShape
 from engine.data.template import Learn
 from engine.telemetry.processors import available_processors
-from engine.vision.data.columns import Extras, PlacedImage
+from engine.vision.data.columns import Extras, PlacedImage, VisionColumns
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, VisionFamily
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from rankfold.benchmarking.machine import describe
@@ -106,7 +105,7 @@ def _dataset(files: Sequence[Path], options: LoaderOptions, family: Squares) -> 
     dataset = dataset_of(
         [([1] * length, targets)] * len(files),
         seq_length=length,
-        extras=extra_columns([Extras((image,)) for image in images]),
+        extras=[VisionColumns.of([Extras((image,)) for image in images])],
     )
     dataset.read_with(family)
     return dataset

@@ -28,7 +28,8 @@ from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.models.initialise import fill_normal
-from engine.preferences.reference_logps import compute_references
+from engine.preferences.data.answer_columns import put_reference
+from engine.preferences.reference_logps import companion_name, compute_references
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
@@ -99,9 +100,9 @@ def _know_references(config: RunConfig, training: Training, dataset: TokenDatase
     """Computes the reference of an objective that compares with the initial model, before factors are drawn."""
     if config.objective.compared_with != "initial":
         return
-    for name, one in (("training", dataset), ("mismatched", dataset.mismatched)):
-        if one is not None:
-            one.reference_logps = compute_references(config, training, one, log, name)
+    companions = {companion_name(part): companion for part, companion in dataset.companions.items()}
+    for name, one in {"training": dataset, **companions}.items():
+        put_reference(one, compute_references(config, training, one, log, name))
 
 
 def draws_factors(config: RunConfig) -> bool:

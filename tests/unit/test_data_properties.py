@@ -24,6 +24,7 @@ from engine.data.dataset import dataset_of
 from engine.data.formats import parse_record, read_samples
 from engine.data.record_files import Place
 from engine.errors import UserError
+from engine.preferences.data.answer_columns import answer_columns
 from engine.preferences.data.preference_pairs import build_pairs, parse_pair
 from tests.unit.test_data_concatenate import Letters
 
@@ -214,4 +215,4 @@ def test_pairs_stay_pairs(pairs: list[tuple[str, str, str]], packing: bool, seq_
         for number, (ids, targets) in zip(numbers, data.documents(row), strict=True):
             found[number] = (ids.tolist(), targets.tolist())
     assert [found[number] for number in sorted(found)] == expected
-    assert data.signs.tolist() == [1.0, -1.0] * len(kept)
+    assert answer_columns(data).signs.tolist() == [1.0, -1.0] * len(kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from engine.data.record_files import Place, Record, read_records
 from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.preferences.data.answer_columns import Judgement
 from engine.vision.data.records import ImageSample
 
 AnswerSample = CompletionSample | ChatSample | ImageSample
@@ -52,15 +54,14 @@ class AnswerReader(RecordReader[ParsedRecord]):
         count, records = read_records(path)
         return count, (self.parse(place, record) for place, record in records)
 
-    def documents(self, records: Sequence[ParsedRecord]) -> list[Document]:
+    def documents(self, records: Sequence[ParsedRecord]) -> Iterator[Document]:
         samples = [sample for record in records for sample in record.samples]
         found = tokenize_samples(
             samples, self._tokenizer, mask_prompt=True, stream_length=2, last_answer=True, images=self._images
         )
         of_records = zip(*[iter(found)] * self.kind.width, strict=True)
-        return [
-            document for record, own in zip(records, of_records, strict=True) for document in self.judge(record, own)
-        ]
+        for record, own in zip(records, of_records, strict=True):
+            yield from self.judge(record, own)
 
     @abstractmethod
     def parse(self, place: Place, record: Record) -> ParsedRecord:
@@ -72,7 +73,7 @@ class AnswerReader(RecordReader[ParsedRecord]):
 
     @abstractmethod
     def judge(self, record: ParsedRecord, documents: tuple[Document, ...]) -> Sequence[Document]:
-        """Returns the documents of a record, each with its sign."""
+        """Returns the documents of a record, each with its judgement."""
 
 
 def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
@@ -86,3 +87,8 @@ def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None
             f"field '{field}' ends with a turn of {turns[-1]['role']}, but an answer of the assistant is compared; "
             "correct the record."
         )
+
+
+def judged(document: Document, sign: int) -> Document:
+    """Returns a document with its judgement; see `Judgement`."""
+    return replace(document, extras=(Judgement(sign), *document.extras))

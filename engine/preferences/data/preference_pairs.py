@@ -31,6 +31,8 @@ from engine.data.formats import (
     ALPACA_PROMPT,
     ALPACA_PROMPT_WITH_INPUT,
     ALPACA_RESPONSE,
+    LABELLED,
+    LABELS,
     CompletionSample,
     conversation_sample,
     conversation_turns,
@@ -42,7 +44,7 @@ from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
-from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
+from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer, judged
 from engine.sentences import listed
 
 ANSWERS = ("chosen", "rejected")
@@ -70,7 +72,7 @@ def parse_pair(place: Place, record: Record) -> Pair:
     for answer in ANSWERS:
         if answer not in record:
             found = listed(record) or "none"
-            other = "kto" if "label" in record or "kto_tag" in record else "language_modeling"
+            other = LABELLED if any(label in record for label in LABELS) else "language_modeling"
             raise place.error(
                 f"the record has the fields {found}, expected chosen and rejected, two answers to one question: add "
                 f"'{answer}', or set objective.name to {other}."
@@ -147,7 +149,7 @@ class PairReader(AnswerReader[Pair]):
 
     def judge(self, record: Pair, documents: tuple[Document, ...]) -> Sequence[Document]:
         chosen, rejected = _with_same_question(documents)
-        return replace(chosen, sign=1), replace(rejected, sign=-1)
+        return judged(chosen, 1), judged(rejected, -1)
 
 
 def build_pairs(

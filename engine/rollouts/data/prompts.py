@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,8 +125,11 @@ def read_prompts(
     files = expand_paths(paths)
     long = LongRecords(PROMPT, limit=room, overlong=overlong)
     kept: list[Prompt] = []
-    for chunk in read_chunks(files, read_records, _TOLD, progress):
-        prompts = [parse_prompt(place, record, tokenizer) for place, record in chunk]
+
+    def prompts_of(records: list[tuple[Place, Record]]) -> Iterator[Prompt]:
+        return (parse_prompt(place, record, tokenizer) for place, record in records)
+
+    for _, prompts in read_chunks(files, read_records, prompts_of, _TOLD, progress):
         lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
         fates = long.decide(Measures.of_lengths(lengths, np.ones(len(lengths), dtype=bool)))
         for prompt, fate in zip(prompts, fates.tolist(), strict=True):

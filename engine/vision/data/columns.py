@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.extras import ExtraColumns, Span
+from engine.data.extras import DocumentExtras, ExtraColumns, Span
 from engine.vision.data.pixels import Size
 
 IntArray = NDArray[np.int64]
@@ -46,7 +46,7 @@ class PlacedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(DocumentExtras):
     """What one document has beside its tokens.
 
     Args:
@@ -54,6 +54,7 @@ class Extras:
         odd_labels: what a position must predict, where that is neither the next token nor nothing.
     """
 
+    has_images: ClassVar[bool] = True
     images: tuple[PlacedImage, ...] = ()
     odd_labels: Mapping[int, int] | None = None
 
@@ -62,16 +63,17 @@ class Extras:
         """The tokens that features replace."""
         return [span for image in self.images for span in image.spans]
 
-    def cut(self, length: int) -> Extras | None:
-        """Returns what the first tokens of the document have; None where the cut would go through an image."""
-        kept = tuple(image for image in self.images if image.spans[0][0] < length)
-        if any(image.spans[-1][1] > length for image in kept):
+    def cut(self, start: int, end: int) -> Extras | None:
+        """Returns what the first tokens have; None for others, or where the cut would go through an image."""
+        kept = tuple(image for image in self.images if image.spans[0][0] < end)
+        if start or any(image.spans[-1][1] > end for image in kept):
             return None
         # the last position of a document has nothing to predict
-        labels = {at: label for at, label in (self.odd_labels or {}).items() if at < length - 1}
+        labels = {at: label for at, label in (self.odd_labels or {}).items() if at < end - 1}
         return Extras(kept, labels)
 
-    def columns(self, documents: Sequence[Extras | None]) -> VisionColumns:
+    @classmethod
+    def columns(cls, documents: Sequence[Extras | None]) -> VisionColumns:
         """Returns the extras of some documents as columns."""
         return VisionColumns.of([extras or Extras() for extras in documents])
 

@@ -84,7 +84,7 @@ def _document(place: Place, encoded: EncodedChat, images: list[PlacedImage]) -> 
         place,
         np.array(encoded.ids, dtype=np.int32),
         np.array(encoded.targets, dtype=bool),
-        Extras(_in_order(encoded, images), encoded.odd_labels),
+        (Extras(_in_order(encoded, images), encoded.odd_labels),),
     )
 
 

@@ -193,7 +193,7 @@ def _square_sum(
     """
     total = flat.gradient.new_zeros((), dtype=torch.float64)
     for span in flat.spans:
-        if span.data == data and span.owner:
+        if span.region.data == data and span.region.owner:
             total = total + square_sum(span.gradient)
     if flat.is_sharded:
         total = all_reduce(total, mesh.axis(data))

@@ -26,7 +26,9 @@ from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import WEIGHT_DTYPES
 from engine.checkpoint.reshard import Box
+from engine.checkpoint.rows import Rows
 from engine.checkpoint.verification import PieceChecks
+from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
@@ -239,12 +241,6 @@ class HfSource(WeightSource):
     def recorded_sum(self, name: str, index: int) -> str | None:
         return self._expected.get(name)
 
-    def piece_checksum(self, name: str, index: int) -> str | None:
-        return self._expected.get(name)
-
-    def check_piece(self, name: str, index: int) -> None:
-        self._checks.view(name, index)
-
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         own = self._locations[name].name
         file, _ = self._tensors.stored_at(self._stored_names(name)[0])
@@ -387,7 +383,7 @@ class HfSource(WeightSource):
         names = self._stored_names(name)
         found = [self._tensors.shape(stored) for stored in names]
         part = place.part if len(names) == 1 else place.part._replace(transposed=False)
-        wanted = [(_num_experts(self.model), *part.whole_shape(shape))]
+        wanted = [(self.model.decoder.num_experts, *part.whole_shape(shape))]
         if len(names) > 1:
             *rows, columns = wanted[0]
             groups = columns // mxfp4.GROUP
@@ -428,14 +424,11 @@ class PartitionedSource(WeightSource):
     def stored_at(self, name: str, index: int) -> tuple[Path, int]:
         return self.pieces.stored_at(name, index)
 
-    def piece_checksum(self, name: str, index: int) -> str:
+    def recorded_sum(self, name: str, index: int) -> str:
         return self.pieces.recorded_sum(name, index)
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         self.pieces.refuse_piece(name, index, found, expected)
-
-    def check_piece(self, name: str, index: int) -> None:
-        self.pieces.view(name, index)
 
     @property
     def checks(self) -> PieceChecks:
@@ -458,7 +451,7 @@ class PartitionedSource(WeightSource):
         stored = OUTSIDE + name
         place, size = self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes
         refuse = partial(self.pieces.refuse_piece, stored, 0)
-        return StoredBytes([FileRange(*place, size, self.piece_checksum(stored, 0), refuse)])
+        return StoredBytes([FileRange(*place, size, self.recorded_sum(stored, 0), refuse)])
 
     def outside_names(self) -> list[str]:
         return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]
@@ -477,6 +470,101 @@ class PartitionedSource(WeightSource):
         return super().known_fingerprint() if recorded is None else recorded
 
 
+class WrappedSource(WeightSource):
+    """The weights of another source, whose fingerprint and checksums are its own; subclasses change some of them.
+
+    Args:
+        base: the other source.
+        model, has_tied_head: as of `WeightSource`.
+    """
+
+    def __init__(self, base: WeightSource, model: ModelFolder, *, has_tied_head: bool) -> None:
+        super().__init__(model, has_tied_head=has_tied_head)
+        self.base = base
+
+    def stored_name(self, name: str) -> str:
+        """Returns the base's name of a tensor."""
+        return name
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.base.changed_config
+
+    @property
+    def notes(self) -> list[str]:
+        return self.base.notes
+
+    def changed_names(self) -> list[str]:
+        return self.base.changed_names()
+
+    def identity(self) -> dict[str, Any]:
+        return self.base.identity()
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        return self.base.write_report(folder, facts)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.base.dtype(self.stored_name(name))
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return self.base.boxes(self.stored_name(name))
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self.base.view(self.stored_name(name), index)
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
+        return self.base.read(self.stored_name(name), spec, out)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int] | None:
+        return self.base.stored_at(self.stored_name(name), index)
+
+    def recorded_sum(self, name: str, index: int) -> str | None:
+        return self.base.recorded_sum(self.stored_name(name), index)
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        self.base.refuse_piece(self.stored_name(name), index, found, expected)
+
+    def check_tensor(self, name: str) -> None:
+        self.base.check_tensor(self.stored_name(name))
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        return self.base.contents(self.stored_name(name), wanted)
+
+    def rows(self, name: str) -> Rows:
+        return self.base.rows(self.stored_name(name))
+
+    def outside_names(self) -> list[str]:
+        return self.base.outside_names()
+
+    def read_outside(self, name: str) -> Tensor:
+        return self.base.read_outside(name)
+
+    def outside_content(self, name: str) -> Content:
+        return self.base.outside_content(name)
+
+    def fingerprint(self) -> str:
+        return self.base.fingerprint()
+
+    def known_fingerprint(self) -> str | None:
+        return self.base.known_fingerprint()
+
+    def know_fingerprint(self, fingerprint: str) -> None:
+        self.base.know_fingerprint(fingerprint)
+
+    def computed_fingerprint(self) -> str:
+        return self.base.computed_fingerprint()
+
+    @property
+    def checks(self) -> PieceChecks:
+        return self.base.checks
+
+    def sums(self) -> dict[str, str] | None:
+        return self.base.sums()
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        self.base.expect(sums, recorded_by)
+
+
 def open_source(path: str | Path) -> WeightSource:
     """Opens the weights in a Hugging Face folder or a partitioned base checkpoint.
 
@@ -485,7 +573,3 @@ def open_source(path: str | Path) -> WeightSource:
     """
     model = open_model(path)
     return HfSource(model) if model.manifest is None else PartitionedSource(model)
-
-
-def _num_experts(model: ModelFolder) -> int:
-    return model.decoder.num_experts

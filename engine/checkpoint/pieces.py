@@ -12,7 +12,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.manifest import MANIFEST, Manifest, PieceRecord, TensorRecord, check_file, read_manifest
+from engine.checkpoint.manifest import MANIFEST, check_file, read_manifest
+from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.piece_columns import PieceColumns
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, boxes_of

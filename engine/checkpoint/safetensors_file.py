@@ -24,7 +24,7 @@ from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
 from engine.files.durable import open_new
 from engine.files.refusals import writing
-from engine.kernels.checksum import Checksum
+from engine.kernels.checksum import Checksum, checksum_of
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -68,9 +68,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def checksum(tensor: Tensor) -> str:
     """Returns the CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
-    found = Checksum()
-    found.update(raw_bytes(tensor))
-    return found.text()
+    return checksum_of(raw_bytes(tensor))
 
 
 def file_header(

@@ -8,21 +8,22 @@ all of its bytes back is up to `verify`.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.checkpoint.copying.contents import Concatenated, Content, content_checksum
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.copying.exchange import whole_checksum
 from engine.checkpoint.copying.file_writers import Piece, PlannedFile
 from engine.checkpoint.copying.resumable import Written, resumable_folder
-from engine.checkpoint.copying.streaming import Streaming, compare_files, write_files
+from engine.checkpoint.copying.streaming import Progress, Streaming, compare_files, write_files
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
-from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
+from engine.checkpoint.manifest import ENGINE_VERSION, write_manifest
+from engine.checkpoint.manifest_records import Manifest, PieceRecord
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
 from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
@@ -37,7 +38,6 @@ from engine.models.families import family_of
 from engine.models.names import FUSED, QKV, NameMap, part_rows
 from engine.sentences import listed
 
-Progress = Callable[[int], None]
 Proof = Callable[[Path], str]
 """Verifies the staged folder before the final rename; returns the sentence to report, or raises UserError."""
 
@@ -88,14 +88,15 @@ class Work:
     progress: Progress | None = None
 
 
+PLAIN_WORK = Work()
+
+
 def import_checkpoint(
     source: WeightSource,
     out: Path,
     *,
     tensor: int,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    work: Work | None = None,
+    work: Work = PLAIN_WORK,
 ) -> ConversionReport:
     """Writes a base checkpoint partitioned for `tensor` tensor-parallel ranks, one file each.
 
@@ -105,13 +106,11 @@ def import_checkpoint(
         source: the weights, at any layout.
         out: folder to make.
         tensor: number of partitions.
-        overwrite, progress: as in `Work`, for callers that want no more of it.
         work: the settings.
 
     Raises:
         UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
     """
-    work = work or Work(overwrite=overwrite, progress=progress)
     specs = _specs_per_rank(source, tensor)
     files = _planned_partitions(source, specs)
     names = [file.name for file in files]
@@ -119,13 +118,7 @@ def import_checkpoint(
     companions = source.model.companions()
     total = sum(file.num_bytes for file in files) + companions.num_bytes
     inputs = [source.model.path]
-    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
-        staging,
-        journal,
-    ):
-        begin = time.monotonic()
-        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
-        seconds = time.monotonic() - begin
+    with _written(out, files, plan, inputs, total, work) as (staging, streamed):
         _refuse_not_finite(source, streamed, trained=())
         companions.copy_to(staging)
         _write_changed_config(staging, source)
@@ -144,8 +137,19 @@ def import_checkpoint(
         assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
-    report = _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
+    report = _report(out, files, streamed, work, num_tensors=len(manifest.tensors))
     return replace(report, notes=(*source.notes, *companions.left_out))
+
+
+@contextmanager
+def _written(
+    out: Path, files: Sequence[PlannedFile], plan: Mapping[str, Any], inputs: Sequence[Path], num_bytes: int, work: Work
+) -> Iterator[tuple[Path, Streaming]]:
+    """Writes files into a folder beside `out`, which takes that name after the block; arguments are those of
+    `resumable_folder`."""
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=num_bytes) as found:
+        staging, journal = found
+        yield staging, write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
 
 
 def _write_changed_config(folder: Path, source: WeightSource) -> None:
@@ -154,14 +158,14 @@ def _write_changed_config(folder: Path, source: WeightSource) -> None:
 
 
 def _report(
-    out: Path, files: Sequence[PlannedFile], streamed: Streaming, seconds: float, work: Work, *, num_tensors: int
+    out: Path, files: Sequence[PlannedFile], streamed: Streaming, work: Work, *, num_tensors: int
 ) -> ConversionReport:
     return ConversionReport(
         out=out,
         files=tuple(file.name for file in files),
         num_tensors=num_tensors,
         num_bytes=sum(file.num_bytes for file in files),
-        seconds=seconds,
+        seconds=streamed.seconds,
         kept_bytes=streamed.kept_bytes,
         verified=work.verify,
     )
@@ -252,11 +256,9 @@ def export_hf(
     out: Path,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    overwrite: bool = False,
     inputs: tuple[Path, ...] = (),
-    progress: Progress | None = None,
     fusing: Fusing = "keep",
-    work: Work | None = None,
+    work: Work = PLAIN_WORK,
     proof: Proof | None = None,
     tokenizer: TrainedTokenizer = BASES_OWN,
 ) -> ConversionReport:
@@ -267,7 +269,6 @@ def export_hf(
         out: folder to make.
         max_shard_bytes: start a new file before one grows past this.
         inputs: further folders that are read at the same time.
-        overwrite, progress: as in `Work`, for callers that want no more of it.
         fusing: query, key and value, and gate and up, as the base has them ("keep"), apart ("split"), query, key and
             value as one matrix ("qkv"), or both ("all").
         work: the settings.
@@ -277,7 +278,6 @@ def export_hf(
     Raises:
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
     """
-    work = work or Work(overwrite=overwrite, progress=progress)
     names = hf_names(source.model, fusing)
     parts = _hf_parts(source, names)
     files = _planned_shards(source, names, parts, max_shard_bytes)
@@ -286,13 +286,7 @@ def export_hf(
     total = sum(file.num_bytes for file in files)
     inputs = (source.model.path, *inputs)
     room = total + companions.num_bytes
-    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=room) as (
-        staging,
-        journal,
-    ):
-        begin = time.monotonic()
-        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
-        seconds = time.monotonic() - begin
+    with _written(out, files, plan, inputs, room, work) as (staging, streamed):
         notes = [*source.notes, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
         if len(files) > 1:
             _write_index(staging / INDEX, files, total)
@@ -305,7 +299,7 @@ def export_hf(
         rounding = source.write_report(staging, [written.facts for written in streamed.written.values()])
         if proof is not None:
             notes.append(proof(staging))
-    report = _report(out, files, streamed, seconds, work, num_tensors=len(streamed.written))
+    report = _report(out, files, streamed, work, num_tensors=len(streamed.written))
     return replace(report, notes=tuple(notes), rounding=rounding)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.checkpoint.copying.direct_io import BLOCK_BYTES, RangeReader, Scratch
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
+from engine.checkpoint.reshard import Box, box_spec, plan_copies
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.errors import UserError
 from engine.kernels.checksum import Checksum
@@ -178,10 +178,8 @@ def rows_of(box: Box, shape: tuple[int, ...], start: int, stop: int) -> Box:
     """Returns the rows [start, stop) of a box of a tensor of `shape`, as a box of that tensor."""
     if not shape:
         return box
-    ranges = list(box.ranges(shape))
-    ranges[0] = (ranges[0][0] + start, ranges[0][0] + stop)
-    runs = [(dim, first, last - first) for dim, (first, last) in enumerate(ranges) if (first, last) != (0, shape[dim])]
-    return Box(*runs[0], tuple(runs[1:])) if runs else Box()
+    (first, _), *others = box.ranges(shape)
+    return Box.of(((first + start, first + stop), *others), shape)
 
 
 class PlacedCopy(NamedTuple):
@@ -209,11 +207,6 @@ def contiguous_copies(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -
         )
         placed.append((_first(copy.local_slices, local_shape), place))
     return [place for _, place in sorted(placed)]
-
-
-def touched(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[Copy]:
-    """Returns the copies out of stored pieces that a box needs."""
-    return plan_copies(box_spec(shape, box), stored)
 
 
 def _is_run(slices: tuple[slice, ...], shape: tuple[int, ...]) -> bool:

@@ -13,14 +13,16 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from engine.checkpoint.copying.writeback import start_writeback
 from engine.errors import UserError
+from engine.telemetry.processors import available_processors
 
 BLOCK_BYTES = 4 << 20
 """Bytes handled at a time by each thread: large enough for a disk, small enough for a processor's cache."""
@@ -32,6 +34,15 @@ _FEWEST_BYTES = 1 << 20
 """Below, a run is left to the page cache: a direct write waits for the disk."""
 
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
+
+_MAX_THREADS = 8
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def default_threads() -> int:
+    """Returns two threads for each processor, since one often waits for the disk; up to a limit past which a disk
+    gains nothing."""
+    return max(2, min(_MAX_THREADS, 2 * available_processors()))
 
 
 class Scratch:
@@ -149,7 +160,7 @@ class RunWriter:
         first, last = min(_round_up(begin), end), max(end // ALIGNMENT * ALIGNMENT, begin)
         if self._direct is None or first >= last:
             self._write(self._plain, begin, end)
-            start_writeback(self._plain, self._first + begin, end - begin)
+            _start_writeback(self._plain, self._first + begin, end - begin)
         else:
             self._write(self._plain, begin, first)
             self._write_direct(self._direct, first, last)
@@ -169,6 +180,28 @@ class RunWriter:
                 raise
             self._direct = None  # the file system allows direct opens, but not direct writes
             self._write(self._plain, begin, end)
+
+
+@cache
+def _sync_file_range() -> ctypes._NamedFuncPointer | None:
+    """Returns Linux's sync_file_range; None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Starts writing bytes [offset, offset + length) of an open file to the disk, without waiting for them.
+
+    By default the system keeps written bytes in memory until there are many, and the flush at the end waits for all of
+    them; started early, the disk works beside the processor. A hint: errors are ignored here, because the flush at the
+    end reports them.
+    """
+    function = _sync_file_range()
+    if function is not None:
+        function(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
 
 
 def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:

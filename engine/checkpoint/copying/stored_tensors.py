@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from engine.checkpoint.copying.contents import Content, FileRange, GatheredRows, StoredBytes, contiguous_copies, touched
+from engine.checkpoint.copying.contents import Content, FileRange, GatheredRows, StoredBytes, contiguous_copies
 from engine.checkpoint.copying.direct_io import read_ahead
 from engine.checkpoint.copying.exchange import Exchange, StoredPiece
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box
+from engine.checkpoint.reshard import Box, box_spec, plan_copies
 from engine.checkpoint.rows import Rows, StoredRows
 from engine.checkpoint.safetensors_file import num_bytes
 
@@ -25,16 +25,13 @@ class StoredTensors(TensorReader):
         """
         return None
 
-    def piece_checksum(self, name: str, index: int) -> str | None:
+    def recorded_sum(self, name: str, index: int) -> str | None:
         """Returns the recorded checksum of a piece, where there is one."""
         return None
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         """Raises UserError about a piece that does not have its recorded checksum."""
         raise NotImplementedError
-
-    def check_piece(self, name: str, index: int) -> None:
-        """Raises UserError where a piece does not have its recorded checksum."""
 
     def check_tensor(self, name: str) -> None:
         """Raises UserError where a piece of the tensor does not have its recorded checksum."""
@@ -66,7 +63,7 @@ class StoredTensors(TensorReader):
                 return None
             size = num_bytes(self.dtype(name), box.shape(self.shape(name)))
             refuse = partial(self.refuse_piece, name, index)
-            found.append(StoredPiece(box=box, run=FileRange(*place, size, self.piece_checksum(name, index), refuse)))
+            found.append(StoredPiece(box=box, run=FileRange(*place, size, self.recorded_sum(name, index), refuse)))
         return found
 
     def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[FileRange] | None:
@@ -85,7 +82,7 @@ class StoredTensors(TensorReader):
         return runs
 
     def _gathered(self, name: str, box: Box) -> Content:
-        needed = {copy.source for copy in touched(self.shape(name), box, self.boxes(name))}
+        needed = {copy.source for copy in plan_copies(box_spec(self.shape(name), box), self.boxes(name))}
         return GatheredRows(self, name, box, lambda: self._check_pieces(name, sorted(needed)))
 
     def expect_rows(self, name: str, rows: Sequence[int]) -> None:
@@ -99,5 +96,6 @@ class StoredTensors(TensorReader):
             read_ahead(place[0], [(offset, row_bytes) for offset in offsets])
 
     def _check_pieces(self, name: str, indices: Sequence[int]) -> None:
+        """Raises UserError where a piece does not have its recorded checksum, which reading it compares."""
         for index in indices:
-            self.check_piece(name, index)
+            self.view(name, index)

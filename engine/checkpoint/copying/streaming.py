@@ -7,6 +7,7 @@ interpreter's lock. The checksum of each tensor is computed on the way, so nothi
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,11 +16,10 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes, content_checksum
-from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, forget
+from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, default_threads, forget
 from engine.checkpoint.copying.exchange import ExchangedPart
 from engine.checkpoint.copying.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.checkpoint.copying.resumable import Journal, Written
-from engine.checkpoint.copying.threads import default_threads
 from engine.checkpoint.safetensors_file import file_header
 from engine.errors import UserError
 from engine.files.refusals import FileError, writing
@@ -34,10 +34,12 @@ class Streaming:
     Args:
         written: (file, key) -> the record of the tensor.
         kept_bytes: of them, those that an earlier call had written and this one only compared.
+        seconds: spent until they were on the disk.
     """
 
     written: dict[tuple[str, str], Written]
     kept_bytes: int
+    seconds: float
 
 
 def write_files(
@@ -64,6 +66,7 @@ def write_files(
         FileError: the disk is full or fails.
         UserError: an input is damaged.
     """
+    begin = time.monotonic()
     writer = _Writer(folder, journal, scan, progress or (lambda _: None))
     # A few threads write; products inside one must not start threads of their own on the same processors.
     before = torch.get_num_threads()
@@ -77,7 +80,7 @@ def write_files(
     for output in outputs:
         with writing(output.path):
             output.finish_empty()
-    return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes)
+    return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes, seconds=time.monotonic() - begin)
 
 
 def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.folder import stats_of
-from engine.checkpoint.manifest import ENGINE_VERSION, MANIFEST, Manifest, manifest_from_json, write_manifest
+from engine.checkpoint.manifest import ENGINE_VERSION, MANIFEST, manifest_from_json, write_manifest
+from engine.checkpoint.manifest_records import Manifest
 from engine.checkpoint.piece_columns import RankPart, join_parts, piece_key, write_columns
 from engine.checkpoint.pieces import plan_pieces
 from engine.checkpoint.run.step_folders import move_into_place
@@ -27,7 +28,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
 from engine.files.refusals import FileError, writing
-from engine.kernels.checksum import Checksum
+from engine.kernels.checksum import checksum_of
 from engine.sentences import listed
 
 RUN_CONFIG = "run.yaml"
@@ -237,8 +238,8 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Sequenc
             "state": contents.state,
             "base": contents.base,
             "lora": contents.lora,
-            "run_config_checksum": text_checksum(config),
-            "beside": {name: text_checksum(data) for name, data in contents.beside.items()},
+            "run_config_checksum": checksum_of(config),
+            "beside": {name: checksum_of(data) for name, data in contents.beside.items()},
         },
         columns=columns,
     )
@@ -253,10 +254,3 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Sequenc
     move_into_place(staging, out)
     with writing(out):
         sync_folder(out.parent.parent)
-
-
-def text_checksum(text: bytes) -> str:
-    """Returns the checksum of a small file beside the tensors."""
-    found = Checksum()
-    found.update(memoryview(text))
-    return found.text()

@@ -55,8 +55,6 @@ from engine.telemetry.format import counted, format_bytes, short_path
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 
-_MAX_FILES_SHOWN = 8
-
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:

@@ -75,21 +75,25 @@ def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig
     }
 
 
-def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
-    """Returns the factor on B A of a run's adapters; 0 without any.
+def recorded_scales(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> dict[str, float]:
+    """Returns adapted module -> factor on the B A of a run's adapter.
 
     Args:
         lora: the run's settings, as its checkpoints have them.
         trained: its trained values.
         names: of its base.
     """
-    if not lora:
-        return 0.0
-    scales = {}
-    for module in adapted_modules(trained.tensor_names()):
-        alpha = recorded_alpha(lora, module, names)
-        scales[module] = adapter_scale(trained.shape(f"{module}.{LORA_A}")[0], alpha, rslora=bool(lora["rslora"]))
-    return one_or_each(scales, 0.0)
+    return {
+        module: adapter_scale(
+            trained.shape(f"{module}.{LORA_A}")[0], recorded_alpha(lora, module, names), rslora=bool(lora["rslora"])
+        )
+        for module in adapted_modules(trained.tensor_names())
+    }
+
+
+def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
+    """Returns the factor on B A of a run's adapters, 0 without any; arguments are those of `recorded_scales`."""
+    return one_or_each(recorded_scales(lora, trained, names), 0.0) if lora else 0.0
 
 
 class MergedSource(WeightSource):

@@ -37,16 +37,15 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> T
     _check_tying(found, config, source)
     settings = {module: own for module in modules if (own := plan.modules.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
-    if found.settings.dora != lora.dora:
-        raise UserError(
-            f"lora.dora is {str(lora.dora).lower()}, but the adapter in {lora.init_from} has use_dora "
-            f"{str(found.settings.dora).lower()}: set lora.dora to {str(found.settings.dora).lower()}."
-        )
-    if found.settings.bias != lora.bias:
-        raise UserError(
-            f"lora.bias is {str(lora.bias).lower()}, but the adapter in {lora.init_from} has lora_bias "
-            f"{str(found.settings.bias).lower()}: set lora.bias to {str(found.settings.bias).lower()}."
-        )
+    for option, key, own, asked in (
+        ("dora", "use_dora", found.settings.dora, lora.dora),
+        ("bias", "lora_bias", found.settings.bias, lora.bias),
+    ):
+        if own != asked:
+            raise UserError(
+                f"lora.{option} is {str(asked).lower()}, but the adapter in {lora.init_from} has {key} "
+                f"{str(own).lower()}: set lora.{option} to {str(own).lower()}."
+            )
     for name in fully_trained(found.tensor_names()):
         if name not in plan.trained and name in (*plan.shapes, TIED_HEAD):
             raise UserError(

@@ -38,7 +38,7 @@ class Contestant:
     """
 
     run: Callable[[], Results]
-    reset: Callable[[], None] | None = None
+    reset: Callable[[], object] | None = None
     error: Callable[[Results], float] | None = None
     note: str = ""
 
@@ -46,6 +46,28 @@ class Contestant:
         """Restores the initial inputs."""
         if self.reset is not None:
             self.reset()
+
+
+def calling(
+    function: Callable[..., Tensor | Results],
+    *arguments: object,
+    reset: Callable[[], object] | None = None,
+    note: str = "",
+) -> Contestant:
+    """Returns a call of a function of one result or several as a contestant."""
+
+    def run() -> Results:
+        found = function(*arguments)
+        return (found,) if isinstance(found, Tensor) else found
+
+    return Contestant(run=run, reset=reset, note=note)
+
+
+def by_autograd(function: Callable[[Tensor], Tensor | Results], x: Tensor, gradients: Tensor | Results) -> Contestant:
+    """Returns the backward pass alone of a function of `x` as a contestant, over a graph that is kept."""
+    leaf = x.clone().requires_grad_()
+    results = function(leaf)
+    return Contestant(run=lambda: torch.autograd.grad(results, leaf, gradients, retain_graph=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from engine.config.checks import require, require_at_least, require_choice
+from engine.config.checks import require, require_at_least, require_choices
 from engine.config.option import IGNORED, REPORTED, option
 
 Format = Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"]
@@ -82,8 +82,7 @@ class DataOptions:
         return self.packing is not False
 
     def __post_init__(self) -> None:
-        require_choice("data.format", self.format, FORMATS)
-        require_choice("data.overlong", self.overlong, OVERLONG)
+        require_choices("data", self)
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
         if self.validation_split is not None:
             require(

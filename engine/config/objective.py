@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
-from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, changed, option
 
 Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "grpo"]
@@ -187,8 +187,7 @@ class ObjectiveOptions:
     importance_min: float | None = option(None, REPORTED, POLICY_GRADIENT)
 
     def __post_init__(self) -> None:
-        require_choice("objective.name", self.name, tuple(OBJECTIVES))
-        require_choice("objective.reference", self.reference, get_args(Reference))
+        require_choices("objective", self)
         if self.name in POLICY_GRADIENT:
             require_not_negative("objective.beta", self.divergence_weight, "use for example 0.04, or 0 for none")
             require(
@@ -215,7 +214,6 @@ class ObjectiveOptions:
         self._check_clipping()
         self._check_importance()
         self._check_rewards()
-        require_choice("objective.scale_rewards", self.scale_rewards, get_args(RewardScale))
         require_at_least("objective.num_iterations", self.num_iterations, 1, "use for example 1")
         require(
             0 <= self.top_entropy_quantile <= 1,
@@ -224,7 +222,6 @@ class ObjectiveOptions:
         )
 
     def _check_clipping(self) -> None:
-        require_choice("objective.loss_type", self.loss_type, get_args(PolicyLoss))
         require_not_negative("objective.epsilon", self.epsilon, "use for example 0.2")
         if self.epsilon_high is not None:
             wanted = require_positive if self.loss_type == "cispo" else require_not_negative
@@ -292,25 +289,20 @@ class ObjectiveOptions:
         )
 
     def _check_rewards(self) -> None:
-        require_choice("objective.reward_aggregation", self.reward_aggregation, get_args(RewardAggregation))
         require(
             self.reward_aggregation == "sum_then_normalize" or self.scale_rewards == "group",
             f"objective.scale_rewards is {self.scale_rewards} and objective.reward_aggregation is "
             f"{self.reward_aggregation}, which scales each reward by its group's standard deviation: remove one of "
             "them.",
         )
-        if self.off_policy_threshold is not None:
-            require_positive("objective.off_policy_threshold", self.off_policy_threshold, "use for example 0.5")
+        require_positive("objective.off_policy_threshold", self.off_policy_threshold, "use for example 0.5")
 
     def _check_importance(self) -> None:
-        if self.ratio_level is not None:
-            require_choice("objective.ratio_level", self.ratio_level, get_args(RatioLevel))
         require(
             self.ratio_level != "token" or self.loss_type not in SEQUENCE_RATIOS,
             f"objective.ratio_level is token and objective.loss_type is {self.loss_type}, whose ratios are of whole "
             "completions: remove it, or set objective.loss_type to grpo.",
         )
-        require_choice("objective.importance_correction", self.importance_correction, get_args(ImportanceCorrection))
         low, high = self.importance_min, self.importance_max
         for name, limit in (("importance_min", low), ("importance_max", high)):
             if limit is not None:

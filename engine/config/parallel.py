@@ -6,10 +6,10 @@ The data-parallel size is not an option: it follows from the world size (`engine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from engine.choices import SCHEDULES, PipelineSchedule, ShardLevel
-from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.choices import PipelineSchedule, ShardLevel
+from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, option
 
 ContextMethod = Literal["ring", "ulysses"]
@@ -64,6 +64,7 @@ class ParallelOptions:
     bucket_mb: float = option(25.0, IGNORED)
 
     def __post_init__(self) -> None:
+        require_choices("parallel", self)
         for name in ("tensor", "pipeline", "context", "expert"):
             require_at_least(f"parallel.{name}", getattr(self, name), 1, "use 1 to switch it off")
         require(
@@ -71,8 +72,6 @@ class ParallelOptions:
             f"parallel.expert_tensor is {self.expert_tensor} and parallel.tensor is {self.tensor}, but experts are "
             f"whole or divided over all tensor ranks: use 1, {self.tensor}, or null.",
         )
-        require_choice("parallel.schedule", self.schedule, ("auto", *SCHEDULES))
-        require_choice("parallel.context_method", self.context_method, get_args(ContextMethod))
         if self.virtual is not None:
             require_at_least("parallel.virtual", self.virtual, 1, "use null for what the schedule needs")
             require(
@@ -86,8 +85,6 @@ class ParallelOptions:
             "number of layers above 0 for each stage of a pipeline is expected: write for example [8, 8, 8, 6], or "
             "null.",
         )
-        require_choice("parallel.shard", self.shard, get_args(ShardLevel))
-        require_choice("parallel.lora_reduce", self.lora_reduce, get_args(LoraReduce))
         require_positive("parallel.bucket_mb", self.bucket_mb, "use for example 25")
 
     @property

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from engine.batch import Batch
 from engine.telemetry.metrics import Value
 from engine.training.guards.spikes import NO_LIMIT
-from engine.training.step import StepResult
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures, StepResult
 
 
 @dataclass(frozen=True, slots=True)

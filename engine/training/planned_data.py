@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
-from engine.models.decoder_config import DecoderConfig
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.seams import resolve
@@ -49,12 +48,15 @@ def read_data(
     Raises:
         RunComplete: nothing is left to do.
     """
-    decoder = model.decoder
     data = build_data(config, launch, model, log)
+    prompts: list[SamplePrompt] = []
+    if config.train.sample_prompts or config.train.sample_chat:
+        read_prompts = resolve("engine.training.samples:read_prompts")
+        prompts = read_prompts(config, data.tokenizer, model.decoder, data.train.family)
     read = PlannedData(
         data=data,
         fingerprint=data.train.fingerprint(),
-        prompts=_sample_prompts(config, data, decoder),
+        prompts=prompts,
         step_plan=plan_steps(config, data.train.order, step=start.step, consumed=start.consumed),
     )
     if (point := start.point) is None:
@@ -67,13 +69,3 @@ def read_data(
     for difference in point.differences(config, read.step_plan, data, read.fingerprint):
         log.warning(difference)
     return read
-
-
-def _sample_prompts(config: RunConfig, data: RunData, decoder: DecoderConfig) -> list[SamplePrompt]:
-    """Returns the tokens of train.sample_prompts."""
-    if not config.train.sample_prompts and not config.train.sample_chat:
-        return []
-    found: list[SamplePrompt] = resolve("engine.training.samples:read_prompts")(
-        config, data.tokenizer, decoder, data.train.family
-    )
-    return found

@@ -21,15 +21,14 @@ from engine.runtime.run_folder import RunFolder
 from engine.seams import resolve
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
-from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.trackers import Trackers
 from engine.training.build import Training, build_training
 from engine.training.planned_data import read_data
-from engine.training.prepared_run import PreparedRun, assemble
+from engine.training.prepared_run import PreparedRun
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
 from engine.training.run_data import RunData
-from engine.training.start import Start, find_start, refuse_early
+from engine.training.start import find_start, refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.state import load_state
 from engine.training.warm_up import warm_up
@@ -64,9 +63,13 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     listener.run_started()
     if read is None:
         read = read_data(config, launch, log, folder, source.model, start)
-    _load_start(config, launch, log, folder, training, read.data, start)
-    metrics = _open_metrics(config, log, folder, trackers, start, opened)
-    prepared = assemble(config, launch, log, listener, folder, start, read, training, metrics, opened)
+    if start.resume is not None:
+        load_state(start.resume, config, training)
+    read.data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
+    metrics = open_metrics(config, folder.path, log, trackers)
+    opened.callback(metrics.close, "failed")  # without effect once a finished run has closed them
+    metrics.truncate_after(start.step if start.resume is not None else -1)
+    prepared = PreparedRun(config, launch, log, listener, folder, start, read, training, metrics, opened)
     listener.data_read(
         train_samples=read.data.train.num_samples,
         eval_samples=0 if read.data.validation is None else read.data.validation.num_samples,
@@ -96,28 +99,3 @@ def _closing(trackers: Trackers) -> Callable[[type[BaseException] | None, object
         trackers.close("finished" if kind is RunComplete else "failed")
 
     return close
-
-
-def _load_start(
-    config: RunConfig,
-    launch: Launch,
-    log: Log,
-    folder: RunFolder,
-    training: Training,
-    data: RunData,
-    start: Start,
-) -> None:
-    """Loads the checkpoint to resume from, and what answers are compared with. Collective."""
-    if start.resume is not None:
-        load_state(start.resume, config, training)
-    data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
-
-
-def _open_metrics(
-    config: RunConfig, log: Log, folder: RunFolder, trackers: Trackers, start: Start, opened: ExitStack
-) -> MetricsWriter:
-    """Opens the metrics; what has not been closed as finished by the end of the run is closed as failed."""
-    metrics = open_metrics(config, folder.path, log, trackers)
-    opened.callback(metrics.close, "failed")
-    metrics.truncate_after(start.step if start.resume is not None else -1)
-    return metrics

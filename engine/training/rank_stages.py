@@ -17,16 +17,16 @@ from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
-from engine.training.passes import (
+from engine.training.stage import (
     BASE_REFERENCE,
     COUNTING_PASS,
     EVALUATION,
     REFERENCE,
     TRAINING,
+    ModelStage,
     Pass,
     ReadHead,
 )
-from engine.training.stage import ModelStage
 
 if TYPE_CHECKING:
     from engine.training.cuda_graph.capture import Capture

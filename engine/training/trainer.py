@@ -25,7 +25,7 @@ from engine.training.prepare import prepare
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from engine.training.step_source import StepRows
 
 

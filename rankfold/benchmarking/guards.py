@@ -40,8 +40,7 @@ from engine.training.guards.run_guards import FROZEN_EVERY, Guards
 from engine.training.observer import LaunchedStep
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
-from engine.training.step import TrainStep
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures, TrainStep
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.graph_side import make_batch
 from rankfold.benchmarking.machine import describe

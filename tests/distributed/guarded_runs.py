@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.optim.state_sharding import ShardLevel
 from engine.training.guards.run_guards import Guards
 from engine.training.observer import LaunchedStep
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from tests.distributed.sharded_runs import GLOBAL_ROWS, SMALL, Layout, Run
 
 OPTIONS = GuardOptions(liveness_steps=3, replicas_every=2)

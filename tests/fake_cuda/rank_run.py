@@ -43,7 +43,7 @@ from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.row_shape import shape_of_launch
 from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from rankfold.planning.memory_measure import draw_batches

@@ -18,7 +18,7 @@ from engine.training.guards.fingerprint import AT_ONCE, Fingerprints
 from engine.training.guards.run_guards import Guards
 from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
 from engine.training.observer import LaunchedStep
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of, zero_b
 from tests.distributed.sharded_runs import Layout, Run
 from tests.support.graph_training import make_steps, pair

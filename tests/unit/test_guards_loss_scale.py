@@ -12,8 +12,7 @@ from engine.errors import UserError
 from engine.optim.loss_scale import LossScale
 from engine.training.guards.run_guards import Guards
 from engine.training.observer import LaunchedStep
-from engine.training.step import StepResult
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures, StepResult
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
 

@@ -17,8 +17,7 @@ from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import ReplicaGuard
 from engine.training.observer import LaunchedStep
 from engine.training.reports.step_reporter import RunClock, StepReporter
-from engine.training.step import StepResult
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures, StepResult
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
 from tests.support.device_stand_in import OnDevice, Stream, device_stand_in

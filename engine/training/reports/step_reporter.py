@@ -20,7 +20,7 @@ from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
 from engine.training.observer import LaunchedStep, Observer, StepReport
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from engine.training.step_source import StepSource
 
 

@@ -40,6 +40,8 @@ OUTSIDE = "outside/"
 """Prefix under which a partitioned checkpoint stores tensors that are not the language model's."""
 
 TIED_HEAD = "lm_head.weight"
+SHARED = "embed_tokens.weight"
+"""The matrix that is embedding and head of a tied model."""
 
 _KEPT_DECODED = 2
 """Linears of experts that stay decoded: one is read in several runs of rows."""

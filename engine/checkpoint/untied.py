@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from engine.checkpoint.model_weights import TIED_HEAD, WeightSource, WrappedSource
-
-SHARED = "embed_tokens.weight"
-"""The matrix that is embedding and head of a tied model."""
+from engine.checkpoint.model_weights import SHARED, TIED_HEAD, WeightSource, WrappedSource
 
 
 def trained_apart(lora: Mapping[str, Any], trained: Collection[str]) -> bool:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.folder import ADAPTER_CONFIG
-from engine.checkpoint.model_weights import TIED_HEAD, WeightSource
+from engine.checkpoint.model_weights import SHARED, TIED_HEAD, WeightSource
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
-from engine.checkpoint.untied import SHARED, untied
+from engine.checkpoint.untied import untied
 from engine.choices import VISION
 from engine.conversion.expert_stacks import (
     GATE_UP,

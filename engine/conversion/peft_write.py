@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.checkpoint.folder import ADAPTER_CONFIG, check_output
 from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.model_weights import SHARED
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
-from engine.checkpoint.untied import SHARED
 from engine.choices import VISION, AdapterForm, AdapterReader
 from engine.conversion.expert_stacks import in_turns, live_name
 from engine.conversion.import_export import ConversionReport, Proof, stored_names

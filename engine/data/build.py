@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from engine.config.data import OVERLONG, Packing
 from engine.data.columns import Columns
-from engine.data.concatenate import concatenate
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
@@ -76,6 +75,8 @@ class RecordReader(ABC, Generic[Parsed]):
         """
         columns = Columns.joined(gathered)
         if packing == "concatenate":
+            from engine.data.concatenate import concatenate
+
             columns, left_over = concatenate(columns, seq_length)
             report = replace(report, left_over=left_over)
         return TokenDataset(columns, seq_length=self.kind.width * seq_length, packing=bool(packing), report=report)

@@ -31,9 +31,9 @@ from engine.data.document import Document
 from engine.data.formats import parse_record
 from engine.data.store import tokenizer_fingerprint
 from engine.data.store_manifest import BLOCKS, DTYPES, MANIFEST, OFFSETS, VERSION, StoreManifest, manifest_text
-from engine.data.template import Runaway
 from engine.data.tokenize import CHUNK, tokenize_samples
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
+from engine.data.tokenizer_calls import Runaway
 from engine.data.work_units import Unit, plan_units, unit_records
 from engine.errors import UserError
 from engine.files.durable import delete_folder, open_new, write_durably

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from engine.batch import IGNORE_LABEL
 from engine.config.data import FORMATS
-from engine.data.chat import Message
-from engine.data.named_templates import ALPACA_TASK
+from engine.data.chat import ALPACA_TASK, Message
 from engine.data.record_files import Place, Record, read_records, read_text
 from engine.errors import UserError
 from engine.seams import resolve

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample, FamilySample, Sample, TextSample, TokenSample
 from engine.data.record_files import Place
-from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 

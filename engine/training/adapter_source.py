@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from engine.checkpoint.leftover import refuse_leftover
-from engine.checkpoint.model_weights import TIED_HEAD
+from engine.checkpoint.model_weights import SHARED, TIED_HEAD
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.untied import SHARED
 from engine.config.run import RunConfig
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_read import AdapterSource

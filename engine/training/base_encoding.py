@@ -22,7 +22,6 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.quantized_backends import choose_quantized
 from engine.quantization.encoding import encoding
 from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
@@ -58,6 +57,8 @@ def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncodin
                 f"model.base_dtype is {name}, which needs a GPU of compute capability {needed[0]}.{needed[1]}, but "
                 f"this one has {found[0]}.{found[1]}: set model.base_dtype to int8 or nf4."
             )
+    from engine.ops.quantized_backends import choose_quantized
+
     backend = choose_quantized(kernels, device)
     return BaseEncoding(encoding=encoding(name, backend.arithmetic), operands=backend.operands)
 

@@ -7,13 +7,9 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 from engine.config.data import split_mix
 from engine.config.run import RunConfig
-from engine.data.blend import blend
 from engine.data.build import Advance
 from engine.data.dataset import TokenDataset
-from engine.data.hold_out import hold_out
-from engine.data.preview import preview
 from engine.data.store import is_store
-from engine.data.stored_rows import stored_dataset
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -73,6 +69,8 @@ class DataSets:
         whole, held_out = self.dataset(path, "training"), None
         share, seed = config.data.validation_split, config.train.seed
         if share is not None:
+            from engine.data.hold_out import hold_out
+
             whole, held_out = hold_out(whole, share, seed)
             self.log.info(
                 f"validation data: {counted(len(held_out), 'row')} held out of data.train (data.validation_split "
@@ -81,6 +79,8 @@ class DataSets:
             )
         if not config.data.mix:
             return whole, held_out
+        from engine.data.blend import blend
+
         entries = [split_mix(entry) for entry in config.data.mix]
         more = [self.dataset(path, f"training ({path})") for path, _ in entries]
         parts = [whole, *more]
@@ -113,6 +113,8 @@ class DataSets:
         if objective.kind.records is not None:
             why = "compares answers" if objective.kind.answers else "has records of another form"
             raise UserError(f"{path} is a token store, but objective.name {objective.name} {why}: give their records.")
+        from engine.data.stored_rows import stored_dataset
+
         return stored_dataset(
             path,
             tokenizer=self.tokenizer,
@@ -142,8 +144,10 @@ class DataSets:
 
 def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
     """Prints the first rows of a data set, as many as data.show says."""
-    if not log.enabled:
+    if not (log.enabled and config.data.show):
         return
+    from engine.data.preview import preview
+
     for row in range(min(config.data.show, len(dataset))):
         for document, (tokens, targets) in zip(dataset.rows.row(row).tolist(), dataset.documents(row), strict=True):
             spans = dataset.feature_spans(document)

@@ -12,7 +12,6 @@ import torch
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import WeightSource, open_source
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.untied import untied
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
@@ -21,7 +20,6 @@ from engine.layers.module import shard_entries
 from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
 from engine.models.dtypes import TORCH_DTYPES
-from engine.ops.attention.ulysses import check_context_heads
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.seams import resolve
 from engine.telemetry.format import format_bytes
@@ -48,6 +46,8 @@ class ModelSource:
 
     def untied(self) -> ModelSource:
         """Returns the same model with a head of its own, a copy of its embedding."""
+        from engine.checkpoint.untied import untied
+
         weights = None if self.weights is None else untied(self.weights)
         return ModelSource(model=self.model.untied(), weights=weights, head_is_copy=True)
 
@@ -134,6 +134,8 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     check_base(config, decoder, plan)
     partition = plan_partition(config, decoder, trained, world_size)
     if parallel.context > 1 and parallel.context_method == "ulysses":
+        from engine.ops.attention.ulysses import check_context_heads
+
         heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
         check_context_heads(*heads, parallel.context)
     return ModelPlan(

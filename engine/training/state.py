@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.model_weights import TIED_HEAD
+from engine.checkpoint.model_weights import SHARED, TIED_HEAD
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
-from engine.checkpoint.untied import SHARED, trained_apart
 from engine.checkpoint.verification import checked_together
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
@@ -127,6 +126,8 @@ def check_state(
         _check_same("lora", saved, now, path, _SAME_LORA)
         names = checkpoint.trained().tensor_names()
         if (source.head_is_copy or source.model.decoder.tied_embeddings) and {SHARED, TIED_HEAD} & set(names):
+            from engine.checkpoint.untied import trained_apart
+
             _check_same("lora", {_TYING: not trained_apart(checkpoint.lora, names)}, now, path, (_TYING,))
     _check_trained(checkpoint, plan)
     fingerprint = source.fingerprint()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.checkpoint.loading import load_copies, load_parameters
-from engine.checkpoint.model_weights import TIED_HEAD
-from engine.checkpoint.untied import SHARED
+from engine.checkpoint.model_weights import SHARED, TIED_HEAD
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec

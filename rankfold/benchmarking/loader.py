@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from engine.data.chat import Learn
 from engine.data.dataset import TokenDataset, dataset_of
 from engine.data.loader import DataLoader
 from engine.data.row_shape import RowShape
-from engine.data.template import Learn
 from engine.telemetry.processors import available_processors
 from engine.vision.data.columns import Extras, PlacedImage, VisionColumns
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, VisionFamily

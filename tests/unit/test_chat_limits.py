@@ -17,9 +17,9 @@ import pytest
 
 from engine.data import tokenizer_calls
 from engine.data.build_store import Request, preprocess
-from engine.data.template import ChatTemplate, Runaway
+from engine.data.template import ChatTemplate
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.data.tokenizer_calls import CallLimits
+from engine.data.tokenizer_calls import CallLimits, Runaway
 from engine.errors import UserError
 from tests.support.shared_data import shared
 from tests.support.sweeps import sampled

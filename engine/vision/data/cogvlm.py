@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.chat import Learn
 from engine.data.extras import Span
-from engine.data.template import Learn
 from engine.errors import UserError
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.chat import Learn
 from engine.data.extras import Span
-from engine.data.template import Learn
 from engine.vision.data.pixels import Grid, Size
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.data.template import Learn
+from engine.data.chat import Learn
 from engine.errors import UserError
 from engine.vision.data.family import (
     Conversation,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.data.template import Learn
+from engine.data.chat import Learn
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily, with_image_first
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.vision.data.writer import ChatWriter, SplitText, TextEncoder

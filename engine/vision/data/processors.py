@@ -20,10 +20,9 @@ import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.extras import Span
 from engine.data.placeholders import Placeholders
-from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.files.documents import read_json

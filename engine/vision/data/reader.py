@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.document import Document
 from engine.data.record_files import Place
-from engine.data.template import Learn
 from engine.errors import UserError
 from engine.vision.data.columns import Extras, PlacedImage
 from engine.vision.data.family import EncodedChat, VisionFamily

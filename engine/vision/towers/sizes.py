@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UserError
@@ -16,6 +17,29 @@ ENCODER_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
 )  # fmt: skip
 """Keys of `vision_config` for the sizes of a plain transformer encoder, as transformers names them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SquareTiles:
+    """Tiles of one size.
+
+    Args:
+        patch: pixels on a side of a patch.
+        side: patches on a side of a tile.
+    """
+
+    patch: int
+    side: int
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of every tile."""
+        return self.side, self.side
 
 
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:

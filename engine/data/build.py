@@ -21,7 +21,8 @@ from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.overlong import LongRecords, RecordKind
 from engine.data.record_files import expand_paths
-from engine.data.tokenize import CHUNK
+from engine.data.tokenize import CHUNK, ConversationReader, tokenize_samples
+from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.sentences import listed
 from engine.telemetry.format import counted
@@ -34,15 +35,22 @@ Made = TypeVar("Made")
 
 
 class RecordReader(ABC, Generic[Parsed]):
-    """Reads one kind of records into documents."""
+    """Reads one kind of records into documents.
+
+    Args:
+        tokenizer: encodes the text.
+        images: as for `engine.data.tokenize.tokenize_samples`.
+        encoding: the other arguments of that.
+    """
 
     kind: ClassVar[RecordKind]
     expects: ClassVar[str] = "nothing to train on"
     """Ends the sentence that refuses files of which too little is kept; with {kept}."""
     least: ClassVar[int] = 1
     """Records that must be kept."""
-    family: Any = None
-    """The family of a vision-language model, which reads the images of rows; None for other models."""
+
+    def __init__(self, tokenizer: Tokenizer, *, images: ConversationReader | None = None, **encoding: Any) -> None:
+        self._tokenizer, self.images, self._encoding = tokenizer, images, encoding
 
     @abstractmethod
     def open(self, path: Path) -> tuple[int, Iterator[Parsed]]:
@@ -52,13 +60,13 @@ class RecordReader(ABC, Generic[Parsed]):
             UserError: a file that cannot be read, or (while it is read) a malformed record.
         """
 
-    @abstractmethod
-    def documents(self, records: Sequence[Parsed]) -> Iterator[Document]:
-        """Yields the documents of some records of one file, those of a record side by side.
+    def documents(self, records: Sequence[Any]) -> Iterator[Document]:
+        """Yields the documents of some records of one file, those of a record side by side. Here records are samples.
 
         Raises:
             UserError: a record that cannot be tokenised.
         """
+        return tokenize_samples(records, self._tokenizer, images=self.images, **self._encoding)
 
     def gather(self, documents: list[Document]) -> Any:
         """Returns documents that are kept in the form that `arrange` takes: columns, which need less memory."""
@@ -127,7 +135,7 @@ def build_dataset(
         )
     dataset = reader.arrange(gathered, seq_length=seq_length, packing=packing, report=report)
     dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
-    dataset.read_with(reader.family)
+    dataset.read_with(None if reader.images is None else reader.images.family)
     return dataset
 
 

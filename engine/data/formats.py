@@ -262,9 +262,14 @@ def _alpaca(place: Place, record: Record) -> CompletionSample:
     output = string_field(place, record, "output", "alpaca")
     # Many sets write null or omit the field where there is no input.
     given = string_field(place, record, "input", "alpaca") if record.get("input") is not None else ""
+    return CompletionSample(place, alpaca_prompt(instruction, given), output)
+
+
+def alpaca_prompt(instruction: str, given: str) -> str:
+    """Returns a question in the Alpaca template; `given` is its input, or empty."""
     # One pass of str.format each, so that braces in the record's own text stay unchanged.
     prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
-    return CompletionSample(place, prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, output)
+    return prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE
 
 
 def _tokens(place: Place, record: Record) -> TokenSample:

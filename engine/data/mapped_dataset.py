@@ -21,6 +21,8 @@ from engine.data.packing import Packs
 from engine.seams import resolve
 
 _FACTS, _COMPANION, _EXTRA = "facts.json", "companion-", "extra-"
+_COLUMNS = ("tokens", "targets", "starts", "lengths", "target_counts")
+"""Arrays of `Columns`, each in the file of its name."""
 
 
 def save_dataset(dataset: TokenDataset, folder: Path) -> None:
@@ -34,11 +36,7 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
     """
     assert dataset.targets is not None, "a token store is mapped already"
     arrays: dict[str, NDArray[Any]] = {
-        "tokens": dataset.tokens,
-        "targets": dataset.targets,
-        "starts": dataset.starts,
-        "lengths": dataset.lengths,
-        "document_targets": dataset.document_targets,
+        **{name: getattr(dataset.columns, name) for name in _COLUMNS},
         "row_offsets": dataset.rows.offsets,
         "row_documents": dataset.rows.documents,
     }
@@ -75,11 +73,7 @@ def map_dataset(folder: Path) -> TokenDataset:
         named = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         extras.append(resolve(kind)(**named))
     columns = Columns(
-        tokens=arrays["tokens"],
-        targets=arrays["targets"],
-        starts=arrays["starts"],
-        lengths=arrays["lengths"],
-        target_counts=arrays["document_targets"],
+        **{name: arrays[name] for name in _COLUMNS},
         max_token=facts["max_token"],
         group=facts["group"],
         extras=tuple(extras),

@@ -25,14 +25,14 @@ class Indexed(NamedTuple):
     """Megatron's indexed data, opened.
 
     Args:
-        data: the `.bin`.
+        path: of the `.bin`.
         tokens: its ids.
         offsets: int64 [D + 1], where documents begin; none is empty.
         max_token: the largest id.
         identity: of the `.idx`.
     """
 
-    data: Path
+    path: Path
     tokens: CheckedFile
     offsets: NDArray[np.int64]
     max_token: int

@@ -10,10 +10,10 @@ import numpy as np
 
 from engine.data.document import Document
 from engine.data.extras import Span
-from engine.data.formats import Sample, parse_record
+from engine.data.formats import Sample
 from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
-from engine.data.work_units import plan_units, unit_records
+from engine.data.work_units import plan_units, unit_samples
 from engine.errors import UserError
 
 MOST_TOKENS = 2000
@@ -49,10 +49,10 @@ def first_documents(
 
 def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
     for unit in plan_units(files):
-        for item in unit_records(unit, data_format):
+        for item in unit_samples(unit, data_format):
             if isinstance(item, UserError):
                 raise item
-            yield parse_record(*item) if isinstance(item, tuple) else item
+            yield item
 
 
 def preview(

@@ -104,15 +104,7 @@ def open_store(path: str | Path) -> TokenStore:
     pair = None if path.is_dir() else pair_of(path)
     if pair is None:
         return _open_folder(path)
-    found = open_indexed(*pair)
-    return TokenStore(
-        path=found.data,
-        tokens=found.tokens,
-        targets=None,
-        offsets=found.offsets,
-        identity=found.identity,
-        max_token=found.max_token,
-    )
+    return TokenStore(**open_indexed(*pair)._asdict(), targets=None)
 
 
 def _open_folder(path: Path) -> TokenStore:

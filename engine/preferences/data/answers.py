@@ -17,7 +17,7 @@ from engine.data.chat import Message
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample
 from engine.data.record_files import Place, Record, read_records
-from engine.data.tokenize import ConversationReader, tokenize_samples
+from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.preferences.data.answer_columns import Judgement
@@ -37,16 +37,10 @@ ParsedRecord = TypeVar("ParsedRecord", bound=Parsed)
 
 
 class AnswerReader(RecordReader[ParsedRecord]):
-    """Reads records of answers.
-
-    Args:
-        tokenizer: encodes the text.
-        images: as for `engine.data.tokenize.tokenize_samples`.
-    """
+    """Reads records of answers; arguments as for `RecordReader`."""
 
     def __init__(self, tokenizer: Tokenizer, *, images: ConversationReader | None = None) -> None:
-        self._tokenizer, self._images = tokenizer, images
-        self.family = None if images is None else images.family
+        super().__init__(tokenizer, images=images, mask_prompt=True, stream_length=2, last_answer=True)
 
     def open(self, path: Path) -> tuple[int, Iterator[ParsedRecord]]:
         if path.suffix.lower() == ".txt":
@@ -55,10 +49,7 @@ class AnswerReader(RecordReader[ParsedRecord]):
         return count, (self.parse(place, record) for place, record in records)
 
     def documents(self, records: Sequence[ParsedRecord]) -> Iterator[Document]:
-        samples = [sample for record in records for sample in record.samples]
-        found = tokenize_samples(
-            samples, self._tokenizer, mask_prompt=True, stream_length=2, last_answer=True, images=self._images
-        )
+        found = super().documents([sample for record in records for sample in record.samples])
         of_records = zip(*[iter(found)] * self.kind.width, strict=True)
         for record, own in zip(records, of_records, strict=True):
             yield from self.judge(record, own)

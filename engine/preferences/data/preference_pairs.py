@@ -28,12 +28,10 @@ from engine.data.chat import Message
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import (
-    ALPACA_PROMPT,
-    ALPACA_PROMPT_WITH_INPUT,
-    ALPACA_RESPONSE,
     LABELLED,
     LABELS,
     CompletionSample,
+    alpaca_prompt,
     conversation_sample,
     conversation_turns,
     refuse_images,
@@ -98,8 +96,7 @@ def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
     if "instruction" in record:
         instruction = string_field(place, record, "instruction", "preference")
         given = string_field(place, record, "input", "preference") if record.get("input") else ""
-        prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
-        return prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, answers
+        return alpaca_prompt(instruction, given), answers
     if "prompt" in record:
         return string_field(place, record, "prompt", "preference"), answers
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))

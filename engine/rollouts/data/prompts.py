@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -146,10 +146,7 @@ def read_prompts(
             "rollout.max_completion_length."
         )
     columns = tuple(sorted({name for prompt in kept for name in prompt.columns}))
-    whole = tuple(
-        Prompt(place=one.place, ids=one.ids, given=one.given, columns={name: one.columns.get(name) for name in columns})
-        for one in kept
-    )
+    whole = tuple(replace(one, columns={name: one.columns.get(name) for name in columns}) for one in kept)
     return PromptSet(
         prompts=whole, columns=columns, num_too_long=too_long, longest=max(len(prompt.ids) for prompt in whole)
     )

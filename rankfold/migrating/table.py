@@ -165,6 +165,7 @@ def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
     return next((rules[name] for name in beginnings if name in rules), None)
 
 
+@lru_cache(maxsize=512)
 def engine_default(option: str) -> Any:
     """Returns this engine's default for `option`."""
     section, _, leaf = option.rpartition(".")

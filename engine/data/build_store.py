@@ -30,7 +30,8 @@ from engine.data.checked_file import BlockSums, file_checksum
 from engine.data.document import Document
 from engine.data.formats import Sample
 from engine.data.store import tokenizer_fingerprint
-from engine.data.store_manifest import BLOCKS, DTYPES, MANIFEST, OFFSETS, VERSION, StoreManifest, manifest_text
+from engine.data.store_manifest import BLOCKS, DTYPES, OFFSETS, VERSION, StoreManifest, manifest_text
+from engine.data.store_paths import MANIFEST
 from engine.data.tokenize import CHUNK, tokenize_samples
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.data.tokenizer_calls import Runaway

@@ -39,16 +39,6 @@ class Indexed(NamedTuple):
     identity: str
 
 
-def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """Returns the `.bin` and the `.idx` that `path` names: one of them, or their common prefix; None where
-    neither exists."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    pair = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    if prefix == path:
-        return pair if all(file.is_file() for file in pair) else None
-    return pair if path.is_file() else None
-
-
 def open_indexed(data: Path, index: Path) -> Indexed:
     """Maps a pair.
 

@@ -27,17 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.checked_file import CheckedFile, file_checksum, mapped, num_blocks
-from engine.data.megatron import open_indexed, pair_of
+from engine.data.megatron import open_indexed
 from engine.data.store_manifest import (
     BLOCKS,
     DTYPES,
-    MANIFEST,
     OFFSETS,
     TARGETS,
     TOKENS,
     StoreManifest,
     read_store_manifest,
 )
+from engine.data.store_paths import pair_of
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
@@ -86,12 +86,6 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     facts = [tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos]
     facts += [tokenizer.encode(text) for text in _PROBES]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
-
-
-def is_store(path: str | Path) -> bool:
-    """Returns whether `path` is a token store, one of Megatron's two files, or their common prefix."""
-    path = Path(path)
-    return (path / MANIFEST).is_file() or pair_of(path) is not None
 
 
 def open_store(path: str | Path) -> TokenStore:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from engine.data.store_paths import MANIFEST
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.sentences import as_written
 
-MANIFEST = "manifest.json"
 FORMAT, VERSION = "token-store", 2
 DTYPES: dict[str, type[np.uint16 | np.int32]] = {"uint16": np.uint16, "int32": np.int32}
 TOKENS, TARGETS, OFFSETS, BLOCKS = "tokens.bin", "targets.bin", "offsets.bin", "blocks.bin"

@@ -9,7 +9,7 @@ from engine.config.data import split_mix
 from engine.config.run import RunConfig
 from engine.data.build import Advance
 from engine.data.dataset import TokenDataset
-from engine.data.store import is_store
+from engine.data.store_paths import is_store
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError

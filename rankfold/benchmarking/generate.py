@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,11 +29,11 @@ from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.model import draw, hf_config
+from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.sections import GenerateOptions, RolloutsOptions
 from rankfold.benchmarking.sides import set_up
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, wait_for
-from rankfold.benchmarking.workers import Offer, Worker
 
 ENGINE, PEER = "engine", "transformers"
 Prompts = list[list[int]]
@@ -140,7 +139,7 @@ def _case(
             whole = sides[side].ask("seconds", prompts, options.new)
             times[side]["prefill"].append(first)
             times[side]["decode"].append(max(whole - first, 1e-9))
-        print(f"[generate] {name}: {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
+        progress("generate", f"{name}: {turn + 1} of {options.repeats}")
     return times
 
 

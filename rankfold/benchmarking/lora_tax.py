@@ -6,7 +6,6 @@ turn, and shown beside the limit by arithmetic (the low-rank products are not fr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,16 +17,14 @@ from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
 from engine.runtime.launch import keep_freed_memory
 from rankfold.benchmarking import lora_layers
-from rankfold.benchmarking.backends import find_backends
-from rankfold.benchmarking.case import LIMITS, Case, Checked, Contestant, check
+from rankfold.benchmarking.case import LIMITS, Case, Checked, Contestant, Timed, check, time_case
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings, Demand
-from rankfold.benchmarking.comparison import Timed, time_case
 from rankfold.benchmarking.first_hour.targets import LORA_TAX
 from rankfold.benchmarking.lora_layers import Layer, make_layer
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.options import Shape, TaxOptions, chosen_names, for_device, read_shapes
-from rankfold.benchmarking.peers import find_peers
-from rankfold.benchmarking.table import Report, Table
+from rankfold.benchmarking.peers import find_backends, find_peers
+from rankfold.benchmarking.table import Report, Table, progress
 from rankfold.benchmarking.timing import Summary, paired_ratio, summarise
 
 FROZEN, PLAIN, PEFT = "frozen", "torch LoRA", "PEFT"
@@ -64,13 +61,13 @@ def run(options: TaxOptions) -> Report:
     ceilings = Ceilings(device, dtype, copy_mib=1, size=options.ceiling)
     checked = {}
     for (name, dropout), build in builds.items():
-        _say(f"checking {name}, dropout {dropout}")
+        progress("lora-tax", f"checking {name}, dropout {dropout}")
         checked[name, dropout] = check(name, build(), device, LIMITS[dtype])
     rows, verdicts, records, ceiling_seconds = [], [], [], []
     all_timed: dict[tuple[str, float], Timed] = {}
     for (name, dropout), build in builds.items():
         if options.repeats:
-            _say(f"timing {name}, dropout {dropout}")
+            progress("lora-tax", f"timing {name}, dropout {dropout}")
         case = build()
         timed = time_case(case, ceilings, options, device)
         ceiling_seconds += timed.seconds(PRODUCT) if timed.samples else []
@@ -94,10 +91,6 @@ def run(options: TaxOptions) -> Report:
         machine=describe(device, ("peft", "triton")),
         data={"section": "lora-tax", "options": asdict(options), "device": device.type},
     )
-
-
-def _say(what: str) -> None:
-    print(f"[lora-tax] {what}", file=sys.stderr, flush=True)
 
 
 def find_contestants(

@@ -10,7 +10,6 @@ transformers pads prompts on the left and runs each as many times as it has memb
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict
 from functools import partial
@@ -29,11 +28,11 @@ from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 from rankfold.benchmarking.generate import Prompts, seconds, write_model
 from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.sections import RolloutsOptions
 from rankfold.benchmarking.sides import set_up
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio
-from rankfold.benchmarking.workers import Offer, Worker
 
 ENGINE, PEER = "engine", "transformers + peft"
 MODEL, ADAPTER = "model", "adapter"
@@ -154,7 +153,7 @@ def run(options: RolloutsOptions) -> Table:
             for turn in range(options.repeats):
                 for side in (list(sides), list(sides)[::-1])[turn % 2]:
                     times[side].append(sides[side].ask("seconds", prompts, options.new))
-                print(f"[rollouts] {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
+                progress("rollouts", f"{turn + 1} of {options.repeats}")
             cache = {side: worker.ask("cache_bytes") for side, worker in sides.items()}
         finally:
             for worker in sides.values():

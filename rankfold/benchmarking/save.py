@@ -8,7 +8,6 @@ of the same turn when nothing is written.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,7 @@ from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.sections import SaveOptions
 from rankfold.benchmarking.sides import set_up
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, summarise, wait_for
 
 QUIET, WAITING, BESIDE = "no save", "waited for", "written beside the steps"
@@ -111,7 +110,7 @@ def run(options: SaveOptions) -> Table:
             names = list(kinds)
             for place in range(len(names)):
                 work.turn(name := names[(turn + place) % len(names)], kinds[name])
-            print(f"[save] {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
+            progress("save", f"{turn + 1} of {options.repeats}")
     quiet, waiting, beside = kinds.values()
     return Table(
         title=f"A training checkpoint of {work.num_bytes / 2**20:,.1f} MiB: hidden {options.hidden}, {options.layers} "

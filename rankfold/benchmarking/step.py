@@ -7,15 +7,13 @@ agree with the engine's: timing different computations would be meaningless.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rankfold.benchmarking.arrangement import Block, arrange
 from rankfold.benchmarking.ceilings import PRODUCT
 from rankfold.benchmarking.machine import choose_device
 from rankfold.benchmarking.model import draw_batches
@@ -23,8 +21,53 @@ from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR, NUM_BATCHES, RemoteSide
 from rankfold.benchmarking.sides import ENGINE, PEER, find_sides, steps_alone
 from rankfold.benchmarking.step_table import StepMeasurement, step_table
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import Sample, take_turns
+
+_ROOM = 0.9
+"""Share of a GPU's memory that sides may hold together; the floor's operands come on top of the engine's."""
+_ROUNDS = 3
+"""Rounds of each side where it runs alone, so that the machine's slow phases do not affect one side only."""
+
+
+class Block(NamedTuple):
+    """Sides whose processes live at the same time, and the number of timed turns before these end."""
+
+    names: tuple[str, ...]
+    repeats: int
+
+
+class Arrangement(NamedTuple):
+    """The blocks in their order, and a sentence about it."""
+
+    blocks: tuple[Block, ...]
+    sentence: str
+
+
+def arrange(shares: Mapping[str, float | None], repeats: int) -> Arrangement:
+    """Returns the blocks of a measurement: all sides alive together, or one at a time where a GPU has no room for all.
+
+    A side's process keeps its model, and its allocator keeps a step's memory, for as long as it lives. Every side has
+    `repeats` turns in all.
+
+    Args:
+        shares: side -> share of the GPU's memory that its process held alone; None on a CPU.
+    """
+    names, held = tuple(shares), sum(share or 0.0 for share in shares.values())
+    if len(names) == 1 or held <= _ROOM:
+        return Arrangement((Block(names, repeats),), "All sides were alive at once and took turns.")
+    rounds = min(_ROUNDS, repeats)
+    turns = [repeats // rounds + (index < repeats % rounds) for index in range(rounds)]
+    blocks = []
+    for index, count in enumerate(turns):
+        blocks += [Block((name,), count) for name in (names if index % 2 == 0 else names[::-1])]
+    return Arrangement(
+        tuple(blocks),
+        f"Together the sides would hold {held:.0%} of the GPU's memory, so each ran alone, in {rounds} "
+        f"round{'s' if rounds > 1 else ''} of {', '.join(map(str, turns))} timed steps, its process closed in between; "
+        "a ratio is of steps of the same round.",
+    )
+
 
 __all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
 
@@ -57,10 +100,10 @@ def run(options: StepOptions) -> Table:
     if options.threads:
         torch.set_num_threads(options.threads)  # the number in the table
     kinds, peers = find_sides(options, device)
-    _say("memory and first step, each side in its own process")
+    progress("step", "memory and first step, each side in its own process")
     alone = {name: steps_alone(name, options) for name in kinds}
     arrangement = arrange({name: found.share for name, found in alone.items()}, options.repeats)
-    _say(arrangement.sentence)
+    progress("step", arrangement.sentence)
     timed = _Timed(options)
     for block in arrangement.blocks:
         timed.take(block)
@@ -97,7 +140,7 @@ class _Timed:
         Raises:
             RuntimeError: two sides compute different things.
         """
-        _say(f"building {' and '.join(block.names)}")
+        progress("step", f"building {' and '.join(block.names)}")
         sides = {name: RemoteSide(name, self._options) for name in block.names}
         try:
             for name, side in sides.items():
@@ -125,14 +168,10 @@ class _Timed:
             runs,
             repeats=repeats,
             warmup=self._options.warmup,
-            turn=lambda done: _say(f"timing {', '.join(sides)}: {done}/{repeats}"),
+            turn=lambda done: progress("step", f"timing {', '.join(sides)}: {done}/{repeats}"),
         )
         for name, samples in taken.items():
             self.samples[name] += samples
-
-
-def _say(what: str) -> None:
-    print(f"[step] {what}", file=sys.stderr, flush=True)
 
 
 def check(options: StepOptions, sides: Mapping[str, Checked], batches: list[Tensor]) -> tuple[str, ...]:

@@ -17,15 +17,14 @@ pytest.importorskip("peft", reason="the step section compares with PEFT")
 
 from engine.errors import UserError
 from rankfold.benchmarking import step
-from rankfold.benchmarking.arrangement import arrange
-from rankfold.benchmarking.engine_side import EngineSide
-from rankfold.benchmarking.floor import GemmFloor
+from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
 from rankfold.benchmarking.model import attention_kernel, document_lengths, draw, draw_batches, step_operations
 from rankfold.benchmarking.options import ExpertsOptions, StepOptions, add_options, read_options
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peft_side import ExpertLoopSide, ExpertsSide, PeftSide
 from rankfold.benchmarking.remote import RemoteSide
 from rankfold.benchmarking.sides import Alone
+from rankfold.benchmarking.step import arrange
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, interleave, paired_ratio, summarise
 from tests.support.sweeps import sampled

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from engine.models.dtypes import TORCH_DTYPES
-from rankfold.benchmarking.backends import find_backends
 from rankfold.benchmarking.case import Case
 from rankfold.benchmarking.kernels import (
     attention,
@@ -25,7 +24,7 @@ from rankfold.benchmarking.kernels import (
 )
 from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.options import KernelOptions, chosen_names
-from rankfold.benchmarking.peers import find_peers
+from rankfold.benchmarking.peers import find_backends, find_peers
 
 Build = Callable[[Setting], Case]
 GROUPS: dict[str, tuple[str, dict[str, Build]]] = {

@@ -93,7 +93,7 @@ class DataOptions:
             require(
                 self.validation is None,
                 f"data.validation is {self.validation} and data.validation_split is {self.validation_split:g}, but "
-                "only one of them can say what is evaluated: remove one of the two.",
+                "only one of them can be evaluated: remove one of the two.",
             )
         require_at_least("data.show", self.show, 0, "use for example 3")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")

@@ -73,7 +73,7 @@ class ParallelOptions:
             f"whole or divided over all tensor ranks: use 1, {self.tensor}, or null.",
         )
         if self.virtual is not None:
-            require_at_least("parallel.virtual", self.virtual, 1, "use null for what the schedule needs")
+            require_at_least("parallel.virtual", self.virtual, 1, "use null for the schedule's own number")
             require(
                 self.virtual == 1 or self.pipeline > 1,
                 f"parallel.virtual is {self.virtual} and parallel.pipeline is 1, so there is no pipeline to divide "

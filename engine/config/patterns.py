@@ -90,7 +90,7 @@ class NamePattern:
                 for branch in what[1]:
                     self._prepare(branch, flags)
             else:
-                raise PatternFlaw("it repeats what has repeats, and refers to what was matched: write it without one")
+                raise PatternFlaw("it has repeats inside repeats and a backreference: write it without one of them")
 
     def count(self, steps: int) -> None:
         """Counts a step, and raises UserError once there have been too many."""

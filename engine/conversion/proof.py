@@ -96,7 +96,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     difference = _difference(found, expected)
     if not difference <= limit:
         raise UserError(
-            f"what was written gives logits that differ from the live model's by {difference:.1e} of the largest "
+            f"the export gives logits that differ from the live model's by {difference:.1e} of the largest "
             f"(expected at most {limit:.0e}), read by {reader}, so nothing was exported: report this with the model's "
             "config.json."
         )
@@ -150,7 +150,7 @@ def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, toke
     effect = _difference(before, live)
     if effect > 2 * limit and _difference(found, live) > effect / 2:
         raise UserError(
-            f"what was written is nearer to the base than to the live model (training changed logits by {effect:.1e} "
+            f"the export is nearer to the base than to the live model (training changed logits by {effect:.1e} "
             "of the largest), so nothing was exported: report this with the model's config.json."
         )
 

@@ -88,7 +88,7 @@ def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[st
     if not found or MARK in behind:
         raise UserError(
             f"the chat template does not write the content of message {index + 1}, an answer of the assistant, once; "
-            "mark what is trained on in the template with {% generation %} and {% endgeneration %}."
+            "mark the trained text in the template with {% generation %} and {% endgeneration %}."
         )
     return before, behind, through
 

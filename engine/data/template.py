@@ -80,8 +80,8 @@ class ChatTemplate:
                 text, spans = self._run(self.source, messages, tracked=True)
                 if any(end > len(text) for _, end in spans):
                     raise UserError(
-                        f"the chat template of {self.where} marks what it does not write as the assistant's; write "
-                        "what is between generation and endgeneration where it stands."
+                        f"the chat template of {self.where} marks text that it does not write as the assistant's; "
+                        "write the text between generation and endgeneration where it stands."
                     )
             elif self._training_form is not None:
                 text, spans = _unmarked(self._run(self._training_form, messages)[0])

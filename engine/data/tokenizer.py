@@ -346,7 +346,7 @@ def _json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except RecursionError:
-        raise UserError("a message nests too deeply; remove what is nested in it.") from None
+        raise UserError("a message nests too deeply; flatten its content.") from None
 
 
 def _plain(value: object) -> object:

@@ -117,7 +117,7 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: b
 
 def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
     if layout.cp.size > 1 and layout.context_method == "ring":
-        what = "tokens of images that see what comes after them"
+        what = "tokens of images that see later tokens"
         if kind.softcap is not None:
             what = f"a soft cap of {kind.softcap:g} on scores"
         elif kind.window is not None:

@@ -124,8 +124,8 @@ def _found(path: Path, resumed: Path) -> Path:
     found = broadcast_object(next((str(one) for one in (path, other) if one.is_file()), None))
     if found is None:
         raise UserError(
-            f"{path} is missing, which holds what the model this run started from says of the data: put it back, or "
-            "start a new run from the checkpoint's adapter with lora.init_from."
+            f"{path} is missing, which holds the data's log-likelihoods under the model that this run started from: "
+            "put it back, or start a new run from the checkpoint's adapter with lora.init_from."
         )
     return Path(str(found))
 

@@ -82,7 +82,7 @@ class RunFolder:
         found = int(all_reduce(torch.tensor(blind, device=launch.device), everyone, dist.ReduceOp.MAX))
         if found == 0:
             return
-        what = f"{self.path} is not one folder for all nodes: rank {found} does not see what rank 0 wrote there"
+        what = f"{self.path} is not one folder for all nodes: rank {found} does not see rank 0's files there"
         if several_write:
             raise UserError(
                 f"{what}, and under this layout both write parts of a checkpoint: give a checkpoint.dir on a file "

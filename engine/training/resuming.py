@@ -83,7 +83,7 @@ class StartingPoint:
             found.append(rate)
         if fingerprint != self.data:
             found.append(
-                f"data.train differs from what {self.path} was trained on; the run continues at sample "
+                f"data.train differs from the data that {self.path} was trained on; the run continues at sample "
                 f"{self.consumed} of it"
             )
         return found

@@ -169,8 +169,8 @@ class StateSaver:
         if fits_in_host_memory(needed, ranks_of_this_node()):
             return Snapshot(tensors)
         self._say(
-            f"warning: a copy of what trains takes {format_bytes(needed)} of host memory per rank, which is not free: "
-            "training will wait while a checkpoint is written"
+            f"warning: a copy of the training state takes {format_bytes(needed)} of host memory per rank, which is not "
+            "free: training will wait while a checkpoint is written"
         )
         return None
 

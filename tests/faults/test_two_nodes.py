@@ -48,7 +48,7 @@ def test_folders_of_their_own_are_refused_where_both_write(settings: dict[str, o
     with first, second:
         assert first.wait(120) and second.wait(120)
     for node in (first, second):
-        assert "run is not one folder for all nodes: rank 1 does not see what rank 0 wrote" in node.output.read_text()
+        assert "run is not one folder for all nodes: rank 1 does not see rank 0's files" in node.output.read_text()
     assert not list(tmp_path.rglob("step_*"))
 
 

@@ -233,7 +233,7 @@ def test_a_thread_renders_too(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_not_written_is_not_marked() -> None:
     source = "{% set x %}{% generation %}" + "y" * 9 + "{% endgeneration %}{% endset %}z"
-    with pytest.raises(UserError, match="marks what it does not write as the assistant's"):
+    with pytest.raises(UserError, match="marks text that it does not write as the assistant's"):
         ChatTemplate(source, "x", {}).render_with_targets(CHAT)
 
 

@@ -265,7 +265,7 @@ def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: 
 def test_a_configuration_without_what_images_need_is_refused(tmp_path: Path) -> None:
     config = read_json("minicpm-v-2", "config.json")
     del config["query_num"]
-    with pytest.raises(UserError, match="config.json lacks what the images of a MiniCPMV need"):
+    with pytest.raises(UserError, match="config.json lacks entries that images of a MiniCPMV need"):
         vision_family(config, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "minicpm-v-2"))
     assert (
         vision_family({"model_type": "llama"}, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "cogvlm-v1")) is None

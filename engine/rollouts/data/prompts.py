@@ -169,7 +169,7 @@ def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
         )
     columns = {key: value for key, value in record.items() if key != name}
     if (taken := next((key for key in columns if key in _RESERVED), None)) is not None:
-        raise place.error(f"field '{taken}' has the name of what reward functions are given; rename it.")
+        raise place.error(f"field '{taken}' has the name of an argument of reward functions; rename it.")
     if isinstance(record[name], str):
         text = string_field(place, record, name, "prompt")
         ids: Sequence[int] = tokenizer.encode(text, bos=tokenizer.adds_bos)

@@ -224,8 +224,9 @@ class CompletionServer:
         if scaled and shaped:
             raise UserError(
                 "rollout.top_k, rollout.top_p, rollout.min_p or rollout.repetition_penalty is set, and "
-                f"{url} gives log-probabilities of what they leave, while training sees the whole distribution: remove "
-                "them, or set rollout.temperature to 1 and start a vLLM server with --logprobs-mode raw_logprobs."
+                f"{url} gives log-probabilities of the tokens they leave, while training sees the whole distribution: "
+                "remove them, or set rollout.temperature to 1 and start a vLLM server with --logprobs-mode "
+                "raw_logprobs."
             )
 
     def _require_adapters(self) -> None:

@@ -37,7 +37,7 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
     if not attention.on_device:
         raise UserError(
             f"memory.cuda_graph is {graph}, but attention reads the documents' lengths on the host, which a graph "
-            f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change what that sentence names."
+            f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change the attention that it names."
         )
     length = config.row_length
     windows = [kind.window for kind in decoder.layer_kinds if kind.window is not None]
@@ -53,7 +53,7 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             raise UserError(f"memory.cuda_graph is {graph}, but {obstacle}: set memory.cuda_graph to none.")
     if decoder.rope_axes or any(front.adds_levels for front in decoder.fronts):
         raise UserError(
-            f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "
+            f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or features added "
             "to them in its first layers, change with the images of a micro-batch: set memory.cuda_graph to none."
         )
     if graph == "step" and decoder.fronts:

@@ -208,7 +208,8 @@ class Guards(Observer):
                 text += f"; {found.sentence()}"
         if self._options.non_finite_policy == "stop":
             raise UserError(
-                f"{text}: look at what is named and at the data of this step, or set guards.non_finite_policy to skip."
+                f"{text}: look at the named module and at the data of this step, or set "
+                "guards.non_finite_policy to skip."
             )
         self._say(text)
 
@@ -288,8 +289,8 @@ class Guards(Observer):
             text = replicas.sentence(pending.step, differences)
             if self._options.replicas_policy == "stop":
                 raise UserError(
-                    f"{text}: resume from a checkpoint before this step, and look at that rank's memory and at what "
-                    "sums that parameter's gradient; guards.replicas_policy warn continues regardless."
+                    f"{text}: resume from a checkpoint before this step, and look at that rank's memory and at the "
+                    "reduction of that parameter's gradient; guards.replicas_policy warn continues regardless."
                 )
             self._say(f"warning: {text}")
 

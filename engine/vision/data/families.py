@@ -50,7 +50,7 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"config.json lacks what the images of a {architecture or config.get('model_type')} need ({error!r}); "
+            f"config.json lacks entries that images of a {architecture or config.get('model_type')} need ({error!r}); "
             "copy it again."
         ) from error
     return None

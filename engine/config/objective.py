@@ -27,8 +27,8 @@ class ObjectiveKind:
     Args:
         loss: builds it; see `engine.objectives.build.build_objective`.
         data: reads it; see `engine.training.run_data.DataReader`.
-        records: reads records into rows, see `engine.training.data_sets.BuildDataset`; None for texts and conversations
-            whose every answer is learned.
+        records: the `engine.data.build.RecordReader` of its records; None for texts and conversations whose every
+            answer is learned.
         references: gives rows their log-likelihoods under the model that the run starts from, see
             `engine.training.row_data.ReferenceLoader`; None where answers are compared with no model.
         rules: refuses options that cannot be combined with the objective, given the RunConfig; None without such
@@ -54,7 +54,7 @@ class ObjectiveKind:
 
 _PAIRS = ObjectiveKind(
     loss="engine.preferences.objectives.preference:build_preference",
-    records="engine.preferences.data.preference_pairs:build_pairs",
+    records="engine.preferences.data.preference_pairs:PairReader",
     references="engine.preferences.reference_logps:load_references",
     rules="engine.preferences.rules:check_preferences",
     group=2,
@@ -71,7 +71,7 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
     "simpo": replace(_PAIRS, references=None),
     "kto": ObjectiveKind(
         loss="engine.preferences.objectives.kto:build_kto",
-        records="engine.preferences.data.judged:build_judged",
+        records="engine.preferences.data.judged:JudgedReader",
         references="engine.preferences.reference_logps:load_references",
         rules="engine.preferences.rules:check_preferences",
         answers=1,

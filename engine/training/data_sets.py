@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any
 
 from engine.config.data import split_mix
 from engine.config.run import RunConfig
-from engine.data.build import Advance
+from engine.data.build import RecordReader, build_dataset
 from engine.data.dataset import TokenDataset
 from engine.data.store_paths import is_store
 from engine.data.text_reader import build_texts
@@ -19,28 +19,6 @@ from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.node_data import NodeData
-
-
-class _ReaderOptions(TypedDict):
-    """The options that every reader of records takes; see `engine.data.build.build_dataset`."""
-
-    tokenizer: Tokenizer
-    seq_length: int
-    overlong: str
-    progress: Advance
-    images: Any
-
-
-class BuildDataset(Protocol):
-    """The function that `engine.config.objective.ObjectiveKind.records` names."""
-
-    def __call__(self, paths: str, *, packing: bool, **common: Unpack[_ReaderOptions]) -> TokenDataset:
-        """Reads and tokenises files of records.
-
-        Raises:
-            UserError: a file or record cannot be used, or no row is left to train on.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +104,20 @@ class DataSets:
     def _read(self, path: str, what: str) -> TokenDataset:
         with Progress(self.log, f"reading {what} data", None, "records") as progress:
             data, records = self.config.data, self.config.objective.kind.records
-            common = _ReaderOptions(
-                tokenizer=self.tokenizer,
-                seq_length=data.seq_length,
-                overlong=data.overlong,
-                progress=progress.advance,
-                images=self.images,
-            )
+            shape: dict[str, Any] = {"seq_length": data.seq_length, "packing": data.packing, "overlong": data.overlong}
             if records is None:
                 return build_texts(
-                    path, data_format=data.format, mask_prompt=data.mask_prompt, packing=data.packing, **common
+                    path,
+                    tokenizer=self.tokenizer,
+                    data_format=data.format,
+                    mask_prompt=data.mask_prompt,
+                    images=self.images,
+                    progress=progress.advance,
+                    **shape,
                 )
             assert data.packing != "concatenate", "which would tear answers apart"
-            read: BuildDataset = resolve(records)
-            return read(path, packing=data.packing, **common)
+            reader: RecordReader[Any] = resolve(records)(self.tokenizer, images=self.images)
+            return build_dataset(path, reader, progress=progress.advance, **shape)
 
 
 def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from engine.data.order import permutation
 from engine.data.tokenizer import load_tokenizer
-from engine.preferences.data.judged import MISMATCHED, build_judged
+from engine.preferences.data.judged import MISMATCHED
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
     BALANCE,
@@ -34,6 +34,7 @@ from tests.parity.trl_training import (
     trl_start,
     with_balance,
 )
+from tests.support.answer_data import build_judged
 from tests.support.sweeps import sampled
 
 LENGTH = 64

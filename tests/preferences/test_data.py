@@ -23,8 +23,9 @@ from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers, Mismatched
 from engine.preferences.data.answer_columns import answer_columns, put_reference
-from engine.preferences.data.judged import MISMATCHED, build_judged, parse_judged
-from engine.preferences.data.preference_pairs import build_pairs, parse_pair
+from engine.preferences.data.judged import MISMATCHED, parse_judged
+from engine.preferences.data.preference_pairs import parse_pair
+from tests.support.answer_data import build_judged, build_pairs
 
 PLACE = Place(Path("pairs.jsonl"), "line", 1)
 QUESTION = {"role": "user", "content": "Q"}

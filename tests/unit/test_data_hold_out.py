@@ -17,8 +17,8 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers
 from engine.preferences.data.answer_columns import answer_columns
-from engine.preferences.data.judged import MISMATCHED, build_judged
-from engine.preferences.data.preference_pairs import build_pairs
+from engine.preferences.data.judged import MISMATCHED
+from tests.support.answer_data import build_judged, build_pairs
 from tests.unit.test_data_loader import random_dataset
 
 

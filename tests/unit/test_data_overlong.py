@@ -15,9 +15,8 @@ from engine.data.stored_rows import stored_dataset
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
-from engine.preferences.data.judged import build_judged
-from engine.preferences.data.preference_pairs import build_pairs
 from engine.rollouts.data.prompts import PromptSet, read_prompts
+from tests.support.answer_data import build_judged, build_pairs
 from tests.support.shared_data import shared
 
 LIMIT = 12

@@ -25,7 +25,8 @@ from engine.data.formats import parse_record, read_samples
 from engine.data.record_files import Place
 from engine.errors import UserError
 from engine.preferences.data.answer_columns import answer_columns
-from engine.preferences.data.preference_pairs import build_pairs, parse_pair
+from engine.preferences.data.preference_pairs import parse_pair
+from tests.support.answer_data import build_pairs
 from tests.unit.test_data_concatenate import Letters
 
 TEXTS = st.text(alphabet="ab \n{}é\ud800", max_size=6)

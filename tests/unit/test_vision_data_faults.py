@@ -19,10 +19,10 @@ from engine.data.dataset import TokenDataset
 from engine.data.row_shape import WHOLE
 from engine.data.text_reader import build_texts
 from engine.errors import UserError
-from engine.preferences.data.judged import build_judged
 from engine.vision.data.families import vision_family
 from engine.vision.data.files import MOST_PIXELS, image_size, read_image
 from engine.vision.data.reader import ImageReader
+from tests.support.answer_data import build_judged
 from tests.support.vision_data import fixture_tokenizer, read_json
 from tests.unit.test_vision_data_rows import minicpm_records, opened, write
 

@@ -26,13 +26,13 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers
 from engine.preferences.data.answer_columns import answer_columns
-from engine.preferences.data.judged import MISMATCHED, build_judged
-from engine.preferences.data.preference_pairs import build_pairs
+from engine.preferences.data.judged import MISMATCHED
 from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.data import row_images as row_images
 from engine.vision.data.columns import VisionColumns
 from engine.vision.data.families import vision_family
 from engine.vision.data.reader import ImageReader
+from tests.support.answer_data import build_judged, build_pairs
 from tests.support.shared_data import shared
 from tests.support.vision_data import fixture_tokenizer, read_json
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from engine.config.data import Packing
-from engine.data.build import Paths, build_dataset
 from engine.data.chat import Message
 from engine.data.columns import Columns
 from engine.data.data_report import DatasetReport
@@ -40,8 +39,6 @@ from engine.data.formats import (
 )
 from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
-from engine.data.tokenize import ConversationReader
-from engine.data.tokenizer import Tokenizer
 from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer, judged
 from engine.sentences import listed
 from engine.vision.data.columns import Extras
@@ -148,26 +145,6 @@ class JudgedReader(AnswerReader[Judged]):
         shape: dict[str, Any] = {"seq_length": seq_length, "packing": packing}
         others = TokenDataset(mismatched, rows, **shape)
         return TokenDataset(answers, rows, **shape, companions={MISMATCHED: others}, report=report)
-
-
-def build_judged(
-    paths: Paths,
-    *,
-    tokenizer: Tokenizer,
-    images: ConversationReader | None = None,
-    **options: Any,
-) -> TokenDataset:
-    """Reads and tokenises files of judged answers; a row has room for `seq_length` tokens.
-
-    Args:
-        paths: one file, several, or patterns with *; JSON or JSON lines.
-        tokenizer, images: as for `AnswerReader`.
-        options: as for `engine.data.build.build_dataset`.
-
-    Raises:
-        UserError: a file or record cannot be used, or there are fewer than two answers.
-    """
-    return build_dataset(paths, JudgedReader(tokenizer, images=images), **options)
 
 
 def _truncated(documents: Sequence[Document], length: int) -> list[Document]:

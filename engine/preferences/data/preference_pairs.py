@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.data.build import Paths, build_dataset
 from engine.data.chat import Message
-from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import (
     LABELLED,
@@ -40,8 +38,6 @@ from engine.data.formats import (
 )
 from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
-from engine.data.tokenize import ConversationReader
-from engine.data.tokenizer import Tokenizer
 from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer, judged
 from engine.sentences import listed
 
@@ -147,26 +143,6 @@ class PairReader(AnswerReader[Pair]):
     def judge(self, record: Pair, documents: tuple[Document, ...]) -> Sequence[Document]:
         chosen, rejected = _with_same_question(documents)
         return judged(chosen, 1), judged(rejected, -1)
-
-
-def build_pairs(
-    paths: Paths,
-    *,
-    tokenizer: Tokenizer,
-    images: ConversationReader | None = None,
-    **options: Any,
-) -> TokenDataset:
-    """Reads and tokenises files of pairs; a row has room for twice `seq_length` tokens.
-
-    Args:
-        paths: one file, several, or patterns with *; JSON or JSON lines.
-        tokenizer, images: as for `AnswerReader`.
-        options: as for `engine.data.build.build_dataset`.
-
-    Raises:
-        UserError: a file or record cannot be used, or no pair is left.
-    """
-    return build_dataset(paths, PairReader(tokenizer, images=images), **options)
 
 
 def _with_same_question(sides: tuple[Document, ...]) -> tuple[Document, ...]:

@@ -214,10 +214,10 @@ class _Groups:
             for ranks in groups:
                 if len(ranks) > 1:
                     names.setdefault(self._key(name, ranks), []).append(name)
-        everybody = dist.get_world_size()
+        world_size = dist.get_world_size()
         self._made = {
             key: dist.group.WORLD
-            if len(key[1]) == everybody and not key[0]
+            if len(key[1]) == world_size and not key[0]
             else dist.new_group(list(key[1]), timeout=timeout, group_desc=", ".join(sharing))
             for key, sharing in names.items()
         }

@@ -134,7 +134,7 @@ def _graphs(
     documents_per_row: int | None,
     log: Log,
 ) -> Graphs | None:
-    """Builds and logs what replays the step, where graphs are asked for."""
+    """Builds and logs the graphs that replay the step, where graphs are asked for."""
     if config.memory.cuda_graph == "none":
         return None
     graphs: Graphs = resolve("engine.training.cuda_graph.build:build_graphs")(

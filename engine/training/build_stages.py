@@ -48,7 +48,10 @@ def build_stages(
         loss_scale: of float16; None without one.
     """
     layout = _layout(config, mesh, plan.partition, choices)
-    _log_choices(choices, decoder, log)
+    for sentence in choices.sentences:
+        log.info(sentence)
+    if (plain := plain_torch_parts(decoder)) is not None:
+        log.warning(plain)
     balance = _load_balance(config, launch, decoder, mesh, loss_scale, log)
     partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
@@ -96,13 +99,6 @@ def _layout(config: RunConfig, mesh: Mesh, partition: Partition, choices: Device
         attention_blocks=choices.blocks,
         base=choices.base,
     )
-
-
-def _log_choices(choices: DeviceChoices, decoder: DecoderConfig, log: Log) -> None:
-    for sentence in choices.sentences:
-        log.info(sentence)
-    if (plain := plain_torch_parts(decoder)) is not None:
-        log.warning(plain)
 
 
 def _load_balance(

@@ -86,7 +86,7 @@ class Observer:
         return {}
 
     def read(self, report: StepReport) -> None:
-        """Called when a step has been reported, to judge what was read."""
+        """Called when a step has been reported, to judge its figures."""
 
     def save(self, step: int) -> None:
         """Called before a checkpoint is written, after `step` steps; may wait for the device."""

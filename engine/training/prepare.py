@@ -39,7 +39,7 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
 
     Args:
         listener: hears when things happen.
-        opened: gets what must be closed when the run ends, also where this raises.
+        opened: gets everything that must be closed when the run ends, also where this raises.
 
     Raises:
         UserError: something in the configuration, the model or the data cannot work.

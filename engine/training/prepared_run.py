@@ -42,7 +42,7 @@ class PreparedRun:
         read: the data, and the steps.
         training: the model with its weights, and its optimizer.
         metrics: the destination of figures.
-        opened: gets what must be closed when the run ends.
+        opened: gets everything that must be closed when the run ends.
     """
 
     def __init__(

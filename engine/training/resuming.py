@@ -10,9 +10,8 @@ from engine.config.load import to_yaml
 from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.training.best import BestLoss
 from engine.training.evaluate import is_due
-from engine.training.evaluations import ending
+from engine.training.evaluations import BestLoss, ending
 from engine.training.run_data import RunData
 from engine.training.step_plan import StepPlan, rate_change
 

@@ -23,8 +23,8 @@ from engine.errors import UserError
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.telemetry.format import format_bytes, short_path
 from engine.telemetry.metrics import MetricsWriter
-from engine.training.best import BestLoss
 from engine.training.build import Training
+from engine.training.evaluations import BestLoss
 from engine.training.start_model import ModelSource
 from engine.training.state import state_contents, state_tensors
 from engine.training.step_source import NOTHING, SourceState

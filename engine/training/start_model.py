@@ -76,10 +76,10 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """The plan of what a run does with its model, found to fit the layout.
+    """The roles of a model's modules in a run, and their places, found to fit the layout.
 
     Args:
-        modules: what each module does.
+        modules: the role of each module.
         partition: which layers each pipeline stage holds.
         shapes: the global shape of every parameter of the whole model, adapters included, in forward order.
         trained: the same of those that train.
@@ -116,7 +116,7 @@ def model_source(config: RunConfig) -> ModelSource:
 
 
 def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:
-    """Plans what the run does with the model, and checks that the model fits the layout.
+    """Plans the roles of the model's modules, and checks that the model fits the layout.
 
     Raises:
         UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be
@@ -174,7 +174,7 @@ _LEAST_ENCODED = 0.5
 
 
 def start_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> TensorReader | None:
-    """Returns the adapter of lora.init_from, found to be what the run would train; None where it starts from none.
+    """Returns the adapter of lora.init_from, found to fit the adapters that the run trains; None where there is none.
 
     Raises:
         UserError: as `engine.training.adapter_source.adapter_source`.

@@ -22,8 +22,8 @@ from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.sentences import as_written
-from engine.training.best import BestLoss
 from engine.training.build import Training
+from engine.training.evaluations import BestLoss
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.step_source import NOTHING, SourceState
 

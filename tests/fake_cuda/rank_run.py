@@ -32,9 +32,9 @@ from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
-from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.evaluate import evaluate
+from engine.training.evaluations import BestLoss
 from engine.training.guards.run_guards import build_guards
 from engine.training.observer import LaunchedStep
 from engine.training.reports.notes import RoundingNote

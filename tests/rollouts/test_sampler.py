@@ -135,7 +135,7 @@ def test_reading_tokens_late_changes_no_token(run: PreparedRun, slots: int, monk
             assert one.tokens.tolist() == other.tokens.tolist()
             assert one.logps == pytest.approx(other.logps, abs=max(BOUND.values()))
         generator = made[-1]
-        assert generator.stage.cache.used_bytes == 0
+        assert not any(layer.table.used for layer in generator.stage.cache.layers.values())
         # a completion's first token comes from its prompt's pass
         assert generator.speed.decode_tokens == sum(len(one.tokens) - 1 for one in found)
 
@@ -170,4 +170,5 @@ def test_a_prompt_is_run_once_for_its_group(run: PreparedRun, slots: int, monkey
     sampler.sample(prompts, generation=0)
     (generator,) = made
     assert generator.speed.prefill_tokens == sum(len(prompt.ids) for prompt in prompts)
-    assert generator.stage.cache.used_bytes == 0 < generator.stage.cache.num_bytes
+    assert generator.stage.cache.num_bytes > 0
+    assert not any(layer.table.used for layer in generator.stage.cache.layers.values())

@@ -87,24 +87,23 @@ class DataSets:
         return dataset
 
     def _stored(self, path: str) -> TokenDataset:
-        data, objective = self.config.data, self.config.objective
+        objective = self.config.objective
         if objective.kind.records is not None:
             why = "compares answers" if objective.kind.answers else "has records of another form"
             raise UserError(f"{path} is a token store, but objective.name {objective.name} {why}: give their records.")
         from engine.data.stored_rows import stored_dataset
 
-        return stored_dataset(
-            path,
-            tokenizer=self.tokenizer,
-            seq_length=data.seq_length,
-            packing=data.packing,
-            overlong=data.overlong,
-        )
+        return stored_dataset(path, tokenizer=self.tokenizer, **self._rows)
+
+    @property
+    def _rows(self) -> dict[str, Any]:
+        """The options that say how documents become rows."""
+        data = self.config.data
+        return {"seq_length": data.seq_length, "packing": data.packing, "overlong": data.overlong}
 
     def _read(self, path: str, what: str) -> TokenDataset:
         with Progress(self.log, f"reading {what} data", None, "records") as progress:
             data, records = self.config.data, self.config.objective.kind.records
-            shape: dict[str, Any] = {"seq_length": data.seq_length, "packing": data.packing, "overlong": data.overlong}
             if records is None:
                 return build_texts(
                     path,
@@ -113,11 +112,11 @@ class DataSets:
                     mask_prompt=data.mask_prompt,
                     images=self.images,
                     progress=progress.advance,
-                    **shape,
+                    **self._rows,
                 )
             assert data.packing != "concatenate", "which would tear answers apart"
             reader: RecordReader[Any] = resolve(records)(self.tokenizer, images=self.images)
-            return build_dataset(path, reader, progress=progress.advance, **shape)
+            return build_dataset(path, reader, progress=progress.advance, **self._rows)
 
 
 def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:

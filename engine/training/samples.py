@@ -77,7 +77,7 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig
         image = options.sample_images[number - 1] if options.sample_images else ""
         # a model whose layers attend to an image has no other prompts
         if family is not None and (options.sample_chat or image or decoder.needs_images):
-            read = resolve("engine.vision.data.prompts:sample_conversation")
+            read = resolve("engine.vision.data.reader:sample_conversation")
             prompt = SamplePrompt(*read(family, config.data.image_folder, text, image, number))
         elif options.sample_chat:
             prompt = SamplePrompt(list(tokenizer.chat_prompt([{"role": "user", "content": text}])))

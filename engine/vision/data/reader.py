@@ -16,7 +16,7 @@ from engine.vision.data.columns import Extras, PlacedImage
 from engine.vision.data.family import EncodedChat, VisionFamily
 from engine.vision.data.files import image_size
 from engine.vision.data.pixels import Size
-from engine.vision.data.records import MARKER, ImageRef, ImageSample, plain_conversation
+from engine.vision.data.records import MARKER, ImageRef, ImageSample, plain_conversation, prompt_sample
 
 
 class ImageReader:
@@ -94,3 +94,26 @@ def _in_order(encoded: EncodedChat, images: list[PlacedImage]) -> tuple[PlacedIm
         for image, spans in zip(images, encoded.spans, strict=True)
     ]
     return tuple(sorted(placed, key=lambda image: image.spans[0]))
+
+
+def sample_conversation(
+    family: VisionFamily, folder: str | None, text: str, image: str, number: int
+) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """Returns the tokens of one of train.sample_prompts, as the model's family writes a user's message, and its images.
+
+    Args:
+        folder: data.image_folder.
+        image: path of its image; empty without one.
+        number: of the prompt.
+
+    Raises:
+        UserError: the image cannot be read, or the model needs one.
+    """
+    place, messages = Place(Path("train.sample_prompts"), "number", number), [{"role": "user", "content": text}]
+    sample = ImageSample(place, plain_conversation(messages), ())
+    if image:
+        sample = prompt_sample(place, {"images": [image]}, messages)
+        named = tuple(replace(image, option="train.sample_images") for image in sample.images)
+        sample = replace(sample, images=named)
+    ids, images = ImageReader(family, folder).prompt(sample)
+    return list(ids), images

@@ -21,32 +21,19 @@ from engine.seams import resolve
 from engine.vision.layers.encoder import VisionConfig
 from engine.vision.layers.fronts import ImageTower
 
+_USUAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN = {**_USUAL, "intermediate_size": 22016, "vocab_size": 151936}
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "mistral": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 32000, "max_position_embeddings": 131072,
-    },
-    "qwen2": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 151936, "max_position_embeddings": 32768,
-    },
-    "qwen3": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 151936, "max_position_embeddings": 32768,
-    },
+    "llama": {**_USUAL, "intermediate_size": 11008, "vocab_size": 32000},
+    "mistral": {**_USUAL, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072},
+    "qwen2": {**_QWEN, "max_position_embeddings": 32768},
+    "qwen3": {**_QWEN, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
     "qwen2_5_vl_text": {
         "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
         "vocab_size": 152064,
     },
-    "qwen3_vl_text": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 151936,
-    },
+    "qwen3_vl_text": _QWEN,
 }  # fmt: skip
 """By family: what `text_config` leaves out where it is what transformers' class has."""
 

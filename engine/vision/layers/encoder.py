@@ -35,7 +35,7 @@ from engine.models.decoder_config import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
 from engine.vision.layers.plain_module import PlainModule, TileDropout
-from engine.vision.tile_shares import deal_out
+from engine.vision.tile_shares import TileShare, deal_out
 
 Grid = tuple[int, ...]
 """(rows, columns) in patches, and behind that what else a vision model has to know of a tile."""
@@ -64,15 +64,9 @@ class VisionConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What one rank encodes of a micro-batch: tiles [first, last), and the patches and feature rows of these.
+class _Share(TileShare):
+    """What one rank encodes of a micro-batch, with the range of its feature rows within those of all tiles."""
 
-    Args:
-        tiles, patches, features: ranges, each within the whole micro-batch.
-    """
-
-    tiles: slice
-    patches: slice
     features: slice
 
 

@@ -42,6 +42,10 @@ class SquareTiles:
         return self.side, self.side
 
 
+def _named(key: str, place: str) -> str:
+    return f"{place}.{key}" if place else key
+
+
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:
     """Reads whole numbers above 0 from a mapping of `config.json`.
 
@@ -56,10 +60,9 @@ def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict
     for key in keys:
         value: Any = part.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            name = f"{place}.{key}" if place else key
             raise UserError(
-                f"config.json has {name} {value!r}, but a whole number above 0 is expected: correct it or copy it "
-                "again."
+                f"config.json has {_named(key, place)} {value!r}, but a whole number above 0 is expected: correct it "
+                "or copy it again."
             )
     return {key: int(part[key]) for key in keys}
 
@@ -95,9 +98,9 @@ def activation_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> st
         UserError: it is none of ACTIVATIONS.
     """
     if (value := part.get(key)) not in ACTIVATIONS:
-        name = f"{place}.{key}" if place else key
         raise UserError(
-            f"config.json has {name} {value!r}, but one of {', '.join(ACTIVATIONS)} is expected: use a model with that."
+            f"config.json has {_named(key, place)} {value!r}, but one of {', '.join(ACTIVATIONS)} is expected: use a "
+            "model with that."
         )
     return str(value)
 
@@ -110,9 +113,9 @@ def number_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> float:
     """
     value = part.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        name = f"{place}.{key}" if place else key
         raise UserError(
-            f"config.json has {name} {value!r}, but a number above 0 is expected: correct it or copy it again."
+            f"config.json has {_named(key, place)} {value!r}, but a number above 0 is expected: correct it or copy it "
+            "again."
         )
     return float(value)
 

@@ -16,7 +16,7 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.cuda_graph.capture import Capture
-from engine.training.cuda_graph.layer_step import LayerGraphs
+from engine.training.cuda_graph.layer_graphs import LayerGraphs
 from engine.training.cuda_graph.static_batch import DOCUMENTS_PER_ROW, StaticShape
 from engine.training.cuda_graph.step_graph import StepGraph
 from engine.training.rank_stages import Stages

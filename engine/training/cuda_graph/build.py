@@ -11,7 +11,7 @@ from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.varlen import AttentionChoice
 from engine.training.cuda_graph.capture import CudaCapture
-from engine.training.cuda_graph.layer_step import LayerGraphs
+from engine.training.cuda_graph.layer_graphs import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape, document_capacity
 from engine.training.cuda_graph.step_graph import StepGraph
 from engine.training.rank_stages import Stages
@@ -72,21 +72,19 @@ def build_graphs(
     num_microbatches: int,
     data_ranks: int,
     most_documents: int | None,
-) -> Graphs | None:
-    """Builds the graphed step that the loop calls in place of `step`; None where memory.cuda_graph is none.
+) -> Graphs:
+    """Builds the graphed step that the loop calls in place of `step`.
 
     Args:
         device: the GPU; see `check_graphs`.
         num_microbatches: of a step, on each rank.
         data_ranks: data-parallel ranks.
-        most_documents: in any row of the training data; needed where there are to be graphs.
+        most_documents: in any row of the training data, which size the graphs.
 
     Raises:
         UserError: memory.graph_documents does not fit the data.
     """
     graph, rows = config.memory.cuda_graph, config.train.micro_batch_size
-    if graph == "none":
-        return None
     assert most_documents is not None, "graphs are sized by the data"
     capacity = document_capacity(
         config.memory.graph_documents,

@@ -74,11 +74,6 @@ class WeightSource(StoredTensors):
         return self._shapes[name]
 
     @property
-    def kind(self) -> str:
-        """ "partitioned" or "huggingface"."""
-        return "huggingface" if self.model.manifest is None else "partitioned"
-
-    @property
     def label(self) -> str:
         return str(self.model.path)
 
@@ -525,9 +520,6 @@ class WrappedSource(WeightSource):
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         self.base.refuse_piece(self.stored_name(name), index, found, expected)
-
-    def check_tensor(self, name: str) -> None:
-        self.base.check_tensor(self.stored_name(name))
 
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
         return self.base.contents(self.stored_name(name), wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -38,15 +38,12 @@ class ReadRows(Rows):
 
     Args:
         reader, name: of the tensor.
-        check: called before anything is read; raises where the stored bytes are damaged.
     """
 
-    def __init__(self, reader: TensorReader, name: str, check: Callable[[], None] | None = None) -> None:
-        self._reader, self._name, self._check = reader, name, check
+    def __init__(self, reader: TensorReader, name: str) -> None:
+        self._reader, self._name = reader, name
 
     def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
-        if self._check is not None:
-            self._check()
         shape = self._reader.shape(self._name)
         for first, last in row_blocks(shape, self._reader.dtype(self._name).itemsize, block_bytes):
             out = block_tensor(scratch, "exact", dtype, (last - first, *shape[1:]))

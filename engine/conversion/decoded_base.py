@@ -77,19 +77,16 @@ class DecodedSource(WrappedSource):
         self._decode(name, first, first + count, out)
         return out
 
-    def content(self, name: str, box: Box) -> Content:
-        if name not in self._names:
-            return self.base.content(name, box)
-        assert box == Box(), box
-        return MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)
-
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
-        return [self.content(name, box) for box in wanted]
+        if name not in self._names:
+            return self.base.contents(name, wanted)
+        assert list(wanted) == [Box()], wanted
+        return [MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)]
 
     def rows(self, name: str) -> Rows:
         if name not in self._names:
             return self.base.rows(name)
-        return ReadRows(self, name, lambda: self.check_tensor(name))
+        return ReadRows(self, name)
 
     def identity(self) -> dict[str, Any]:
         return {"base_dtype": self.base_dtype, "encoded": sorted(self._names)}

@@ -23,11 +23,12 @@ from engine.checkpoint.copying.streaming import Progress, Streaming, compare_fil
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
 from engine.checkpoint.manifest import ENGINE_VERSION, write_manifest
-from engine.checkpoint.manifest_records import Manifest, PieceRecord
+from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import OUTSIDE, WeightSource, open_source
-from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
-from engine.checkpoint.reshard import Box, box_spec
+from engine.checkpoint.pieces import plan_pieces
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
@@ -35,7 +36,7 @@ from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
-from engine.models.names import FUSED, QKV, NameMap, part_rows
+from engine.models.names import FUSED, QKV, NameMap
 from engine.sentences import listed
 
 Proof = Callable[[Path], str]
@@ -111,8 +112,7 @@ def import_checkpoint(
     Raises:
         UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
     """
-    specs = _specs_per_rank(source, tensor)
-    files = _planned_partitions(source, specs)
+    files, parts = _planned_partitions(source, _specs_per_rank(source, tensor))
     names = [file.name for file in files]
     plan = {"import": tensor, "files": names}
     companions = source.model.companions()
@@ -127,7 +127,7 @@ def import_checkpoint(
             engine_version=ENGINE_VERSION,
             model=_model_record(source),
             layout={"tensor": tensor},
-            tensors=join_records(_records(source, specs, files, streamed.written)),
+            tensors=_records(source, parts, streamed.written),
             files={name: (staging / name).stat().st_size for name in names},
             fingerprint=source.fingerprint(),
         )
@@ -178,26 +178,35 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
     return [parameter_specs(decoder, tensor_rank=rank, tensor_size=tensor) for rank in range(tensor)]
 
 
-def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
-    """Plans a file for each rank; tensors outside the language model go into rank 0's.
+Part = tuple[str, Box, Piece]
+"""A stored part of a tensor: its file, and the box that it is."""
+
+
+def _planned_partitions(
+    source: WeightSource, specs: list[dict[str, ShardSpec]]
+) -> tuple[list[PlannedFile], dict[str, list[Part]]]:
+    """Plans a file for each rank, and returns the parts of each tensor too; tensors outside the language model go into
+    rank 0's.
 
     Tensors are written in the source's order, all ranks' parts of one together: those made from the same stored tensor
     are then made from one read of it.
     """
-    pieces: list[list[Piece]] = [[] for _ in specs]
+    files = [f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors" for rank in range(len(specs))]
+    parts: dict[str, list[Part]] = {}
     for order, name in enumerate(source.tensor_names()):
-        planned = [(rank, piece) for rank, own in enumerate(specs) for piece in plan_pieces(name, own[name])]
-        contents = source.contents(name, [piece.box for _, piece in planned])
-        for (rank, piece), content in zip(planned, contents, strict=True):
-            shape = piece.box.shape(source.shape(name))
-            pieces[rank].append(
-                Piece(key=piece.key, dtype=source.dtype(name), shape=shape, content=content, order=order)
-            )
-    pieces[0] += [_outside_piece(source, name, OUTSIDE) for name in source.outside_names()]
-    return [
-        PlannedFile(name=f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors", pieces=tuple(own))
-        for rank, own in enumerate(pieces)
-    ]
+        planned = [(file, one) for file, own in zip(files, specs, strict=True) for one in plan_pieces(name, own[name])]
+        contents = source.contents(name, [one.box for _, one in planned])
+        shape, dtype = source.shape(name), source.dtype(name)
+        parts[name] = [
+            (file, one.box, Piece(key=one.key, dtype=dtype, shape=one.box.shape(shape), content=content, order=order))
+            for (file, one), content in zip(planned, contents, strict=True)
+        ]
+    for name in source.outside_names():
+        parts[OUTSIDE + name] = [(files[0], Box(), _outside_piece(source, name, OUTSIDE))]
+    pieces: dict[str, list[Piece]] = {file: [] for file in files}
+    for file, _, piece in (part for own in parts.values() for part in own):
+        pieces[file].append(piece)
+    return [PlannedFile(name=file, pieces=tuple(own)) for file, own in pieces.items()], parts
 
 
 def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
@@ -207,32 +216,23 @@ def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
 
 
 def _records(
-    source: WeightSource,
-    specs: list[dict[str, ShardSpec]],
-    files: list[PlannedFile],
-    written: dict[tuple[str, str], Written],
-) -> list[WrittenTensor]:
-    records, known = [], source.sums() or {}
-    contents = {(file.name, piece.key): piece.content for file in files for piece in file.pieces}
-    for name in source.tensor_names():
-        own = [
-            [
-                PieceRecord(box=part.box, file=file.name, key=part.key, checksum=written[file.name, part.key].checksum)
-                for part in plan_pieces(name, rank_specs[name])
-            ]
-            for file, rank_specs in zip(files, specs, strict=True)
+    source: WeightSource, parts: Mapping[str, list[Part]], written: Mapping[tuple[str, str], Written]
+) -> dict[str, TensorRecord]:
+    records, known = {}, source.sums() or {}
+    for name, own in parts.items():
+        pieces = [
+            PieceRecord(box=box, file=file, key=piece.key, checksum=written[file, piece.key].checksum)
+            for file, box, piece in own
         ]
-        parts = [(piece.box, piece.checksum, contents[piece.file, piece.key]) for pieces in own for piece in pieces]
-        whole = known.get(name) or whole_checksum(source.shape(name), source.dtype(name), parts)
-        if whole is None:  # an earlier call has written most of it
-            whole = content_checksum(source.content(name, Box()), Scratch())
-        for rank_specs, pieces in zip(specs, own, strict=True):
-            if pieces:
-                records.append(written_tensor(name, rank_specs[name], source.dtype(name), pieces, whole))
-    for name in source.outside_names():
-        view, key = source.read_outside(name), OUTSIDE + name
-        piece = PieceRecord(box=Box(), file=files[0].name, key=key, checksum=written[files[0].name, key].checksum)
-        records.append(written_tensor(key, box_spec(tuple(view.shape), Box()), view.dtype, [piece]))
+        shape, dtype, whole = own[0][2].shape, own[0][2].dtype, None
+        if name in source:  # else it is whole, and outside the language model
+            shape = source.shape(name)
+            sums = [(box, record.checksum, piece.content) for record, (_, box, piece) in zip(pieces, own, strict=True)]
+            whole = known.get(name) or whole_checksum(shape, dtype, sums)
+            if whole is None:  # an earlier call has written most of it
+                whole = content_checksum(source.content(name, Box()), Scratch())
+        in_order = tuple(sorted(pieces, key=lambda piece, shape=shape: piece.box.ranges(shape)))
+        records[name] = TensorRecord(shape=shape, dtype=dtype_name(dtype), pieces=in_order, checksum=whole)
     return records
 
 
@@ -245,8 +245,8 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "body": model.names.body,
         "head": model.names.head,
         "vision": dict(model.names.vision),
-        "fused": list(stored_names(model).fused),
-        "stacked": stored_names(model).is_stacked,
+        "fused": list(model.names.fused),
+        "stacked": model.names.is_stacked,
         "has_tied_head": source.has_tied_head,
     }
 
@@ -303,23 +303,13 @@ def export_hf(
     return replace(report, notes=tuple(notes), rounding=rounding)
 
 
-def stored_names(model: ModelFolder) -> NameMap:
-    """Returns where tensors are in the Hugging Face folder: for a partitioned base, in the one that it was made
-    from.
-    """
-    if model.manifest is None:
-        return model.names
-    names = replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
-    return names.stack() if model.manifest.model.get("stacked") else names
-
-
 def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
     """Returns where an export places tensors.
 
     Raises:
         UserError: the family knows only one way.
     """
-    stored = stored_names(model)
+    stored = model.names
     if fusing == "keep":
         return stored
     family = family_of(model.hf_config)[0]
@@ -328,9 +318,7 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
             f"--fused {fusing} is not how a {model.decoder.family} model is stored, which has "
             f"{' and '.join(name.rpartition('.')[2] for name in family.fused)}: leave --fused out."
         )
-    plain = replace(
-        family.names, body=stored.body, head=stored.head, vision=stored.vision, rows=part_rows(model.decoder)
-    )
+    plain = replace(family.names, body=stored.body, head=stored.head, vision=stored.vision)
     return plain.fuse({"split": (), "qkv": (QKV,), "all": tuple(FUSED)}[fusing])
 
 

@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +45,7 @@ from engine.conversion.peft_config import read_settings
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES
 from engine.models.decoder_config import DecoderConfig
-from engine.models.names import FUSED, NameMap, fused_parts, fused_rows, part_rows
+from engine.models.names import FUSED, NameMap, fused_parts, fused_rows
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
@@ -118,8 +117,7 @@ class AdapterSource(TensorReader):
         keys = [key for key in read if not key.endswith(_COPY)]
         self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
         present = [fused for fused in FUSED if any(f".{fused.rpartition('.')[2]}.lora_" in key for key in keys)]
-        names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys])
-        names = replace(names, rows=part_rows(decoder)).fuse(present)
+        names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys]).fuse(present)
         stacks = stored_stacks(keys, self._file.shape, names, decoder, KEY_PREFIX)
         if self.settings.has_stacks and not stacks:
             raise UserError(

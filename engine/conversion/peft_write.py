@@ -21,27 +21,14 @@ from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWri
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
 from engine.choices import VISION, AdapterForm, AdapterReader
 from engine.conversion.expert_stacks import in_turns, live_name
-from engine.conversion.import_export import ConversionReport, Proof, stored_names
+from engine.conversion.import_export import ConversionReport, Proof
 from engine.conversion.lora_scales import recorded_alpha
 from engine.conversion.merged_model import LORA_A, adapted_modules, fully_trained, recorded_scales
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_experts import (
-    TrainedAdapters,
-    advice,
-    fitting_form,
-    is_expert,
-    obstacle,
-    readers_line,
-)
+from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
-from engine.conversion.peft_tensors import (
-    adapter_tensors,
-    fused_with,
-    is_stored_fused,
-    outer_tensors,
-    stacked_tensors,
-)
+from engine.conversion.peft_tensors import adapter_tensors, fused_with, is_stored_fused, outer_tensors, stacked_tensors
 from engine.conversion.shared_factors import EachExpert
 from engine.errors import UserError
 from engine.files.durable import write_durably
@@ -90,7 +77,7 @@ def export_peft(
         UserError: there are no adapters, PEFT cannot express the training, a value is not finite, or a factor that
             does not start from zeros is all zero.
     """
-    described, model = model, replace(model, names=stored_names(model).live)
+    described, model = model, replace(model, names=model.names.live)
     names = trained.tensor_names()
     modules = adapted_modules(names)
     if not modules:
@@ -200,10 +187,9 @@ def _contents(
         stacks, more = stacked_tensors(trained, model, scales, rslora=rslora, turns=in_turns(described.names))
         tensors, adapters, config["target_parameters"] = tensors | stacks, adapters | more, sorted(more)
     elif form == "shared_outer":
-        leaves = {part.rpartition(".")[2] for module in found.experts for part in fused_parts(module)}
         assert isinstance(trained, EachExpert)
         tensors |= outer_tensors(trained, model)
-        config["target_modules"] = sorted({*config["target_modules"], *leaves})
+        config["target_modules"] = sorted({*config["target_modules"], *found.expert_linears})
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.run.training_state import latest_checkpoint, open_run
+from engine.checkpoint.run.step_folders import latest_checkpoint
+from engine.checkpoint.run.training_state import open_run
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run_files import FILES, FOLDERS, LOCK
 from engine.distributed.collectives import all_reduce, broadcast_object

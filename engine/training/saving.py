@@ -90,9 +90,7 @@ class StateSaver:
         )
         saves_on_the_way = options.every or options.keep_best
         snapshot = self._make_room(tensors) if options.asynchronous and saves_on_the_way else None
-        self._saver = Saver(
-            group, keep=options.keep, keep_every=options.keep_every, snapshot=snapshot, keep_best=options.keep_best
-        )
+        self._saver = Saver(group, options, snapshot=snapshot)
 
     def save(
         self, *, step: int, consumed: int, best: BestLoss, source: SourceState = NOTHING, last: bool = False

@@ -18,7 +18,9 @@ import torch
 from engine.checkpoint.run.commit import TrainingContents
 from engine.checkpoint.run.saver import SaveGroup, Saver
 from engine.checkpoint.run.snapshot import Snapshot
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.checkpoint import CheckpointOptions
 from engine.errors import UserError
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import describe
@@ -54,8 +56,8 @@ class _Run:
         self._ids = torch.randint(0, options.vocab, (options.rows, options.length), generator=generator).to(device)
         group = SaveGroup(run_dir=folder, num_bytes=self.num_bytes)
         self._savers = {
-            WAITING: Saver(group, keep=1, keep_every=0, snapshot=None),
-            BESIDE: Saver(group, keep=1, keep_every=0, snapshot=Snapshot(self.shards)),
+            WAITING: Saver(group, CheckpointOptions(keep=1), snapshot=None),
+            BESIDE: Saver(group, CheckpointOptions(keep=1), snapshot=Snapshot(self.shards)),
         }
         self._number = 0
 

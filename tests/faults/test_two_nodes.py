@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.run.training_state import checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
 from tests.faults.ranks import free_port, run_settings
 from tests.faults.torchrun import Torchrun, require_same
 from tests.support.commands import options, run_tool

@@ -86,7 +86,7 @@ class RangeReader:
             if os.fstat(self._descriptor).st_size < self._end:
                 raise UserError(f"{path} is shorter than its header says: copy it again.")
             if _DIRECT and length >= _FEWEST_BYTES and not _is_cached(self._descriptor, self._end - 1):
-                direct = _open_direct(path, os.O_RDONLY)
+                direct = open_direct(path, os.O_RDONLY)
                 if direct is not None:
                     self._use(direct, is_direct=True)
         except BaseException:
@@ -206,33 +206,27 @@ def _start_writeback(descriptor: int, offset: int, length: int) -> None:
 
 def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
     """Asks the system to read bytes (offset, length) of a file into the page cache, and returns at once."""
+    _advise(path, ranges, "POSIX_FADV_WILLNEED")
+
+
+def forget(path: Path) -> None:
+    """Asks the system, where it supports this, to drop a file from the page cache, so that reads go to the disk."""
+    _advise(path, [(0, 0)], "POSIX_FADV_DONTNEED")
+
+
+def _advise(path: Path, ranges: Iterable[tuple[int, int]], advice: str) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for offset, length in ranges:
-            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, offset, length, getattr(os, advice))
     finally:
         os.close(descriptor)
 
 
-def forget(path: Path) -> None:
-    """Asks the system, where it supports this, to drop a file from the page cache, so that reads go to the disk."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def open_direct(path: Path) -> int | None:
-    """Returns a descriptor that writes an existing file past the page cache; None where that is not supported."""
-    return _open_direct(path, os.O_WRONLY)
-
-
-def _open_direct(path: Path, flags: int) -> int | None:
+def open_direct(path: Path, flags: int = os.O_WRONLY) -> int | None:
+    """Returns a descriptor of an existing file past the page cache; None where that is not supported."""
     if not _DIRECT:
         return None
     try:

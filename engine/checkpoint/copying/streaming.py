@@ -20,7 +20,6 @@ from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, default_
 from engine.checkpoint.copying.exchange import ExchangedPart
 from engine.checkpoint.copying.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.checkpoint.copying.resumable import Journal, Written
-from engine.checkpoint.safetensors_file import file_header
 from engine.errors import UserError
 from engine.files.refusals import FileError, writing
 
@@ -148,8 +147,7 @@ class _Writer:
         known = self._known.get((output.file.name, piece.key))
         if known is None or (self._scan and "finite" not in known.facts and piece.dtype in SCANNED):
             return False
-        found = _checksum_of(output.path, output.offsets[piece.key], piece.num_bytes, self._local.scratch)
-        if found != known.checksum:
+        if _checksum_of(output, piece, self._local.scratch) != known.checksum:
             return False
         with self._lock:
             self.kept_bytes += piece.num_bytes
@@ -189,8 +187,10 @@ def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int
         yield places[index], block
 
 
-def _checksum_of(path: Path, offset: int, length: int, scratch: Scratch) -> str:
-    return content_checksum(StoredBytes([FileRange(path, offset, length)]), scratch)
+def _checksum_of(output: Output, piece: Piece, scratch: Scratch) -> str:
+    """Reads a tensor back from its file, and returns its checksum."""
+    stored = FileRange(output.path, output.offsets[piece.key], piece.num_bytes)
+    return content_checksum(StoredBytes([stored]), scratch)
 
 
 def compare_files(
@@ -208,8 +208,8 @@ def compare_files(
     """
     lock, local = threading.Lock(), ThreadScratch()
 
-    def compare(path: Path, offset: int, piece: Piece) -> None:
-        if _checksum_of(path, offset, piece.num_bytes, local.scratch) != written[path.name, piece.key].checksum:
+    def compare(output: Output, piece: Piece) -> None:
+        if _checksum_of(output, piece, local.scratch) != written[output.file.name, piece.key].checksum:
             raise UserError(
                 f"{piece.key} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
                 "give a folder on another one."
@@ -221,11 +221,9 @@ def compare_files(
     with ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="compare") as pool:
         futures = []
         for file in files:
-            path = folder / file.name
-            declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
-            _, offsets, _ = file_header(declared, file.metadata)
-            forget(path)
-            futures += [pool.submit(compare, path, offsets[piece.key], piece) for piece in file.pieces]
+            output = Output(folder / file.name, file)
+            forget(output.path)
+            futures += [pool.submit(compare, output, piece) for piece in file.pieces]
         try:
             for future in futures:
                 future.result()

@@ -102,11 +102,11 @@ def require_wanted(staging: Path, rank: int) -> None:
     Raises:
         NoRoom: it has.
     """
-    note = staging / _failed_name(0)
+    note = staging / _name(0, "failed")
     with writing(staging):
         if note.is_file():
-            (staging / _done_name(rank)).unlink(missing_ok=True)
-            (staging / _part_name(rank)).unlink(missing_ok=True)
+            (staging / _name(rank, "done")).unlink(missing_ok=True)
+            (staging / _name(rank, "safetensors")).unlink(missing_ok=True)
             raise NoRoom(note.read_text(encoding="utf-8"))
 
 
@@ -132,7 +132,7 @@ def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> RankPa
     Raises:
         UserError: the disk does not take them.
     """
-    path = staging / _part_name(rank)
+    path = staging / _name(rank, "safetensors")
     planned = []
     for shard in shards:
         keys = [
@@ -157,28 +157,20 @@ def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> RankPa
     return RankPart.of(path.name, written)
 
 
-def _part_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def _done_name(rank: int) -> str:
-    return f"rank_{rank:05d}.done"
-
-
-def _failed_name(rank: int) -> str:
-    return f"rank_{rank:05d}.failed"
+def _name(rank: int, ending: str) -> str:
+    return f"rank_{rank:05d}.{ending}"
 
 
 def leave_record(staging: Path, rank: int, written: RankPart) -> None:
     """Writes the record by which rank 0 learns that this rank's part is on the disk, and its contents."""
-    write_durably(staging / _done_name(rank), written.to_bytes())
+    write_durably(staging / _name(rank, "done"), written.to_bytes())
     sync_folder(staging)
 
 
 def leave_failure(staging: Path, rank: int, reason: str) -> None:
     """Writes the reason why there will be no part of this rank, for rank 0; does its best on a failing disk."""
     with suppress(FileError):
-        write_durably(staging / _failed_name(rank), reason)  # whole or absent: others read it as soon as it is there
+        write_durably(staging / _name(rank, "failed"), reason)  # whole or absent: others read it as soon as it is there
 
 
 def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPart]:
@@ -195,13 +187,13 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPa
     while waiting:
         with writing(staging):
             there = set(os.listdir(staging))
-            for rank in [rank for rank in waiting if _done_name(rank) in there]:
-                parts.append(RankPart.from_bytes((staging / _done_name(rank)).read_bytes()))
+            for rank in [rank for rank in waiting if _name(rank, "done") in there]:
+                parts.append(RankPart.from_bytes((staging / _name(rank, "done")).read_bytes()))
                 waiting.remove(rank)
                 LOG.progressed()
             for rank in waiting:
-                if _failed_name(rank) in there:
-                    reason = (staging / _failed_name(rank)).read_text(encoding="utf-8")
+                if _name(rank, "failed") in there:
+                    reason = (staging / _name(rank, "failed")).read_text(encoding="utf-8")
                     raise UserError(f"rank {rank} could not write its part: {reason or 'it could not say why either'}")
         if not waiting:
             break

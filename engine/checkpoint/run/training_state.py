@@ -19,32 +19,11 @@ from engine.checkpoint.model_weights import WeightSource
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import Renamed
 from engine.checkpoint.run.commit import RUN_CONFIG
-from engine.checkpoint.run.step_folders import (
-    CHECKPOINTS,
-    best_step,
-    checkpoint_folder,
-    latest_checkpoint,
-    list_checkpoints,
-    mark_best,
-    prune,
-)
+from engine.checkpoint.run.step_folders import best_step, list_checkpoints
+from engine.config.run_files import CHECKPOINTS
 from engine.errors import UserError
 from engine.kernels.checksum import checksum_of
 from engine.sentences import listed
-
-__all__ = [
-    "ADAPTER",
-    "CHECKPOINTS",
-    "MASTER",
-    "TrainingCheckpoint",
-    "best_step",
-    "checkpoint_folder",
-    "latest_checkpoint",
-    "list_checkpoints",
-    "mark_best",
-    "open_run",
-    "prune",
-]
 
 MASTER, ADAPTER, MOMENTS = "master/", "adapter/", ("optim.exp_avg/", "optim.exp_avg_sq/")
 _MAX_CONFIG_BYTES, _MAX_BESIDE_BYTES = 16 << 20, 8 << 30
@@ -142,7 +121,7 @@ def expect_base(
     if weights is None:
         return
     sums = checkpoint.base.get("sums")
-    if sums is None or (weights.sums() is None and weights.kind == "partitioned"):
+    if sums is None or (weights.sums() is None and weights.model.manifest is not None):
         if say is not None:
             old = checkpoint.folder if sums is None else weights.label
             say(

@@ -25,14 +25,7 @@ from engine.conversion.expert_stacks import (
     live_name,
     routed_layers,
 )
-from engine.conversion.merged_model import (
-    LORA_A,
-    LORA_B,
-    LORA_BIAS,
-    LORA_MAGNITUDE,
-    read_adapter,
-    split_adapter,
-)
+from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, read_adapter, split_adapter
 from engine.conversion.peft_read import KEY_PREFIX
 from engine.conversion.shared_factors import EachExpert
 from engine.errors import UserError

@@ -57,6 +57,10 @@ class Live(NamedTuple):
     tensors: TensorReader
     plan: TrainingPlan
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns fp32 [B, S, V] logits; see `live_logits`."""
+        return live_logits(self.config, self.tensors, tokens, self.plan)
+
 
 def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: Scale) -> Live:
     """Returns the live model of trained values beside their base, which is None where there was none."""
@@ -83,7 +87,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
         # without a base all parameters are trained but those that never train, which the source knows
         live = live_model(source.model.decoder, source.base or source, source.trained, source.scale)
     tokens = proof_tokens(live.config.vocab_size)
-    expected = live_logits(*live[:2], tokens, live.plan)
+    expected = live.logits(tokens)
     written = open_source(folder)
     if (obstacle := _obstacle(folder, written.model)) is None:
         found, reader = _stock_logits(folder, _widest(written), tokens), "transformers"
@@ -125,10 +129,10 @@ def prove_adapter(
     if unread is not None:
         written = AdapterSource(folder, names=model.names, decoder=model.decoder, with_saved_modules=True)
         again = live_model(model.decoder, base, written, written.scale)
-        found, reader = live_logits(*again[:2], tokens, again.plan), f"the engine (not PEFT: {unread})"
+        found, reader = again.logits(tokens), f"the engine (not PEFT: {unread})"
     else:
         found, reader = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder), "PEFT"
-    difference = _difference(found, live_logits(*live[:2], tokens, live.plan))
+    difference = _difference(found, live.logits(tokens))
     if not difference <= SAME:
         raise UserError(
             f"with this adapter {reader} gives logits that differ from the live model's by {difference:.1e} of the "

@@ -18,20 +18,9 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.host_copies import HostMemory
 from engine.layers.module import ShardEntry
-from engine.optim.flat_layout import (
-    ALIGNMENT,
-    OwnedRange,
-    Region,
-    Slot,
-    owned_ranges,
-    plan_buckets,
-    plan_regions,
-    same_rate,
-)
+from engine.optim.flat_layout import OwnedRange, Region, Slot, owned_ranges, plan_buckets, plan_regions, same_rate
 from engine.optim.publish import AllGatherPublish, AllToAllPublish, CopyPublish, Publish, target
 from engine.optim.state_sharding import Sharding
-
-__all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,8 +24,6 @@ from engine.layers.module import ShardEntry
 from engine.optim.flat import FlatParameters
 from engine.optim.flat_layout import Bucket, plan_buckets
 
-__all__ = ["GradientReducer", "gradient_norm", "plain_square_sum", "plan_buckets"]
-
 MAX_IN_FLIGHT = 2
 """Buckets of a sharded gradient whose reduce-scatter may be in flight, with their whole memory, while later ones
 fill."""

@@ -20,7 +20,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import layer_kinds
 from engine.ops.quantized_products import require_product_sizes
-from engine.optim.flat import ALIGNMENT
+from engine.optim.flat_layout import ALIGNMENT
 
 WIDE = 4
 """Bytes of statistics, and of the numbers in which norms, losses and the optimizer compute."""

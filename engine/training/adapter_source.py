@@ -36,14 +36,14 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> T
     _check_tying(found, config, source)
     settings = {module: own for module in modules if (own := plan.modules.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
-    for option, key, own, asked in (
+    for option, key, stored, asked in (
         ("dora", "use_dora", found.settings.dora, lora.dora),
         ("bias", "lora_bias", found.settings.bias, lora.bias),
     ):
-        if own != asked:
+        if stored != asked:
             raise UserError(
                 f"lora.{option} is {str(asked).lower()}, but the adapter in {lora.init_from} has {key} "
-                f"{str(own).lower()}: set lora.{option} to {str(own).lower()}."
+                f"{str(stored).lower()}: set lora.{option} to {str(stored).lower()}."
             )
     for name in fully_trained(found.tensor_names()):
         if name not in plan.trained and name in (*plan.shapes, TIED_HEAD):

@@ -79,7 +79,8 @@ class RankGrid:
 def kv_replica_ranks(tensor_size: int, num_kv_heads: int) -> list[list[int]]:
     """Returns the tensor-parallel ranks that hold the same key/value heads, when there are fewer heads than ranks."""
     copies = max(1, tensor_size // num_kv_heads)
-    return [list(range(start, start + copies)) for start in range(0, tensor_size, copies)]
+    starts = range(0, tensor_size, copies)  # sizes that do not divide are refused by the layers, in a sentence
+    return [list(range(start, min(start + copies, tensor_size))) for start in starts]
 
 
 SPELLED_RANKS = 8

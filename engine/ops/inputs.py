@@ -78,7 +78,7 @@ class LinearInput(Protocol):
 
 
 class _MadeFirst:
-    """An input of u's width without leaves, made before H and recomputed before dA, where a subclass has no other way."""
+    """An input of u's width without leaves, made before H and recomputed before dA, unless a subclass differs."""
 
     __slots__ = ()
 

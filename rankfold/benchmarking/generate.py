@@ -27,11 +27,10 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.model import draw, hf_config
 from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.sections import GenerateOptions, RolloutsOptions
-from rankfold.benchmarking.sides import set_up
 from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, wait_for
 
@@ -149,9 +148,7 @@ def run(options: GenerateOptions) -> Table:
     Raises:
         UserError: a missing device, or tokens that differ.
     """
-    device = choose_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)  # the number in the table
+    device = set_up(options, keeps_freed_memory=False)
     cases = [(f"{rows} x {options.prompt}", _prompts(options, rows, mixed=False)) for rows in options.row_counts()]
     most = max(options.row_counts())
     if most > 1:

@@ -15,13 +15,12 @@ import torch
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
-from engine.runtime.launch import keep_freed_memory
 from rankfold.benchmarking import lora_layers
 from rankfold.benchmarking.case import LIMITS, Case, Checked, Contestant, Timed, check, time_case
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings, Demand
 from rankfold.benchmarking.first_hour.targets import LORA_TAX
 from rankfold.benchmarking.lora_layers import Layer, make_layer
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.options import Shape, TaxOptions, chosen_names, for_device, read_shapes
 from rankfold.benchmarking.peers import find_backends, find_peers
 from rankfold.benchmarking.table import Report, Table, progress
@@ -44,12 +43,8 @@ def run(options: TaxOptions) -> Report:
         UserError: a missing device.
         Wrong: a contestant computes something else.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
+    device = set_up(options)  # the allocator as in training, for all contestants
     options = for_device(options, device.type)
-    if device.type == "cpu":
-        keep_freed_memory()  # as in training, for all contestants
     dtype = TORCH_DTYPES[options.dtype]
     chosen: Kernels = choose_kernels("auto", device=device, dtype=dtype)[0]
     contestants, absent = find_contestants(options, device, chosen)
@@ -116,7 +111,7 @@ def find_contestants(
         found[PLAIN] = lora_layers.plain_torch
     if "peft" in peers:
         found[PEFT] = lora_layers.peft
-    return found, (*(f"Not measured: {name} ({why})." for name, why in absent.items()), *peers.sentences())
+    return found, (*absent, *peers.sentences())
 
 
 def make_case(

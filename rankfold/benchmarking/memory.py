@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import choose_kernels
-from rankfold.benchmarking.machine import describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.model import Side, draw_batches
 from rankfold.benchmarking.options import MemoryOptions, ModelOptions
-from rankfold.benchmarking.sides import ENGINE, PEER, PEER_KINDS, SideKind, find_sides, set_up, steps_alone
+from rankfold.benchmarking.sides import ENGINE, PEER, PEER_KINDS, SideKind, find_sides, steps_alone
 from rankfold.benchmarking.table import Report, Table, progress
 
 _LAYERS = 2

@@ -17,8 +17,8 @@ BACKENDS = ("reference", "native", "triton")
 
 def find_backends(
     device: torch.device, dtype: torch.dtype, *, timed: bool
-) -> tuple[dict[str, Kernels], dict[str, str]]:
-    """Returns the kernels by name; and name -> why it is absent.
+) -> tuple[dict[str, Kernels], tuple[str, ...]]:
+    """Returns the kernels by name, and a sentence for each that is absent.
 
     Args:
         device, dtype: of their inputs.
@@ -35,7 +35,11 @@ def find_backends(
             absent[name] = str(error).rstrip(".")
             continue
         present[name] = kernels
-    return present, absent
+    return present, _not_measured(absent)
+
+
+def _not_measured(absent: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"Not measured: {name} ({why})." for name, why in absent.items())
 
 
 _PACKAGES = {
@@ -66,7 +70,7 @@ class Peers:
 
     def sentences(self) -> tuple[str, ...]:
         """Returns a sentence for each absent peer."""
-        return tuple(f"Not measured: {name} ({why})." for name, why in self.absent.items())
+        return _not_measured(self.absent)
 
 
 def find_peers(

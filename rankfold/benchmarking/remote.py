@@ -13,11 +13,11 @@ from torch import Tensor
 from engine.models.dtypes import TORCH_DTYPES
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings
 from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
-from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import attention_kernel, draw_batches
 from rankfold.benchmarking.options import ModelOptions
 from rankfold.benchmarking.processes import Offer, Worker
-from rankfold.benchmarking.sides import ENGINE, find_sides, set_up
+from rankfold.benchmarking.sides import ENGINE, find_sides
 from rankfold.benchmarking.timing import Sample, measure
 
 FLOOR = "matrix products alone"

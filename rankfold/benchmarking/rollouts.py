@@ -27,10 +27,9 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 from rankfold.benchmarking.generate import Prompts, seconds, write_model
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.sections import RolloutsOptions
-from rankfold.benchmarking.sides import set_up
 from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio
 
@@ -137,9 +136,7 @@ def run(options: RolloutsOptions) -> Table:
     Raises:
         UserError: a missing device, or greedy tokens that differ.
     """
-    device = choose_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)  # the number in the table
+    device = set_up(options, keeps_freed_memory=False)
     prompts, times = _prompts(options), dict[str, list[float]]({side: [] for side in _SIDES})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -23,9 +23,8 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.checkpoint import CheckpointOptions
 from engine.errors import UserError
 from rankfold.benchmarking.engine_side import EngineSide
-from rankfold.benchmarking.machine import describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.sections import SaveOptions
-from rankfold.benchmarking.sides import set_up
 from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, summarise, wait_for
 

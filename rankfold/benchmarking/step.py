@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rankfold.benchmarking.ceilings import PRODUCT
-from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.machine import set_up
 from rankfold.benchmarking.model import draw_batches
 from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR, NUM_BATCHES, RemoteSide
@@ -96,9 +96,7 @@ def run(options: StepOptions) -> Table:
         UserError: a missing device.
         RuntimeError: two sides compute different things.
     """
-    device = choose_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)  # the number in the table
+    device = set_up(options, keeps_freed_memory=False)
     kinds, peers = find_sides(options, device)
     progress("step", "memory and first step, each side in its own process")
     alone = {name: steps_alone(name, options) for name in kinds}

@@ -51,4 +51,4 @@ def make_setting(options: KernelOptions, device: torch.device) -> tuple[Setting,
     wanted = chosen_names(options.peers, options.PEERS, "peers")
     peers = find_peers(options.PEERS, wanted, device, compiled=options.compile)
     setting = Setting(options=options, device=device, dtype=dtype, backends=backends, peers=peers)
-    return setting, (*(f"Not measured: {name} ({why})." for name, why in absent.items()), *peers.sentences())
+    return setting, (*absent, *peers.sentences())

@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from rankfold.benchmarking.case import LIMITS, Case, Checked, Timed, check, kernel_names, time_case
 from rankfold.benchmarking.ceilings import COPY, PRODUCT, Ceilings
 from rankfold.benchmarking.kernels.first_calls import FirstCalls, measure_first_calls
 from rankfold.benchmarking.kernels.groups import GROUPS, Build, make_setting
 from rankfold.benchmarking.kernels.setting import Setting
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.options import KernelOptions, chosen_names, for_device
 from rankfold.benchmarking.table import Report, Table, progress
 from rankfold.benchmarking.timing import Summary, paired_ratio, summarise
@@ -30,9 +28,7 @@ def run(options: KernelOptions) -> Report:
         UserError: a missing device.
         Wrong: a contestant computes something else.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
+    device = set_up(options, keeps_freed_memory=False)
     options = for_device(options, device.type)
     setting, absent = make_setting(options, device)
     groups = {name: GROUPS[name] for name in chosen_names(options.only, options.GROUPS, "only")}

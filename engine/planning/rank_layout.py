@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from engine.config.parallel import ParallelOptions
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.planning.planned_rows import Routing
+
+Routing = Literal["balanced", "worst"]
+"""How tokens choose among experts that are divided over ranks; see engine.planning.traced_batch.expert_rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,7 @@ class Workload:
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; their computation is not counted.
         kernels: the backend of the ops, see engine.ops.kernels.
-        polls_sends: whether completed sends can be found without waiting; see engine.planning.messages.
+        polls_sends: whether completed sends can be found without waiting; see engine.planning.pipeline_parts.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
         offload_weights: whether frozen weights are kept in host memory.
         offload_optimizer: whether masters and moments do.

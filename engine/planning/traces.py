@@ -35,12 +35,11 @@ from engine.ops.kernels import shape_backend
 from engine.planning import traced_batch
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
-from engine.planning.planned_rows import expert_rows
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.stand_ins import shape_base, shape_blocks
-from engine.planning.traced_batch import META
+from engine.planning.traced_batch import META, expert_rows
 from engine.zigzag import rank_columns
 
 

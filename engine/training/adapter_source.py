@@ -34,7 +34,7 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> T
     if source.weights is not None:
         found.require_base(source.weights)
     _check_tying(found, config, source)
-    settings = {module: own for module in modules if (own := plan.modules.adapter(module)) is not None}
+    settings = {module: adapter for module in modules if (adapter := plan.modules.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
     for option, key, stored, asked in (
         ("dora", "use_dora", found.settings.dora, lora.dora),

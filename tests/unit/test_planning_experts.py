@@ -34,11 +34,11 @@ from engine.models.families import family_of
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout
-from engine.planning.planned_rows import Routing, expert_rows
 from engine.planning.predict import workload_of
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, Routing, Workload
 from engine.planning.search import Candidate, SearchRequest, layouts, search
 from engine.planning.step_time import predict_time
+from engine.planning.traced_batch import expert_rows
 from engine.planning.traces import rank_model
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source

@@ -2,8 +2,7 @@
 
 Mixtures count the rows of each expert on the device (`RoutedMLP.rows_E`). A step sums these counts over the ranks that
 have other tokens or other layers, and makes a few numbers of them, without waiting for the device. The counts
-themselves are added up there until somebody asks. Rows are all that the router sent: padding's and those of tokens
-without a loss too.
+themselves are accumulated on the device until read. They include padding and tokens without a loss.
 
 Legend: L layers with a mixture, E experts.
 """

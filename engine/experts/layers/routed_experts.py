@@ -440,7 +440,7 @@ class RoutedMLP(Branch):
         experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
         self._layout = layout
         self.rows_E = torch.zeros(rule.num_experts, dtype=torch.int64, device=build.device)
-        """Rows that this rank's tokens have sent to each expert in training, since somebody set it to zero."""
+        """Rows that this rank's tokens have sent to each expert in training, since it was last set to zero."""
         self._loops = not _is_gpu(build)
         inner = deferred_sums(build)
         self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)

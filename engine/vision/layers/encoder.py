@@ -2,9 +2,9 @@
 
     x[t] <- features[i]    for each token t that stands for feature row i
 
-Where a vision model has features for later layers too, they lie below x: rows
-[k T, (k + 1) T) of what comes out are those of number k, and 0 at tokens of text. So they travel with the residual
-stream wherever it goes, and the gradient of each comes back in its place.
+Where a vision model has features for later layers too, they are stacked after x along dim 0: rows [k T, (k + 1) T) of
+the result are those of number k, and 0 at tokens of text. So they travel with the residual stream wherever it goes, and
+the gradient of each comes back in its place.
 
 The vision model is a `PlainModule`, whole on every tensor and context rank. The tiles of a micro-batch are dealt out to
 these ranks, contiguous and with about as many patches each; each rank encodes its own, and features are gathered once.

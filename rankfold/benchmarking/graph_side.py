@@ -16,9 +16,8 @@ from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.cuda_graph.capture import Capture
-from engine.training.cuda_graph.layer_graphs import LayerGraphs
 from engine.training.cuda_graph.static_batch import DOCUMENTS_PER_ROW, StaticShape
-from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import StepResult, TrainStep

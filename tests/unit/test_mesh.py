@@ -57,6 +57,14 @@ def test_gradients_are_not_summed_on_the_group_of_context_attention(tp: int, mon
     assert mesh.cp.group is not mesh.dp_cp.group and mesh.cp.size == mesh.dp_cp.size == 4
 
 
+def test_the_ends_of_a_pipeline_are_its_first_and_last_rank() -> None:
+    """Ranks by hand: two tensor ranks, three stages."""
+    ends = [shape_mesh(RankGrid(pp=3, tp=2), rank).pp_ends for rank in range(6)]
+    assert [(axis.size, axis.rank) for axis in ends] == [(2, 0), (2, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
+    replicas = [shape_mesh(RankGrid(pp=2, tp=4), rank, 2).kv_replica for rank in range(8)]
+    assert [(axis.size, axis.rank) for axis in replicas] == [(2, 0), (2, 1), (2, 0), (2, 1)] * 2
+
+
 def test_experts_fold_into_the_ranks_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks by hand: tensor ranks are neighbours, then data ranks; expert ranks are neighbours among those they are
     taken from."""

@@ -11,9 +11,8 @@ from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.varlen import AttentionChoice
 from engine.training.cuda_graph.capture import CudaCapture
-from engine.training.cuda_graph.layer_graphs import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape, document_capacity
-from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.step import TrainStep
 

@@ -17,7 +17,6 @@ part in the reduction: their parameters are announced to it one layer at a time,
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
@@ -29,10 +28,8 @@ from engine.batch import Batch
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.ops.attention.token_context import TokenContext
-from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, GraphCounts, Replayable
+from engine.training.cuda_graph.capture import Capture, Replayable
 from engine.training.cuda_graph.static_batch import StaticBatch, StaticShape
-from engine.training.rank_stages import Stages
-from engine.training.step import StepResult, TrainStep
 
 StartReduction = Callable[[Iterable[ShardEntry]], None]
 
@@ -221,35 +218,3 @@ class StageGraphs:
         slot = self._taken.pop(microbatch, None)
         if slot is not None:
             self._free.append(slot)
-
-
-class LayerGraphs:
-    """Takes the place of a `TrainStep`, called the same way, with the same result: captures its layers after a few
-    steps, and counts the replays.
-
-    Args:
-        step: the step.
-        stages: those of the step, whose layers are captured.
-        capture: the way to capture.
-        shape: of each micro-batch.
-    """
-
-    def __init__(self, step: TrainStep, stages: Stages, capture: Capture, shape: StaticShape) -> None:
-        self._step, self._stages, self._capture, self.shape = step, stages, capture, shape
-        self._steps = 0
-        self.counts = GraphCounts("micro-batches")
-
-    def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
-        """See `TrainStep.__call__`."""
-        with self._capture.running():
-            if self._steps == WARMUP_STEPS:
-                gc.collect()  # a dead cycle may hold nodes of an earlier step
-                self._stages.capture_layers(self._capture, self.shape, len(batches))
-            self._steps += 1
-            fitting = sum(map(self.shape.fits, batches))
-            if self._steps <= WARMUP_STEPS:
-                self.counts.warmup += len(batches)
-            else:
-                self.counts.replayed += fitting
-                self.counts.beside += len(batches) - fitting
-            return self._step(batches, target_count, lr)

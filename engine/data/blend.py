@@ -67,7 +67,7 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
         targets=targets,  # type: ignore[arg-type]
         starts=np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
         lengths=np.concatenate([data.lengths for data in datasets]),
-        target_counts=np.concatenate([data.document_targets for data in datasets]),
+        target_counts=np.concatenate([data.columns.target_counts for data in datasets]),
         max_token=max(data.max_token for data in datasets),
         identity=digest.hexdigest(),
         extras=joined_extras([data.extras for data in datasets], [len(data.lengths) for data in datasets]),

@@ -53,7 +53,6 @@ class TokenDataset:
         self.targets: NDArray[np.bool_] | None = columns.targets
         self.starts: NDArray[np.int64] = columns.starts
         self.lengths: NDArray[np.int64] = lengths
-        self.document_targets: NDArray[np.int64] = columns.target_counts
         self.max_token, self.group = columns.max_token, group
         self.seq_length, self.packing = seq_length, packing
         self.companions = dict(companions or {})

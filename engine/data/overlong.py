@@ -201,8 +201,9 @@ class LongRecords:
         if not documents:
             return []
         limit, width = self._limit, self._kind.width
-        if self._continues(documents[0]):
-            limit = sys.maxsize
+        is_stream = documents[0].place.path.suffix.lower() == ".txt"
+        if self._concatenates and (is_stream or self._overlong in ("truncate", "cut")):
+            limit = sys.maxsize  # documents of this file continue in the next row
         kept: list[Document] = []
         fates = self.decide(Measures.of_documents(documents, limit, width), limit)
         for number, fate in enumerate(fates.tolist()):
@@ -242,11 +243,6 @@ class LongRecords:
             dropped_in_image=counts[Fate.IN_IMAGE],
             first_in_image=self._first_in_image,
         )
-
-    def _continues(self, document: Document) -> bool:
-        """Returns whether documents of this file continue in the next row."""
-        is_stream = document.place.path.suffix.lower() == ".txt"
-        return self._concatenates and (self._overlong in ("truncate", "cut") or is_stream)
 
     def _drop(self, fate: int, record: Sequence[Document]) -> None:
         """Notes where a record would be cut in an image, and refuses one that must not be dropped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,9 @@ def preview(
     kinds = np.asarray(targets[:MOST_TOKENS]).astype(np.int64)
     for number, (start, end) in enumerate(images):
         kinds[start:end] = -1 - number  # tiles side by side are shown apart
-    for kind, run in groupby(zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), kinds.tolist(), strict=True), _kind):
+    for kind, run in groupby(
+        zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), kinds.tolist(), strict=True), itemgetter(1)
+    ):
         part = [token for token, _ in run]
         if kind < 0:
             text += f"{given}⟨{len(part)} features⟩{plain}"
@@ -90,10 +93,6 @@ def preview(
         text += f"{mark}{piece}{plain or '⟧'}" if kind else f"{given}{piece}{plain}"
     left = len(tokens) - MOST_TOKENS
     return text + (f" ... {left:,} more tokens" if left > 0 else "")
-
-
-def _kind(pair: tuple[int, int]) -> int:
-    return pair[1]
 
 
 def _printable(text: str) -> str:

@@ -27,6 +27,7 @@ from rankfold.benchmarking.sides import Alone
 from rankfold.benchmarking.step import arrange
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, interleave, paired_ratio, summarise
+from tests.support.spawning import fork_context
 from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +39,14 @@ SMALL = StepOptions(**TINY, rows=2, length=9, repeats=2, warmup=1, device="cpu")
 
 @pytest.fixture(scope="module", params=sampled(["peft", "all"], ["peft"]))
 def tables(request: pytest.FixtureRequest) -> Iterator[tuple[Table, dict, list[str]]]:
-    """One whole run, child processes included, its JSON, and the sides it has; each takes seconds to import."""
-    table = step.run(replace(SMALL, peers=request.param))
+    """One whole run, child processes included, its JSON, and the sides it has; each takes seconds to import, which
+    forks of a process that has torch are spared. The slow run's import what they need themselves.
+    """
+    context = fork_context()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "peft":
+            patch.setattr("multiprocessing.get_context", lambda kind: context)
+        table = step.run(replace(SMALL, peers=request.param))
     yield (
         table,
         json.loads(table.json("the command")),

@@ -7,7 +7,6 @@ agree with the engine's: timing different computations would be meaningless.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ from rankfold.benchmarking.remote import FLOOR, NUM_BATCHES, RemoteSide
 from rankfold.benchmarking.sides import ENGINE, PEER, find_sides, steps_alone
 from rankfold.benchmarking.step_table import StepMeasurement, step_table
 from rankfold.benchmarking.table import Table, progress
-from rankfold.benchmarking.timing import Sample, take_turns
+from rankfold.benchmarking.timing import take_turns
 
 _ROOM = 0.9
 """Share of a GPU's memory that sides may hold together; the floor's operands come on top of the engine's."""
@@ -102,35 +101,31 @@ def run(options: StepOptions) -> Table:
     alone = {name: steps_alone(name, options) for name in kinds}
     arrangement = arrange({name: found.share for name, found in alone.items()}, options.repeats)
     progress("step", arrangement.sentence)
-    timed = _Timed(options)
-    for block in arrangement.blocks:
-        timed.take(block)
     measured = StepMeasurement(
-        samples={name: timed.samples[name] for name in (*kinds, FLOOR, PRODUCT)},
-        memory={name: found.peak for name, found in alone.items()},
-        first_seconds={name: found.first_seconds for name, found in alone.items()},
-        attention=timed.attention,
-        engine_kernels=timed.engine_kernels,
-        agreement=compare(options, timed.outcomes),
-        floor_operations=timed.operations[FLOOR],
-        ceiling_operations=timed.operations[PRODUCT],
+        samples={name: [] for name in (*kinds, FLOOR, PRODUCT)},
+        alone=alone,
         absent=peers.sentences(),
         arrangement=arrangement.sentence,
     )
+    timer = _Timer(options, measured)
+    for block in arrangement.blocks:
+        timer.take(block)
+    measured.agreement = compare(options, timer.outcomes)
     return step_table(options, device, measured)
 
 
-class _Timed:
-    """The samples of the sides so far, block by block. The floor and the square product run in the engine's process."""
+class _Timer:
+    """Times the sides block by block. The floor and the square product run in the engine's process.
 
-    def __init__(self, options: StepOptions) -> None:
-        self._options = options
+    Args:
+        options: of the section.
+        measured: takes the samples, and the descriptions of the sides.
+    """
+
+    def __init__(self, options: StepOptions, measured: StepMeasurement) -> None:
+        self._options, self._measured = options, measured
         self._batches = draw_batches(options, torch.device("cpu"), NUM_BATCHES)
-        self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.outcomes: dict[str, Outcomes] = {}
-        self.attention: dict[str, str] = {}
-        self.engine_kernels = ""
-        self.operations: dict[str, int] = {}
 
     def take(self, block: Block) -> None:
         """Starts the block's sides, compares those that are new with the engine, times all and ends them.
@@ -153,10 +148,10 @@ class _Timed:
 
     def _look_at(self, name: str, side: RemoteSide) -> None:
         self.outcomes[name] = first_outcomes(self._options, side, self._batches)
-        self.attention[name] = side.attention_kernel()
+        self._measured.attention[name] = side.attention_kernel()
         if name == ENGINE:
-            self.engine_kernels = side.engine_kernels()
-            self.operations = {what: side.operations(what) for what in (FLOOR, PRODUCT)}
+            self._measured.engine_kernels = side.engine_kernels()
+            self._measured.operations = {what: side.operations(what) for what in (FLOOR, PRODUCT)}
 
     def _time(self, sides: Mapping[str, RemoteSide], repeats: int) -> None:
         runs = {name: side.timed("a step") for name, side in sides.items()}
@@ -169,7 +164,7 @@ class _Timed:
             turn=lambda done: progress("step", f"timing {', '.join(sides)}: {done}/{repeats}"),
         )
         for name, samples in taken.items():
-            self.samples[name] += samples
+            self._measured.samples[name] += samples
 
 
 def check(options: StepOptions, sides: Mapping[str, Checked], batches: list[Tensor]) -> tuple[str, ...]:

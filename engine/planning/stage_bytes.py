@@ -2,7 +2,8 @@
 
 Beside a piece's own memory a stage holds the tensors that the pieces before it keep for backward, the residual stream
 between two pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next
-stage sends. Features of images for later layers lie below the stream that enters a stage, in one memory with it.
+stage sends. Features of images for later layers are stacked after the stream that enters a stage, in one memory with
+it.
 """
 
 from __future__ import annotations

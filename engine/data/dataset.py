@@ -64,7 +64,7 @@ class TokenDataset:
         in_row_order = columns.target_counts[self.rows.documents]
         self.target_counts: NDArray[np.int64] = (
             np.diff(self.rows.offsets) // group
-            if any(extra.counts_documents for extra in self.extras)
+            if any(extra.counts_documents for extra in columns.extras)
             else sum_rows(in_row_order, self.rows.offsets)
         )
         self.row_lengths: NDArray[np.int64] = sum_rows(lengths[self.rows.documents], self.rows.offsets)

@@ -204,8 +204,12 @@ class LongRecords:
         is_stream = documents[0].place.path.suffix.lower() == ".txt"
         if self._concatenates and (is_stream or self._overlong in ("truncate", "cut")):
             limit = sys.maxsize  # documents of this file continue in the next row
+        measures = Measures.of_documents(documents, limit, width)
+        fates = self.decide(measures, limit)
+        if not fates.any() and measures.lengths.max() <= limit:
+            self._pieces += len(documents)
+            return list(documents)
         kept: list[Document] = []
-        fates = self.decide(Measures.of_documents(documents, limit, width), limit)
         for number, fate in enumerate(fates.tolist()):
             record = documents[number * width : (number + 1) * width]
             if fate == Fate.KEPT:

@@ -9,29 +9,35 @@ What a phase opens it hands to the ExitStack of the caller, who closes all of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
+from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.seams import resolve
+from engine.telemetry.format import counted
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
-from engine.telemetry.trackers import Trackers
 from engine.training.build import Training, build_training
-from engine.training.planned_data import read_data
+from engine.training.data import build_data
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
 from engine.training.run_data import RunData
-from engine.training.start import find_start, refuse_early
+from engine.training.saving import tidy
+from engine.training.start import Start, find_start, refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.state import load_state
+from engine.training.step_plan import PlannedData, plan_steps
 from engine.training.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from engine.training.samples import SamplePrompt
 
 
 def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, opened: ExitStack) -> PreparedRun:
@@ -56,13 +62,14 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
-    read = None if data_comes_last else read_data(config, launch, log, folder, source.model, start)
+    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start)
     trackers = open_run_trackers(config, folder.path, log)
-    opened.push(_closing(trackers))
+    # a run that does not come as far as closing them itself failed, or was complete
+    opened.push(lambda kind, error, trace: trackers.close("finished" if kind is RunComplete else "failed"))
     training = _build_warm(config, launch, log, source, plan, None if read is None else read.data)
     listener.run_started()
     if read is None:
-        read = read_data(config, launch, log, folder, source.model, start)
+        read = _read_data(config, launch, log, folder, source.model, start)
     if start.resume is not None:
         load_state(start.resume, config, training)
     read.data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
@@ -79,6 +86,37 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     return prepared
 
 
+def _read_data(
+    config: RunConfig, launch: Launch, log: Log, folder: RunFolder, model: ModelFolder, start: Start
+) -> PlannedData:
+    """Reads the data, plans the run's steps, and logs changes where the run resumes.
+
+    Raises:
+        RunComplete: nothing is left to do.
+    """
+    data = build_data(config, launch, model, log)
+    prompts: list[SamplePrompt] = []
+    if config.train.sample_prompts or config.train.sample_chat:
+        read_prompts = resolve("engine.training.samples:read_prompts")
+        prompts = read_prompts(config, data.tokenizer, model.decoder, data.train.family)
+    read = PlannedData(
+        data=data,
+        fingerprint=data.train.fingerprint(),
+        prompts=prompts,
+        step_plan=plan_steps(config, data.train.order, step=start.step, consumed=start.consumed),
+    )
+    if (point := start.point) is None:
+        return read
+    if (sentence := point.completion(config, read.step_plan, start.best)) is not None:
+        if launch.rank == 0:
+            tidy(folder.path, config.checkpoint, log.info)
+        raise RunComplete(sentence, step=start.step, run_dir=folder.path)
+    log.info(f"resuming from {point.path} after step {point.step}, {counted(point.consumed, 'sample')} consumed")
+    for difference in point.differences(config, read.step_plan, data, read.fingerprint):
+        log.warning(difference)
+    return read
+
+
 def _build_warm(
     config: RunConfig, launch: Launch, log: Log, source: ModelSource, plan: ModelPlan, data: RunData | None
 ) -> Training:
@@ -90,12 +128,3 @@ def _build_warm(
     warm_up(config, launch, training, log)
     barrier()
     return training
-
-
-def _closing(trackers: Trackers) -> Callable[[type[BaseException] | None, object, object], None]:
-    """Closes the trackers of a run that does not come as far as closing them itself: it failed, or was complete."""
-
-    def close(kind: type[BaseException] | None, error: object, trace: object) -> None:
-        trackers.close("finished" if kind is RunComplete else "failed")
-
-    return close

@@ -21,12 +21,12 @@ from engine.training.data import trained_tokenizer
 from engine.training.evaluations import Evaluations
 from engine.training.guards.run_guards import build_guards
 from engine.training.observer import Observer
-from engine.training.planned_data import PlannedData
 from engine.training.reports.notes import RoundingNote, StuckNote
 from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.saving import StateSaver
 from engine.training.start import Start
+from engine.training.step_plan import PlannedData
 
 if TYPE_CHECKING:
     from engine.training.samples import TextSamples

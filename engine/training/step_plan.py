@@ -1,8 +1,9 @@
-"""The steps of a run: the number of its steps, and the learning rate of each."""
+"""The steps of a run, their number and the learning rate of each, and its data, which decides the number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.config.load import from_yaml
 from engine.config.optim import OptimOptions
@@ -12,6 +13,9 @@ from engine.errors import UserError
 from engine.optim.lr_schedule import learning_rate
 from engine.telemetry.format import how_far
 from engine.training.run_data import RunData
+
+if TYPE_CHECKING:
+    from engine.training.samples import SamplePrompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +47,23 @@ class StepPlan:
             warmup_steps=optim.warmup(self.steps),
             total_steps=self.steps,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedData:
+    """The data of a run, and its way through it.
+
+    Args:
+        data: the rows.
+        fingerprint: of the training rows.
+        prompts: tokens of train.sample_prompts.
+        step_plan: how many steps, at which learning rates.
+    """
+
+    data: RunData
+    fingerprint: str
+    prompts: list[SamplePrompt]
+    step_plan: StepPlan
 
 
 def plan_steps(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> StepPlan:

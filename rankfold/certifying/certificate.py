@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.checkpoint.reshard import boxes_of
@@ -266,11 +267,12 @@ class Recording:
         if self._opened == (kind, step):
             return
         self._opened, self._held = (kind, step), {}
-        self._readers = [
-            SafetensorsReader(_pieces_file(self._folder, rank, kind, step)) for rank in range(self._num_ranks)
-        ]
-        for rank, reader in enumerate(self._readers):
-            for key, (name, ranges) in json.loads(reader.metadata["pieces"]).items():
+        paths = [_pieces_file(self._folder, rank, kind, step) for rank in range(self._num_ranks)]
+        self._readers = [SafetensorsReader(path) for path in paths]
+        for rank, path in enumerate(paths):
+            with safe_open(path, framework="pt") as file:
+                pieces = json.loads(file.metadata()["pieces"])
+            for key, (name, ranges) in pieces.items():
                 place = tuple(slice(start, stop) for start, stop in ranges)
                 self._held.setdefault(name, []).append(_Piece(rank, key, place))
 

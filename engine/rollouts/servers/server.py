@@ -205,10 +205,13 @@ class CompletionServer:
     def _require_scale(self, prompt: Sequence[int]) -> None:
         """Refuses log-probabilities of another distribution than that whose ratios training takes."""
         options, dialect, url = self._options, self._dialect, self._http.url
-        looked = [
-            dialect.likeliest(self._answer(dialect.look(self.model, prompt, temperature)))
-            for temperature in (1.0, _HOT)
-        ]
+        try:
+            looked = [
+                dialect.likeliest(self._post(dialect.look(self.model, prompt, temperature)))
+                for temperature in (1.0, _HOT)
+            ]
+        except CallRefused as refusal:
+            raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
         if (largest := max(map(max, looked))) > 0:
             told = self._http.described(largest)
             raise UserError(f"{url} gives {told} for a log-probability: {dialect.how_to_scale}.")
@@ -357,12 +360,6 @@ class CompletionServer:
                 "here: serve the model of model.path, with its generation_config.json and tokenizer",
                 tokens[-1],
             )
-
-    def _answer(self, call: Call) -> Any:
-        try:
-            return self._post(call)
-        except CallRefused as refusal:
-            raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
 
     def _post(self, call: Call) -> Any:
         return self._http.call(call.path, call.body, most_bytes=call.most_bytes)

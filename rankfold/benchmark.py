@@ -34,7 +34,7 @@ def _parser() -> CommandLine:
     parser = CommandLine(description=__doc__)
     sections = parser.add_subparsers(dest="section", required=True, metavar="SECTION")
     for name, kind in SECTIONS.items():
-        text = inspect.cleandoc(kind.__doc__ or "").partition("\n\nRaises:")[0]
+        text = inspect.cleandoc(kind.__doc__ or "")
         section = sections.add_parser(name, help=text.partition("\n")[0], description=text)
         add_options(section, kind)
         section.add_argument("--json", type=Path, metavar="FILE", help="write every sample and setting here")

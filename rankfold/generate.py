@@ -36,5 +36,5 @@ def _generate(arguments: argparse.Namespace) -> None:
     try:
         Session(arguments, start(_A_WEEK if at_terminal else 600.0)).run()
     except CommunicationError as error:
-        raise LostRankError(f"{error}: look at what that rank printed, and start again.") from error
+        raise LostRankError(f"{error}: look at that rank's output, and start again.") from error
     stop()

@@ -164,6 +164,6 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     for document in first_documents(files, arguments.show, tokenizer, **settings):
         trained = int(document.targets.sum())
         print(f"{document.place}: {counted(len(document.tokens), 'token')}, {trained:,} trained on")
-        spans = [] if document.extras is None else document.extras.spans
+        spans = [span for extra in document.extras for span in extra.spans]
         print(preview(document.tokens, document.targets, tokenizer, colour=colour, images=spans))
         print()

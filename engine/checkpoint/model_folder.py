@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from engine.checkpoint.folder import CONFIG, Companions, find_companions
-from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from engine.checkpoint.manifest import MANIFEST, read_manifest
+from engine.checkpoint.manifest_records import Manifest
 from engine.choices import IMPLEMENTATIONS, Implementation
 from engine.config.hub import instead_of
 from engine.errors import UserError

@@ -111,12 +111,6 @@ class HfSource(WeightSource):
     def recorded_sum(self, name: str, index: int) -> str | None:
         return self._expected.get(name)
 
-    def piece_checksum(self, name: str, index: int) -> str | None:
-        return self._expected.get(name)
-
-    def check_piece(self, name: str, index: int) -> None:
-        self._checks.view(name, index)
-
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         own = self._locations[name].name
         file, _ = self._tensors.stored_at(self._stored_names(name)[0])
@@ -259,7 +253,7 @@ class HfSource(WeightSource):
         names = self._stored_names(name)
         found = [self._tensors.shape(stored) for stored in names]
         part = place.part if len(names) == 1 else place.part._replace(transposed=False)
-        wanted = [(_num_experts(self.model), *part.whole_shape(shape))]
+        wanted = [(self.model.decoder.num_experts, *part.whole_shape(shape))]
         if len(names) > 1:
             *rows, columns = wanted[0]
             groups = columns // mxfp4.GROUP
@@ -300,14 +294,11 @@ class PartitionedSource(WeightSource):
     def stored_at(self, name: str, index: int) -> tuple[Path, int]:
         return self.pieces.stored_at(name, index)
 
-    def piece_checksum(self, name: str, index: int) -> str:
+    def recorded_sum(self, name: str, index: int) -> str:
         return self.pieces.recorded_sum(name, index)
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         self.pieces.refuse_piece(name, index, found, expected)
-
-    def check_piece(self, name: str, index: int) -> None:
-        self.pieces.view(name, index)
 
     @property
     def checks(self) -> PieceChecks:
@@ -330,7 +321,7 @@ class PartitionedSource(WeightSource):
         stored = OUTSIDE + name
         place, size = self.pieces.stored_at(stored, 0), self.read_outside(name).nbytes
         refuse = partial(self.pieces.refuse_piece, stored, 0)
-        return StoredBytes([FileRange(*place, size, self.piece_checksum(stored, 0), refuse)])
+        return StoredBytes([FileRange(*place, size, self.recorded_sum(stored, 0), refuse)])
 
     def outside_names(self) -> list[str]:
         return [name.removeprefix(OUTSIDE) for name in self.pieces.tensor_names() if name.startswith(OUTSIDE)]
@@ -362,7 +353,3 @@ def open_source(path: str | Path, implementation: Implementation = "auto") -> We
     if model.manifest is not None:
         return PartitionedSource(model)
     return ArrangedSource(model) if model.names.is_arranged else HfSource(model)
-
-
-def _num_experts(model: ModelFolder) -> int:
-    return model.decoder.num_experts

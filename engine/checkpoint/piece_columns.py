@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.manifest_records import ColumnsRecord, PieceRecord, PieceRows, TensorRecord
 from engine.checkpoint.reshard import Box, BoxColumns
 from engine.files.durable import write_durably
-from engine.kernels.checksum import Checksum
+from engine.kernels.checksum import checksum_of
 
 COLUMNS = "pieces.bin"
 
@@ -206,10 +206,8 @@ def write_columns(
     arrays = (bounds, np.concatenate(files).astype(np.int32), np.concatenate(sums))
     data = b"".join(_little(array) for array in arrays)
     write_durably(folder / COLUMNS, data)
-    found = Checksum()
-    found.update(memoryview(data))
     columns = ColumnsRecord(
-        file=COLUMNS, rows=num_rows, pieces=num_pieces, dims=dims, width=bounds.itemsize, checksum=found.text()
+        file=COLUMNS, rows=num_rows, pieces=num_pieces, dims=dims, width=bounds.itemsize, checksum=checksum_of(data)
     )
     return columns, written
 
@@ -238,9 +236,7 @@ class StoredColumns:
 
     def checksum(self) -> str:
         """Returns the checksum of the file."""
-        found = Checksum()
-        found.update(memoryview(self.data))
-        return found.text()
+        return checksum_of(memoryview(self.data))
 
     def pieces(self, name: str, shape: tuple[int, ...], rows: PieceRows) -> PieceColumns:
         """Returns the pieces of a tensor, whose rows are inside the arrays."""

@@ -5,14 +5,15 @@ Base and training checkpoints store tensors the same way; their meaning is not k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint.manifest import MANIFEST, Manifest, PieceRecord, TensorRecord, check_file, read_manifest
+from engine.checkpoint.manifest import MANIFEST, check_file, read_manifest
+from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.piece_columns import PieceColumns
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box, boxes_of
@@ -23,23 +24,11 @@ from engine.errors import UserError
 
 
 class PlannedPiece(NamedTuple):
-    """A piece that a rank will write: which tensor, which part, under which key, and where in the rank's tensor."""
+    """A piece that a rank will write: which part, under which key, and where in the rank's tensor."""
 
-    name: str
     box: Box
     key: str
     local_slices: tuple[slice, ...]
-
-
-class WrittenTensor(NamedTuple):
-    """One rank's contribution to a tensor's record."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    encoding: str
-    pieces: tuple[PieceRecord, ...]
-    checksum: str | None = None
 
 
 def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
@@ -55,39 +44,8 @@ def plan_pieces(name: str, spec: ShardSpec) -> list[PlannedPiece]:
         if box.dim is not None:
             slices[box.dim] = slice(local_offset, local_offset + box.length)
         key = name if len(boxes) == 1 else f"{name}@{box.offset}"
-        planned.append(PlannedPiece(name, box, key, tuple(slices)))
+        planned.append(PlannedPiece(box, key, tuple(slices)))
     return planned
-
-
-def written_tensor(
-    name: str, spec: ShardSpec, dtype: torch.dtype, pieces: Iterable[PieceRecord], checksum: str | None = None
-) -> WrittenTensor:
-    """Returns the contribution of a rank that has written `pieces` of the tensor that `spec` describes.
-
-    Args:
-        checksum: of the whole tensor, where it is known.
-    """
-    return WrittenTensor(name, spec.global_shape, dtype_name(dtype), spec.encoding, tuple(pieces), checksum)
-
-
-def join_records(contributions: Iterable[WrittenTensor]) -> dict[str, TensorRecord]:
-    """Joins the ranks' contributions into records of whole tensors; pieces are sorted by where they begin."""
-    first: dict[str, WrittenTensor] = {}
-    pieces: dict[str, list[PieceRecord]] = {}
-    for part in contributions:
-        known = first.setdefault(part.name, part)
-        assert known[:4] == part[:4] and known.checksum == part.checksum, (known, part)
-        pieces.setdefault(part.name, []).extend(part.pieces)
-    return {
-        name: TensorRecord(
-            shape=part.shape,
-            dtype=part.dtype,
-            encoding=part.encoding,
-            checksum=part.checksum,
-            pieces=tuple(sorted(pieces[name], key=lambda piece: piece.box.ranges(part.shape))),
-        )
-        for name, part in first.items()
-    }
 
 
 class PieceReader(TensorReader):

@@ -7,7 +7,7 @@ is then the same for all of them, whatever the layout on either side. Subclasses
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class TensorReader(ABC):
             return self.view(name, 0)
         return self.read(name, box_spec(self.shape(name), Box()))
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Returns the rows [start, stop) along the first dimension."""
+    def read_rows(self, name: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Returns the rows [start, stop) along the first dimension; `out` as of `read`."""
         shape = self.shape(name)
         spec = ShardSpec(
             global_shape=shape,
@@ -97,7 +97,7 @@ class TensorReader(ABC):
             dim=0,
             pieces=(Piece(start, 0, stop - start),),
         )
-        return self.read(name, spec)
+        return self.read(name, spec, out)
 
     def expect_rows(self, name: str, rows: Sequence[int]) -> None:  # noqa: B027 - a hint may be ignored
         """Hints that these rows will be read soon, so that many are prefetched from the disk together."""
@@ -123,3 +123,37 @@ class TensorReader(ABC):
                 f"{self.label} has {name} with shape {list(self.shape(name))}, but {list(shape)} is expected: "
                 "use a checkpoint of the same model."
             )
+
+
+class Renamed(TensorReader):
+    """Another reader's tensors by other names.
+
+    Args:
+        reader: has the tensors.
+        stored: name -> that of the tensor in `reader`.
+    """
+
+    def __init__(self, reader: TensorReader, stored: Mapping[str, str]) -> None:
+        self._reader, self.stored = reader, stored
+
+    @property
+    def label(self) -> str:
+        return self._reader.label
+
+    def tensor_names(self) -> list[str]:
+        return list(self.stored)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._reader.shape(self.stored[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(self.stored[name])
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return self._reader.boxes(self.stored[name])
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self._reader.view(self.stored[name], index)

@@ -34,6 +34,16 @@ class Box:
     length: int = 0
     others: tuple[tuple[int, int, int], ...] = ()
 
+    @classmethod
+    def of(cls, ranges: Iterable[Sequence[int]], global_shape: tuple[int, ...]) -> Box:
+        """Returns the box with these global (start, stop) of each dimension."""
+        runs = [
+            (dim, start, stop - start)
+            for dim, ((start, stop), size) in enumerate(zip(ranges, global_shape, strict=True))
+            if (start, stop) != (0, size)
+        ]
+        return cls(*runs[0], tuple(runs[1:])) if runs else cls()
+
     def shape(self, global_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the stored piece of a tensor of `global_shape`."""
         return tuple(stop - start for start, stop in self.ranges(global_shape))
@@ -75,10 +85,7 @@ class BoxColumns(Sequence[Box]):
     def __getitem__(self, index: int | slice) -> Box | BoxColumns:
         if isinstance(index, slice):
             return BoxColumns(self.shape, self.ranges[index])
-        whole = [(0, size) for size in self.shape]
-        ranges = [(start, stop) for start, stop in self.ranges[index].tolist()]
-        runs = [(dim, start, stop - start) for dim, (start, stop) in enumerate(ranges) if ranges[dim] != whole[dim]]
-        return Box(*runs[0], tuple(runs[1:])) if runs else Box()
+        return Box.of(self.ranges[index].tolist(), self.shape)
 
     def touching(self, ranges: tuple[tuple[int, int], ...]) -> list[int]:
         """Returns the places of the boxes that share an element with the box of these ranges, ascending."""

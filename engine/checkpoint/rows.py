@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from engine.checkpoint.copying.contents import Content, block_tensor, row_blocks
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.reader import TensorReader
-from engine.distributed.sharding import Piece, ShardSpec
 
 
 class Rows(ABC):
@@ -39,19 +38,16 @@ class ReadRows(Rows):
 
     Args:
         reader, name: of the tensor.
-        check: called before anything is read; raises where the stored bytes are damaged.
     """
 
-    def __init__(self, reader: TensorReader, name: str, check: Callable[[], None] | None = None) -> None:
-        self._reader, self._name, self._check = reader, name, check
+    def __init__(self, reader: TensorReader, name: str) -> None:
+        self._reader, self._name = reader, name
 
     def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
-        if self._check is not None:
-            self._check()
         shape = self._reader.shape(self._name)
         for first, last in row_blocks(shape, self._reader.dtype(self._name).itemsize, block_bytes):
             out = block_tensor(scratch, "exact", dtype, (last - first, *shape[1:]))
-            self._reader.read(self._name, _rows(shape, first, last), out=out)
+            self._reader.read_rows(self._name, first, last, out)
             yield out
 
 
@@ -76,8 +72,3 @@ class StoredRows(Rows):
     def blocks(self, scratch: Scratch, dtype: torch.dtype, block_bytes: int) -> Iterator[Tensor]:
         for rows in self.stored_blocks(scratch, block_bytes):
             yield block_tensor(scratch, "exact", dtype, tuple(rows.shape)).copy_(rows)
-
-
-def _rows(shape: tuple[int, ...], first: int, last: int) -> ShardSpec:
-    pieces = (Piece(first, 0, last - first),)
-    return ShardSpec(global_shape=shape, local_shape=(last - first, *shape[1:]), dim=0, pieces=pieces)

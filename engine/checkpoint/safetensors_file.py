@@ -24,7 +24,7 @@ from engine.checkpoint.safetensors_header import read_header, refuse
 from engine.errors import UserError
 from engine.files.durable import open_new
 from engine.files.refusals import writing
-from engine.kernels.checksum import Checksum
+from engine.kernels.checksum import Checksum, checksum_of
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -68,9 +68,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def checksum(tensor: Tensor) -> str:
     """Returns the CRC-32C of the tensor's bytes, as eight hexadecimal digits."""
-    found = Checksum()
-    found.update(raw_bytes(tensor))
-    return found.text()
+    return checksum_of(raw_bytes(tensor))
 
 
 def file_header(
@@ -196,29 +194,25 @@ class SafetensorsReader:
         self.path = path
         if not path.is_file():
             raise UserError(f"{path} is missing: copy the checkpoint again, with all of its files.")
-        self._header = read_header(path)
+        self._tensors = read_header(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             refuse(path, str(error))
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        return dict(self._header.metadata)
-
     def names(self) -> list[str]:
         """Returns the names of the tensors in the file, sorted."""
-        return sorted(self._header.tensors)
+        return sorted(self._tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._header.tensors
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._header.tensors[name].shape
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the torch dtype of a tensor; raises UserError where torch has none."""
-        stored = self._header.tensors[name].dtype
+        stored = self._tensors[name].dtype
         dtype = dtype_from_name(stored)
         if dtype is None:
             raise UserError(
@@ -229,7 +223,7 @@ class SafetensorsReader:
 
     def offset(self, name: str) -> int:
         """Returns where in the file the tensor's bytes begin."""
-        return self._header.tensors[name].begin
+        return self._tensors[name].begin
 
     def view(self, name: str) -> Tensor:
         """Returns the tensor as a view of the mapped file; bytes are read from the disk when they are used."""

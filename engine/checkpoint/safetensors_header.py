@@ -47,16 +47,8 @@ class StoredTensor:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """The checked header of a file."""
-
-    tensors: dict[str, StoredTensor]
-    metadata: dict[str, str]
-
-
-def read_header(path: Path) -> Header:
-    """Reads and checks the header of `path`, which must be a regular file.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Reads and checks the header of `path`, which must be a regular file, and returns its tensors by name.
 
     Raises:
         UserError: the file is not a safetensors file, or is damaged; the sentence names it.
@@ -87,7 +79,7 @@ def refuse(path: Path, why: str) -> NoReturn:
     ) from None
 
 
-def _parse(text: bytes, data_bytes: int) -> Header:
+def _parse(text: bytes, data_bytes: int) -> dict[str, StoredTensor]:
     if not text.startswith(b"{"):
         raise JsonFlaw("its header does not begin with a brace")
     content = parse_json(text)
@@ -104,7 +96,7 @@ def _parse(text: bytes, data_bytes: int) -> Header:
         position = tensor.end
     if position != first + data_bytes:
         raise JsonFlaw(f"its tensors take {position - first} bytes, and {data_bytes} are there")
-    return Header(tensors=tensors, metadata=metadata)
+    return tensors
 
 
 def _entry(name: str, entry: Any, first: int) -> StoredTensor:

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol, cast
 import numpy as np
 from torch import Tensor
 
-from engine.checkpoint.copying.threads import default_threads
+from engine.checkpoint.copying.direct_io import default_threads
 from engine.checkpoint.safetensors_file import checksum
 from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Axis
@@ -71,12 +71,12 @@ class PieceChecks:
         if not self._learns and self._reader.recorded_sum(*piece) is None:
             return tensor
         if self._put_off is None:
-            self.settle(piece, checksum(tensor))
+            self.record(piece, checksum(tensor))
         else:
             self._put_off.add(piece)
         return tensor
 
-    def settle(self, piece: Piece, found: str) -> None:
+    def record(self, piece: Piece, found: str) -> None:
         """Stores a piece's checksum; raises UserError where another one is recorded, or was found elsewhere."""
         expected = self._reader.recorded_sum(*piece) or self.sums.get(piece)
         if expected is not None and found != expected:
@@ -116,14 +116,14 @@ class PieceChecks:
         own = _own_share(views, neighbours.index(axis.rank), len(neighbours))
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="check") as pool:
             found = dict(zip(own, pool.map(checksum, own.values()), strict=True))
-        told = {
+        reported = {
             place: value
             for place, value in found.items()
             if learn or value != self._reader.recorded_sum(*pieces.piece(place))
         }
-        for sums in cast(list[dict[int, str]], gather_objects(told, axis)):
+        for sums in cast(list[dict[int, str]], gather_objects(reported, axis)):
             for place, value in sums.items():
-                self.settle(pieces.piece(place), value)
+                self.record(pieces.piece(place), value)
         for place in read:
             self.sums.setdefault(pieces.piece(place), self._reader.recorded_sum(*pieces.piece(place)) or "")
 

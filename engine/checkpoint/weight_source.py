@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from engine.checkpoint.copying.contents import Content
 from engine.checkpoint.copying.stored_tensors import StoredTensors
 from engine.checkpoint.fingerprint import fingerprint_of
 from engine.checkpoint.model_folder import ModelFolder
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.rows import Rows
 from engine.checkpoint.verification import PieceChecks
+from engine.distributed.sharding import ShardSpec
 from engine.sentences import listed
 from engine.telemetry.format import counted
 
 TIED_HEAD = "lm_head.weight"
+SHARED = "embed_tokens.weight"
+"""The matrix that is embedding and head of a tied model."""
 
 
 class WeightSource(StoredTensors):
@@ -43,11 +49,6 @@ class WeightSource(StoredTensors):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
-
-    @property
-    def kind(self) -> str:
-        """ "partitioned" or "huggingface"."""
-        return "huggingface" if self.model.manifest is None else "partitioned"
 
     @property
     def label(self) -> str:
@@ -143,3 +144,95 @@ class WeightSource(StoredTensors):
             UserError: the model is already known to have others.
         """
         raise NotImplementedError
+
+
+class WrappedSource(WeightSource):
+    """The weights of another source, whose fingerprint and checksums are its own; subclasses change some of them.
+
+    Args:
+        base: the other source.
+        model, has_tied_head: as of `WeightSource`.
+    """
+
+    def __init__(self, base: WeightSource, model: ModelFolder, *, has_tied_head: bool) -> None:
+        super().__init__(model, has_tied_head=has_tied_head)
+        self.base = base
+
+    def stored_name(self, name: str) -> str:
+        """Returns the base's name of a tensor."""
+        return name
+
+    @property
+    def changed_config(self) -> dict[str, Any] | None:
+        return self.base.changed_config
+
+    @property
+    def notes(self) -> list[str]:
+        return self.base.notes
+
+    def changed_names(self) -> list[str]:
+        return self.base.changed_names()
+
+    def identity(self) -> dict[str, Any]:
+        return self.base.identity()
+
+    def write_report(self, folder: Path, facts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+        return self.base.write_report(folder, facts)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.base.dtype(self.stored_name(name))
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        return self.base.boxes(self.stored_name(name))
+
+    def view(self, name: str, index: int) -> Tensor:
+        return self.base.view(self.stored_name(name), index)
+
+    def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
+        return self.base.read(self.stored_name(name), spec, out)
+
+    def stored_at(self, name: str, index: int) -> tuple[Path, int] | None:
+        return self.base.stored_at(self.stored_name(name), index)
+
+    def recorded_sum(self, name: str, index: int) -> str | None:
+        return self.base.recorded_sum(self.stored_name(name), index)
+
+    def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
+        self.base.refuse_piece(self.stored_name(name), index, found, expected)
+
+    def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
+        return self.base.contents(self.stored_name(name), wanted)
+
+    def rows(self, name: str) -> Rows:
+        return self.base.rows(self.stored_name(name))
+
+    def outside_names(self) -> list[str]:
+        return self.base.outside_names()
+
+    def read_outside(self, name: str) -> Tensor:
+        return self.base.read_outside(name)
+
+    def outside_content(self, name: str) -> Content:
+        return self.base.outside_content(name)
+
+    def fingerprint(self) -> str:
+        return self.base.fingerprint()
+
+    def known_fingerprint(self) -> str | None:
+        return self.base.known_fingerprint()
+
+    def know_fingerprint(self, fingerprint: str) -> None:
+        self.base.know_fingerprint(fingerprint)
+
+    def computed_fingerprint(self) -> str:
+        return self.base.computed_fingerprint()
+
+    @property
+    def checks(self) -> PieceChecks:
+        return self.base.checks
+
+    def sums(self) -> dict[str, str] | None:
+        return self.base.sums()
+
+    def expect(self, sums: Mapping[str, str], recorded_by: str) -> None:
+        self.base.expect(sums, recorded_by)

@@ -94,13 +94,13 @@ class CommandLine(argparse.ArgumentParser):
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             names = missing[1].split(", ")
             verb = "is" if len(names) == 1 else "are"
-            return f"{' and '.join(names)} {verb} not given: {self.prog} --help says what to write."
+            return f"{' and '.join(names)} {verb} not given: {self.prog} --help explains it."
         if stray := re.fullmatch(r"unrecognized arguments: ?(.*)", message):
             return (
                 f"{stray[1]!r} belongs to no option of {self.prog}: leave it out, or put a text with spaces in quotes."
             )
         if not (match := re.fullmatch(r"argument ([^:]+): (.*)", message)):
-            return f"{message}: {self.prog} --help says what to write."
+            return f"{message}: {self.prog} --help explains it."
         name, problem = match[1].split("/")[-1], match[2]
         if re.match(r"expected (one|at least one) argument", problem):
             return f"{name} has no value: write {name} followed by one, or {name}=VALUE where it begins with a dash."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from engine.config.checks import require, require_at_least, require_choice
+from engine.config.checks import require, require_at_least, require_choices
 from engine.config.option import IGNORED, REPORTED, option
 
 Format = Literal["auto", "text", "completion", "alpaca", "sharegpt", "messages", "tokens"]
@@ -82,8 +82,7 @@ class DataOptions:
         return self.packing is not False
 
     def __post_init__(self) -> None:
-        require_choice("data.format", self.format, FORMATS)
-        require_choice("data.overlong", self.overlong, OVERLONG)
+        require_choices("data", self)
         require_at_least("data.seq_length", self.seq_length, 2, "use for example 2048")
         if self.validation_split is not None:
             require(
@@ -94,7 +93,7 @@ class DataOptions:
             require(
                 self.validation is None,
                 f"data.validation is {self.validation} and data.validation_split is {self.validation_split:g}, but "
-                "only one of them can say what is evaluated: remove one of the two.",
+                "only one of them can be evaluated: remove one of the two.",
             )
         require_at_least("data.show", self.show, 0, "use for example 3")
         require_at_least("data.num_workers", self.num_workers, 0, "use for example 1")

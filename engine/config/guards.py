@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 
 Policy = Literal["warn", "stop"]
@@ -46,6 +46,7 @@ class GuardOptions:
     locate_non_finite: bool = option(True, IGNORED)
 
     def __post_init__(self) -> None:
+        require_choices("guards", self)
         require(
             self.liveness_steps == 0 or self.liveness_steps >= 3,
             f"guards.liveness_steps is {self.liveness_steps}, but an adapter's factor A has no gradient before the "
@@ -54,7 +55,3 @@ class GuardOptions:
         require_at_least("guards.replicas_every", self.replicas_every, 0, "use for example 100, or 0 for never")
         require_at_least("guards.spike_window", self.spike_window, 8, "use for example 64")
         require_positive("guards.spike_deviations", self.spike_deviations, "use for example 8")
-        require_choice("guards.liveness_policy", self.liveness_policy, get_args(Policy))
-        require_choice("guards.replicas_policy", self.replicas_policy, get_args(Policy))
-        require_choice("guards.spike_policy", self.spike_policy, get_args(SpikePolicy))
-        require_choice("guards.non_finite_policy", self.non_finite_policy, get_args(NonFinitePolicy))

@@ -27,7 +27,6 @@ from engine.config.paths import PATH_OPTIONS, at_home
 from engine.config.rules import check_config, check_files
 from engine.config.run import RunConfig
 from engine.config.suggestions import closest_value
-from engine.config.units import read_count, read_length
 from engine.errors import UserError
 from engine.sentences import as_written
 
@@ -210,6 +209,8 @@ def _advice(option: str, kind: Any, value: str | None) -> str:
         meant = closest_value(value, get_args(kind))
         return f"did you mean {meant}?" if meant else "choose one of them."
     if kind is int and value is not None:
+        from engine.config.units import read_count, read_length
+
         try:
             return f"did you mean {read_length(value) if option == 'data.seq_length' else read_count(value)}?"
         except ArgumentTypeError:

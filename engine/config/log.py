@@ -54,5 +54,4 @@ class LogOptions:
             require(value != "", f"log.{name} is empty, but a name is expected: give one, or null for none.")
         for step in self.profile_steps:
             require_at_least("log.profile_steps", step, 1, "steps are counted from 1")
-        if self.peak_tflops is not None:
-            require_not_negative("log.peak_tflops", self.peak_tflops, "use null to measure it")
+        require_not_negative("log.peak_tflops", self.peak_tflops, "use null to measure it")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from engine.choices import ExpertFactors
-from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.matching import BLOCK_LINEARS, matches_target
 from engine.config.option import IGNORED, REPORTED, option
 from engine.config.patterns import PatternFlaw, name_pattern
@@ -73,6 +73,7 @@ class LoraOptions:
     init_from: str | None = option(None, IGNORED)  # factors come from the checkpoint
 
     def __post_init__(self) -> None:
+        require_choices("lora", self)
         require_at_least("lora.rank", self.rank, 0, "use for example 16, or 0 for no adapters")
         require_positive("lora.alpha", self.alpha, "use for example twice lora.rank")
         require(
@@ -102,12 +103,13 @@ class LoraOptions:
             "its folder in lora.init_from.",
         )
         require(
+            self.init in ("kaiming", "gaussian"),
+            f"lora.init is {self.init!r}, but it must be one of kaiming, gaussian: choose one of them.",
+        )
+        require(
             not (self.bias and self.dora),
             "lora.bias and lora.dora are true, but a DoRA adapter has no bias: set one of them to false.",
         )
-        require_choice("lora.init", self.init, ("kaiming", "gaussian"))
-        require_choice("lora.fused", self.fused, get_args(Fused))
-        require_choice("lora.experts", self.experts, get_args(ExpertFactors))
 
     def targets_module(self, module: str, aliases: Sequence[str] = ()) -> bool:
         """Returns whether an adapter sits on `module`.

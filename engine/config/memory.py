@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from engine.choices import RECOMPUTE_LEVELS, Recompute
-from engine.config.checks import require, require_at_least, require_choice
+from engine.choices import Recompute
+from engine.config.checks import require, require_at_least, require_choices
 from engine.config.option import IGNORED, REPORTED, option
 
 ActivationDType = Literal["bfloat16", "float8"]
@@ -52,7 +52,7 @@ class MemoryOptions:
     graph_documents: int | None = option(None, IGNORED)
 
     def __post_init__(self) -> None:
-        require_choice("memory.recompute", self.recompute, RECOMPUTE_LEVELS)
+        require_choices("memory", self)
         if self.recompute_layers is not None:
             require_at_least("memory.recompute_layers", self.recompute_layers, 1, "use null for all layers")
             require(
@@ -61,9 +61,6 @@ class MemoryOptions:
                 "treats all layers alike: set memory.recompute to attention or full, or memory.recompute_layers to "
                 "null.",
             )
-        if self.activation_dtype is not None:
-            require_choice("memory.activation_dtype", self.activation_dtype, get_args(ActivationDType))
-        require_choice("memory.cuda_graph", self.cuda_graph, get_args(CudaGraph))
         if self.graph_documents is not None:
             require_at_least("memory.graph_documents", self.graph_documents, 1, "use null for a number that fits")
             require(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Literal, get_args
 
-from engine.choices import BASE_DTYPES, IMPLEMENTATIONS, BaseDType, Implementation
-from engine.config.checks import require, require_choice
+from engine.choices import BaseDType, Implementation
+from engine.config.checks import require, require_choices
 from engine.config.option import IGNORED, REPORTED, option
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -56,11 +56,5 @@ class ModelOptions:
     attention: Attention = option("auto", IGNORED)  # they agree to rounding
 
     def __post_init__(self) -> None:
+        require_choices("model", self)
         require(bool(self.path), "model.path is empty, but the folder of a model is expected: set model.path.")
-        require_choice("model.dtype", self.dtype, DTYPES)
-        if self.base_dtype is not None:
-            require_choice("model.base_dtype", self.base_dtype, BASE_DTYPES)
-        require_choice("model.implementation", self.implementation, IMPLEMENTATIONS)
-        require_choice("model.init", self.init, get_args(Init))
-        require_choice("model.kernels", self.kernels, KERNELS)
-        require_choice("model.attention", self.attention, get_args(Attention))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel, RewardAggregation, RewardScale
-from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
-from engine.config.option import IGNORED, REPORTED, option
+from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
+from engine.config.option import IGNORED, REPORTED, changed, option
 
 Name = Literal["language_modeling", "dpo", "ipo", "hinge", "orpo", "simpo", "kto", "grpo"]
 Reference = Literal["base", "initial"]
@@ -16,7 +16,8 @@ SEQUENCE_RATIOS = ("gspo", "luspo")
 POLICY_GRADIENT = ("grpo",)
 WITHOUT_LIMITS = ("sapo", "vespo")
 """Losses that weigh ratios smoothly instead of clipping them."""
-VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+_LIMITS = ("epsilon", "epsilon_high", "delta")
+"""The options that limit importance ratios."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +27,8 @@ class ObjectiveKind:
     Args:
         loss: builds it; see `engine.objectives.build.build_objective`.
         data: reads it; see `engine.training.run_data.DataReader`.
-        records: reads records into rows, see `engine.training.data_sets.BuildDataset`; None for texts and conversations
-            whose every answer is learned.
+        records: the `engine.data.build.RecordReader` of its records; None for texts and conversations whose every
+            answer is learned.
         references: gives rows their log-likelihoods under the model that the run starts from, see
             `engine.training.row_data.ReferenceLoader`; None where answers are compared with no model.
         rules: refuses options that cannot be combined with the objective, given the RunConfig; None without such
@@ -53,7 +54,7 @@ class ObjectiveKind:
 
 _PAIRS = ObjectiveKind(
     loss="engine.preferences.objectives.preference:build_preference",
-    records="engine.preferences.data.preference_pairs:build_pairs",
+    records="engine.preferences.data.preference_pairs:PairReader",
     references="engine.preferences.reference_logps:load_references",
     rules="engine.preferences.rules:check_preferences",
     group=2,
@@ -70,7 +71,7 @@ OBJECTIVES: dict[Name, ObjectiveKind] = {
     "simpo": replace(_PAIRS, references=None),
     "kto": ObjectiveKind(
         loss="engine.preferences.objectives.kto:build_kto",
-        records="engine.preferences.data.judged:build_judged",
+        records="engine.preferences.data.judged:JudgedReader",
         references="engine.preferences.reference_logps:load_references",
         rules="engine.preferences.rules:check_preferences",
         answers=1,
@@ -156,38 +157,37 @@ class ObjectiveOptions:
 
     name: Name = option("language_modeling", REPORTED)
     beta: float | None = option(None, REPORTED)
-    label_smoothing: float = option(0.0, REPORTED)
-    length_normalised: bool = option(False, REPORTED)
-    margin: float = option(0.0, REPORTED)
-    desirable_weight: float = option(1.0, REPORTED)
-    undesirable_weight: float = option(1.0, REPORTED)
+    label_smoothing: float = option(0.0, REPORTED, ("dpo", "simpo"))
+    length_normalised: bool = option(False, REPORTED, ("dpo", "hinge"))
+    margin: float = option(0.0, REPORTED, ("simpo",))
+    desirable_weight: float = option(1.0, REPORTED, ("kto",))
+    undesirable_weight: float = option(1.0, REPORTED, ("kto",))
     reference: Reference = option("base", REPORTED)
-    loss_type: PolicyLoss = option("dapo", REPORTED)
-    epsilon: float = option(0.2, REPORTED)
-    epsilon_high: float | None = option(None, REPORTED)
-    delta: float | None = option(None, REPORTED)
-    kl_bias_correction: bool = option(True, REPORTED)
-    ratio_level: RatioLevel | None = option(None, REPORTED)
-    sapo_temperature_pos: float = option(1.0, REPORTED)
-    sapo_temperature_neg: float = option(1.05, REPORTED)
-    vespo_k_pos: float = option(2.0, REPORTED)
-    vespo_lambda_pos: float = option(3.0, REPORTED)
-    vespo_k_neg: float = option(3.0, REPORTED)
-    vespo_lambda_neg: float = option(2.0, REPORTED)
-    scale_rewards: RewardScale = option("group", REPORTED)
-    reward_aggregation: RewardAggregation = option("sum_then_normalize", REPORTED)
-    mask_truncated: bool = option(False, REPORTED)
-    num_iterations: int = option(1, REPORTED)
-    top_entropy_quantile: float = option(1.0, REPORTED)
-    report_entropy: bool = option(True, IGNORED)  # a figure
-    off_policy_threshold: float | None = option(None, REPORTED)
-    importance_correction: ImportanceCorrection = option("none", REPORTED)
-    importance_max: float | None = option(3.0, REPORTED)
-    importance_min: float | None = option(None, REPORTED)
+    loss_type: PolicyLoss = option("dapo", REPORTED, POLICY_GRADIENT)
+    epsilon: float = option(0.2, REPORTED, POLICY_GRADIENT)
+    epsilon_high: float | None = option(None, REPORTED, POLICY_GRADIENT)
+    delta: float | None = option(None, REPORTED, POLICY_GRADIENT)
+    kl_bias_correction: bool = option(True, REPORTED, POLICY_GRADIENT)
+    ratio_level: RatioLevel | None = option(None, REPORTED, POLICY_GRADIENT)
+    sapo_temperature_pos: float = option(1.0, REPORTED, POLICY_GRADIENT)
+    sapo_temperature_neg: float = option(1.05, REPORTED, POLICY_GRADIENT)
+    vespo_k_pos: float = option(2.0, REPORTED, POLICY_GRADIENT)
+    vespo_lambda_pos: float = option(3.0, REPORTED, POLICY_GRADIENT)
+    vespo_k_neg: float = option(3.0, REPORTED, POLICY_GRADIENT)
+    vespo_lambda_neg: float = option(2.0, REPORTED, POLICY_GRADIENT)
+    scale_rewards: RewardScale = option("group", REPORTED, POLICY_GRADIENT)
+    reward_aggregation: RewardAggregation = option("sum_then_normalize", REPORTED, POLICY_GRADIENT)
+    mask_truncated: bool = option(False, REPORTED, POLICY_GRADIENT)
+    num_iterations: int = option(1, REPORTED, POLICY_GRADIENT)
+    top_entropy_quantile: float = option(1.0, REPORTED, POLICY_GRADIENT)
+    report_entropy: bool = option(True, IGNORED, POLICY_GRADIENT)  # a figure
+    off_policy_threshold: float | None = option(None, REPORTED, POLICY_GRADIENT)
+    importance_correction: ImportanceCorrection = option("none", REPORTED, POLICY_GRADIENT)
+    importance_max: float | None = option(3.0, REPORTED, POLICY_GRADIENT)
+    importance_min: float | None = option(None, REPORTED, POLICY_GRADIENT)
 
     def __post_init__(self) -> None:
-        require_choice("objective.name", self.name, tuple(OBJECTIVES))
-        require_choice("objective.reference", self.reference, get_args(Reference))
+        require_choices("objective", self)
         if self.name in POLICY_GRADIENT:
             require_not_negative("objective.beta", self.divergence_weight, "use for example 0.04, or 0 for none")
             require(
@@ -204,41 +204,16 @@ class ObjectiveOptions:
         )
         require_positive("objective.desirable_weight", self.desirable_weight, "use for example 1.0")
         require_positive("objective.undesirable_weight", self.undesirable_weight, "use for example 1.0")
-        for name, value, default, names in (
-            ("label_smoothing", self.label_smoothing, 0.0, ("dpo", "simpo")),
-            ("length_normalised", self.length_normalised, False, ("dpo", "hinge")),
-            ("margin", self.margin, 0.0, ("simpo",)),
-            ("desirable_weight", self.desirable_weight, 1.0, ("kto",)),
-            ("undesirable_weight", self.undesirable_weight, 1.0, ("kto",)),
-            ("loss_type", self.loss_type, "dapo", POLICY_GRADIENT),
-            ("epsilon", self.epsilon, 0.2, POLICY_GRADIENT),
-            ("epsilon_high", self.epsilon_high, None, POLICY_GRADIENT),
-            ("delta", self.delta, None, POLICY_GRADIENT),
-            ("kl_bias_correction", self.kl_bias_correction, True, POLICY_GRADIENT),
-            ("ratio_level", self.ratio_level, None, POLICY_GRADIENT),
-            ("sapo_temperature_pos", self.sapo_temperature_pos, 1.0, POLICY_GRADIENT),
-            ("sapo_temperature_neg", self.sapo_temperature_neg, 1.05, POLICY_GRADIENT),
-            *((f"vespo_{key}", value, VESPO[key], POLICY_GRADIENT) for key, value in self._vespo().items()),
-            ("scale_rewards", self.scale_rewards, "group", POLICY_GRADIENT),
-            ("reward_aggregation", self.reward_aggregation, "sum_then_normalize", POLICY_GRADIENT),
-            ("mask_truncated", self.mask_truncated, False, POLICY_GRADIENT),
-            ("report_entropy", self.report_entropy, True, POLICY_GRADIENT),
-            ("off_policy_threshold", self.off_policy_threshold, None, POLICY_GRADIENT),
-            ("num_iterations", self.num_iterations, 1, POLICY_GRADIENT),
-            ("top_entropy_quantile", self.top_entropy_quantile, 1.0, POLICY_GRADIENT),
-            ("importance_correction", self.importance_correction, "none", POLICY_GRADIENT),
-            ("importance_max", self.importance_max, 3.0, POLICY_GRADIENT),
-            ("importance_min", self.importance_min, None, POLICY_GRADIENT),
-        ):
+        for field in changed(self):
+            names = field.metadata["objectives"] or (self.name,)
             require(
-                value == default or self.name in names,
-                f"objective.{name} is {value} and objective.name is {self.name}, but it belongs to "
-                f"{' and '.join(names)}: remove it, or choose one of these.",
+                self.name in names,
+                f"objective.{field.name} is {getattr(self, field.name)} and objective.name is {self.name}, but it "
+                f"belongs to {' and '.join(names)}: remove it, or choose one of these.",
             )
         self._check_clipping()
         self._check_importance()
         self._check_rewards()
-        require_choice("objective.scale_rewards", self.scale_rewards, get_args(RewardScale))
         require_at_least("objective.num_iterations", self.num_iterations, 1, "use for example 1")
         require(
             0 <= self.top_entropy_quantile <= 1,
@@ -247,7 +222,6 @@ class ObjectiveOptions:
         )
 
     def _check_clipping(self) -> None:
-        require_choice("objective.loss_type", self.loss_type, get_args(PolicyLoss))
         require_not_negative("objective.epsilon", self.epsilon, "use for example 0.2")
         if self.epsilon_high is not None:
             wanted = require_positive if self.loss_type == "cispo" else require_not_negative
@@ -255,7 +229,7 @@ class ObjectiveOptions:
         self._check_sapo()
         self._check_vespo()
         require(
-            self.loss_type not in WITHOUT_LIMITS or (self.epsilon, self.epsilon_high, self.delta) == (0.2, None, None),
+            self.loss_type not in WITHOUT_LIMITS or not self._has_limits,
             f"objective.loss_type is {self.loss_type}, which has no limits: remove objective.epsilon, "
             "objective.epsilon_high and objective.delta.",
         )
@@ -294,46 +268,41 @@ class ObjectiveOptions:
             f"{temperatures[0]:g} and {temperatures[1]:g}, but they belong to sapo: remove them.",
         )
 
-    def _vespo(self) -> dict[str, float]:
-        return {name: getattr(self, f"vespo_{name}") for name in VESPO}
+    @property
+    def _has_limits(self) -> bool:
+        return any(field.name in _LIMITS for field in changed(self))
 
     def _check_vespo(self) -> None:
-        for name, value in self._vespo().items():
-            wanted = require_not_negative if name.startswith("k") else require_positive
-            wanted(f"objective.vespo_{name}", value, f"use for example {VESPO[name]:g}")
-        is_vespo = self.loss_type == "vespo"
-        changed = next((name for name, value in self._vespo().items() if value != VESPO[name]), None)
+        for field in fields(self):
+            if field.name.startswith("vespo_"):
+                wanted = require_not_negative if "_k_" in field.name else require_positive
+                name, value = f"objective.{field.name}", getattr(self, field.name)
+                wanted(name, value, f"use for example {field.default:g}")
+                require(
+                    self.loss_type == "vespo" or value == field.default,
+                    f"{name} is set and objective.loss_type is {self.loss_type}, but it belongs to vespo: remove it.",
+                )
         require(
-            is_vespo or changed is None,
-            f"objective.vespo_{changed} is set and objective.loss_type is {self.loss_type}, but it belongs to vespo: "
-            "remove it.",
-        )
-        require(
-            not is_vespo or not self.importance_correction.startswith("sequence"),
+            self.loss_type != "vespo" or not self.importance_correction.startswith("sequence"),
             f"objective.loss_type is vespo and objective.importance_correction is {self.importance_correction}, but "
             "this loss multiplies corrections of single tokens: use token_truncate or token_mask.",
         )
 
     def _check_rewards(self) -> None:
-        require_choice("objective.reward_aggregation", self.reward_aggregation, get_args(RewardAggregation))
         require(
             self.reward_aggregation == "sum_then_normalize" or self.scale_rewards == "group",
             f"objective.scale_rewards is {self.scale_rewards} and objective.reward_aggregation is "
             f"{self.reward_aggregation}, which scales each reward by its group's standard deviation: remove one of "
             "them.",
         )
-        if self.off_policy_threshold is not None:
-            require_positive("objective.off_policy_threshold", self.off_policy_threshold, "use for example 0.5")
+        require_positive("objective.off_policy_threshold", self.off_policy_threshold, "use for example 0.5")
 
     def _check_importance(self) -> None:
-        if self.ratio_level is not None:
-            require_choice("objective.ratio_level", self.ratio_level, get_args(RatioLevel))
         require(
             self.ratio_level != "token" or self.loss_type not in SEQUENCE_RATIOS,
             f"objective.ratio_level is token and objective.loss_type is {self.loss_type}, whose ratios are of whole "
             "completions: remove it, or set objective.loss_type to grpo.",
         )
-        require_choice("objective.importance_correction", self.importance_correction, get_args(ImportanceCorrection))
         low, high = self.importance_min, self.importance_max
         for name, limit in (("importance_min", low), ("importance_max", high)):
             if limit is not None:
@@ -367,8 +336,7 @@ class ObjectiveOptions:
     @property
     def limits_ratios(self) -> bool:
         """Whether a limit of the importance ratio was chosen, which matters where old completions are trained on."""
-        chosen = self.epsilon != 0.2 or self.epsilon_high is not None or self.delta is not None
-        return self.name in POLICY_GRADIENT and self.loss_type != "cispo" and chosen
+        return self.name in POLICY_GRADIENT and self.loss_type != "cispo" and self._has_limits
 
     @property
     def kind(self) -> ObjectiveKind:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal, get_args
+from typing import Literal
 
 from engine.choices import LearningRateSchedule
-from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 
 Backend = Literal["auto", "torch", "native", "apex"]
@@ -59,7 +59,7 @@ class OptimOptions:
     lr_pattern: dict[str, float] | None = option(None, REPORTED)
 
     def __post_init__(self) -> None:
-        require_choice("optim.backend", self.backend, get_args(Backend))
+        require_choices("optim", self)
         require_positive("optim.lr", self.lr, "use for example 2e-4")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
@@ -76,7 +76,6 @@ class OptimOptions:
             "example 65536.",
         )
         require_at_least("optim.loss_scale_window", self.loss_scale_window, 1, "use for example 1000")
-        require_choice("optim.schedule", self.schedule, get_args(LearningRateSchedule))
         require_at_least("optim.warmup_steps", self.warmup_steps, 0, "use 0 for no warm-up")
         if self.warmup_ratio is not None:
             require(

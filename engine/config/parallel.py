@@ -6,10 +6,10 @@ The data-parallel size is not an option: it follows from the world size (`engine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from engine.choices import SCHEDULES, PipelineSchedule, ShardLevel
-from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.choices import PipelineSchedule, ShardLevel
+from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, option
 
 ContextMethod = Literal["ring", "ulysses"]
@@ -64,6 +64,7 @@ class ParallelOptions:
     bucket_mb: float = option(25.0, IGNORED)
 
     def __post_init__(self) -> None:
+        require_choices("parallel", self)
         for name in ("tensor", "pipeline", "context", "expert"):
             require_at_least(f"parallel.{name}", getattr(self, name), 1, "use 1 to switch it off")
         require(
@@ -71,10 +72,8 @@ class ParallelOptions:
             f"parallel.expert_tensor is {self.expert_tensor} and parallel.tensor is {self.tensor}, but experts are "
             f"whole or divided over all tensor ranks: use 1, {self.tensor}, or null.",
         )
-        require_choice("parallel.schedule", self.schedule, ("auto", *SCHEDULES))
-        require_choice("parallel.context_method", self.context_method, get_args(ContextMethod))
         if self.virtual is not None:
-            require_at_least("parallel.virtual", self.virtual, 1, "use null for what the schedule needs")
+            require_at_least("parallel.virtual", self.virtual, 1, "use null for the schedule's own number")
             require(
                 self.virtual == 1 or self.pipeline > 1,
                 f"parallel.virtual is {self.virtual} and parallel.pipeline is 1, so there is no pipeline to divide "
@@ -86,8 +85,6 @@ class ParallelOptions:
             "number of layers above 0 for each stage of a pipeline is expected: write for example [8, 8, 8, 6], or "
             "null.",
         )
-        require_choice("parallel.shard", self.shard, get_args(ShardLevel))
-        require_choice("parallel.lora_reduce", self.lora_reduce, get_args(LoraReduce))
         require_positive("parallel.bucket_mb", self.bucket_mb, "use for example 25")
 
     @property
@@ -96,19 +93,19 @@ class ParallelOptions:
         return self.tensor > 1 and self.sequence is not False
 
     @property
-    def cuts_experts(self) -> bool:
+    def shards_experts(self) -> bool:
         """Whether tensor ranks share each expert's inner features, instead of each having its own tokens."""
         return self.expert == 1 if self.expert_tensor is None else self.expert_tensor == self.tensor
 
     @property
-    def folds_experts(self) -> bool:
+    def has_expert_mesh(self) -> bool:
         """Whether experts are spread over other ranks than the rest of the model."""
-        return self.expert > 1 or (self.tensor > 1 and not self.cuts_experts)
+        return self.expert > 1 or (self.tensor > 1 and not self.shards_experts)
 
     @property
     def divides_tokens(self) -> bool:
         """Whether tensor ranks divide a micro-batch's tokens anywhere."""
-        return self.sequence_parallel or (self.tensor > 1 and not self.cuts_experts)
+        return self.sequence_parallel or (self.tensor > 1 and not self.shards_experts)
 
     @property
     def model_parallel_size(self) -> int:

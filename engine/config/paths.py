@@ -62,4 +62,4 @@ def path(text: str) -> Path:
 
 def _flaw(path: str) -> str:
     user = path.partition("/")[0]
-    return f"is {path}, but there is no home {user}: give a whole path, or ./{path} for what has this name here."
+    return f"is {path}, but there is no home {user}: give a whole path, or ./{path} for a name that begins with ~."

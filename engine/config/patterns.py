@@ -76,21 +76,21 @@ class NamePattern:
     def _prepare(self, items: Iterable[_Item], flags: int) -> None:
         """Compiles items that match one character or none, with the flags in force there."""
         for item in items:
-            kind, what = item
-            if kind in (*_CHARACTERS, _constants.AT) or (kind in _REPEATS and _is_one_character(what[2])):
+            kind, value = item
+            if kind in (*_CHARACTERS, _constants.AT) or (kind in _REPEATS and _is_one_character(value[2])):
                 state = _parser.State()
                 state.flags = flags
-                greedy = item if kind not in _REPEATS else (_constants.MAX_REPEAT, (0, *what[1:]))
+                greedy = item if kind not in _REPEATS else (_constants.MAX_REPEAT, (0, *value[1:]))
                 self.single[id(item)] = _compiler.compile(_parser.SubPattern(state, [greedy]))
             elif kind is _constants.SUBPATTERN:
-                self._prepare(what[3], (flags | what[1]) & ~what[2])
+                self._prepare(value[3], (flags | value[1]) & ~value[2])
             elif kind in (*_REPEATS, *_LOOKS):
-                self._prepare(what[-1], flags)
+                self._prepare(value[-1], flags)
             elif kind is _constants.BRANCH:
-                for branch in what[1]:
+                for branch in value[1]:
                     self._prepare(branch, flags)
             else:
-                raise PatternFlaw("it repeats what has repeats, and refers to what was matched: write it without one")
+                raise PatternFlaw("it has repeats inside repeats and a backreference: write it without one of them")
 
     def count(self, steps: int) -> None:
         """Counts a step, and raises UserError once there have been too many."""
@@ -125,23 +125,23 @@ class _Places:
         return self._known[key]
 
     def _find(self, item: _Item, begin: int) -> frozenset[int]:
-        kind, what = item
+        kind, value = item
         if (single := self._pattern.single.get(id(item))) is not None:
             if (found := single.match(self._name, begin)) is None:
                 return frozenset()
-            least = what[0] if kind in _REPEATS else found.end() - begin
+            least = value[0] if kind in _REPEATS else found.end() - begin
             return frozenset(range(begin + least, found.end() + 1))
         if kind is _constants.SUBPATTERN:
-            return self.after(what[3], (begin,))
+            return self.after(value[3], (begin,))
         if kind is _constants.BRANCH:
-            return frozenset(end for branch in what[1] for end in self.after(branch, (begin,)))
+            return frozenset(end for branch in value[1] for end in self.after(branch, (begin,)))
         if kind in _LOOKS:
-            direction, inside = what
+            direction, inside = value
             start = begin if direction > 0 else begin - inside.getwidth()[0]  # behind, the width is one
             ends = self.after(inside, (start,)) if start >= 0 else frozenset()
             holds = bool(ends) if direction > 0 else begin in ends
             return frozenset((begin,)) if holds == (kind is _constants.ASSERT) else frozenset()
-        least, most, inside = what
+        least, most, inside = value
         return self._repeated(least, most, inside, begin)
 
     def _repeated(self, least: int, most: int, inside: Sequence[_Item], begin: int) -> frozenset[int]:
@@ -170,22 +170,22 @@ def _ways(items: Iterable[_Item]) -> float:
     return sum(_ways_of(*item) for item in items)
 
 
-def _ways_of(kind: Any, what: Any) -> float:
+def _ways_of(kind: Any, value: Any) -> float:
     if kind is _constants.SUBPATTERN:
-        return _ways(what[3])
+        return _ways(value[3])
     if kind is _constants.BRANCH:
-        return max(map(_ways, what[1]))
+        return max(map(_ways, value[1]))
     if kind is _constants.ASSERT or kind is _constants.ASSERT_NOT:
-        return _ways(what[1])
+        return _ways(value[1])
     if kind in _REPEATS or kind is getattr(_constants, "POSSESSIVE_REPEAT", None):
-        _, most, inside = what
+        _, most, inside = value
         if most == 1:
             return _ways(inside)
         return 1 if _is_one_character(inside) else float("inf")
     if kind is getattr(_constants, "ATOMIC_GROUP", None):
-        return _ways(what)
+        return _ways(value)
     if kind is _constants.GROUPREF_EXISTS:
-        return max(_ways(branch) for branch in what[1:] if branch is not None)
+        return max(_ways(branch) for branch in value[1:] if branch is not None)
     return 0
 
 

@@ -6,11 +6,10 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import get_args
 from urllib.parse import urlsplit
 
 from engine.choices import Mismatch, ServerKind
-from engine.config.checks import require, require_at_least, require_choice, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 from engine.errors import UserError
 
@@ -100,11 +99,11 @@ class RolloutOptions:
     mismatch_bound: float = option(0.1, REPORTED)
 
     def __post_init__(self) -> None:
+        require_choices("rollout", self)
         require_at_least("rollout.num_generations", self.num_generations, 2, "use for example 8")
         require_at_least("rollout.max_completion_length", self.max_completion_length, 1, "use for example 512")
         require_positive("rollout.temperature", self.temperature, "use for example 1.0")
-        if self.top_k is not None:
-            require_at_least("rollout.top_k", self.top_k, 1, "use for example 50, or null for all tokens")
+        require_at_least("rollout.top_k", self.top_k, 1, "use for example 50, or null for all tokens")
         require(
             0 < self.top_p <= 1,
             f"rollout.top_p is {self.top_p}, but a share above 0 and up to 1 is expected: use for example 0.95, or 1 "
@@ -156,8 +155,6 @@ class RolloutOptions:
 
     def _check_server(self) -> None:
         """Refuses invalid options of a server."""
-        require_choice("rollout.server_kind", self.server_kind, get_args(ServerKind))
-        require_choice("rollout.mismatch", self.mismatch, get_args(Mismatch))
         require_positive("rollout.server_timeout", self.server_timeout, "use for example 600")
         require_positive("rollout.mismatch_bound", self.mismatch_bound, "use for example 0.1")
         if self.server is None:

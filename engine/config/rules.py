@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 
 from engine.config.checks import require
 from engine.config.data import split_mix
 from engine.config.hub import instead_of
 from engine.config.matching import matches_target
+from engine.config.option import changed
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.seams import resolve
@@ -27,11 +27,9 @@ def check_config(config: RunConfig) -> None:
     """
     check_pairs(config)
     check_cuda_graph(config)
-    check_offloaded_weights(config)
     check_warmup(config)
     check_evaluation(config)
     check_objective(config)
-    check_synthetic_steps(config)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -101,7 +99,7 @@ def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
 def check_pairs(config: RunConfig) -> None:
     """Refuses options of two sections that exclude each other."""
     model, lora, parallel, memory = config.model, config.lora, config.parallel, config.memory
-    adapts = lora.rank > 0
+    adapts, synthetic = lora.rank > 0, config.train.synthetic_steps
     clashes: list[tuple[bool, str]] = [
         (model.kernels == "native" and model.dtype not in ("float32", "bfloat16"),
          f"model.kernels is native and model.dtype is {model.dtype}, but the compiled CPU kernels read float32 and "
@@ -127,6 +125,16 @@ def check_pairs(config: RunConfig) -> None:
         (memory.activation_dtype == "bfloat16" and model.dtype != "float32",
          f"memory.activation_dtype is bfloat16 and model.dtype is {model.dtype}, so that activations would be kept as "
          "they are: set memory.activation_dtype to float8 or null."),
+        (memory.offload_weights and parallel.shard == "parameters",
+         "memory.offload_weights is true and parallel.shard is parameters, which keeps the weights on the other ranks "
+         "already: set parallel.shard to gradients, or memory.offload_weights to false."),
+        (synthetic > 0 and not config.objective.kind.synthetic,
+         f"train.synthetic_steps is {synthetic} and objective.name is {config.objective.name}, but there are no "
+         "made-up answers: set train.synthetic_steps to 0."),
+        (synthetic > 0 and memory.cuda_graph != "none" and config.data.packing != "concatenate",
+         f"train.synthetic_steps is {synthetic} and memory.cuda_graph is {memory.cuda_graph}, whose size depends on "
+         "the documents in a row, which are not known before the data is read: set data.packing to concatenate, or "
+         "train.synthetic_steps to 0."),
     ]  # fmt: skip
     _refuse(clashes)
 
@@ -182,15 +190,6 @@ def check_cuda_graph(config: RunConfig) -> None:
     _refuse(
         (clash, f"memory.cuda_graph is {graph} and {sentence}, or memory.cuda_graph to none.")
         for clash, sentence in clashes
-    )
-
-
-def check_offloaded_weights(config: RunConfig) -> None:
-    """Refuses to offload weights that are already spread over ranks."""
-    require(
-        not config.memory.offload_weights or config.parallel.shard != "parameters",
-        "memory.offload_weights is true and parallel.shard is parameters, which keeps the weights on the other ranks "
-        "already: set parallel.shard to gradients, or memory.offload_weights to false.",
     )
 
 
@@ -253,30 +252,12 @@ def check_objective(config: RunConfig) -> None:
     objective, rollout = config.objective, config.rollout
     if objective.kind.rules is not None:
         resolve(objective.kind.rules)(config)
-    given = next((field.name for field in fields(rollout) if getattr(rollout, field.name) != field.default), None)
-    require(
-        given is None or "rollout" in objective.kind.sections,
-        f"rollout.{given} is set and objective.name is {objective.name}, which samples nothing: remove it, or set "
-        "objective.name to grpo.",
-    )
-
-
-def check_synthetic_steps(config: RunConfig) -> None:
-    """Refuses synthetic steps whose rows could not be like those of the data."""
-    steps = config.train.synthetic_steps
-    if not steps:
-        return
-    require(
-        config.objective.kind.synthetic,
-        f"train.synthetic_steps is {steps} and objective.name is {config.objective.name}, but there are no made-up "
-        "answers: set train.synthetic_steps to 0.",
-    )
-    require(
-        config.memory.cuda_graph == "none" or config.data.packing == "concatenate",
-        f"train.synthetic_steps is {steps} and memory.cuda_graph is {config.memory.cuda_graph}, whose size depends on "
-        "the documents in a row, which are not known before the data is read: set data.packing to concatenate, or "
-        "train.synthetic_steps to 0.",
-    )
+    for field in changed(rollout):
+        require(
+            "rollout" in objective.kind.sections,
+            f"rollout.{field.name} is set and objective.name is {objective.name}, which samples nothing: remove it, or "
+            "set objective.name to grpo.",
+        )
 
 
 def check_sequence_split(config: RunConfig) -> None:
@@ -324,8 +305,8 @@ def check_layout(config: RunConfig, world_size: int) -> None:
 def check_expert_layout(config: RunConfig, world_size: int) -> None:
     """Refuses a number of ranks over which experts do not divide."""
     parallel = config.parallel
-    ranks = world_size // parallel.pipeline // (parallel.tensor if parallel.cuts_experts else 1)
-    of = "data and context" if parallel.cuts_experts else "data, context and tensor"
+    ranks = world_size // parallel.pipeline // (parallel.tensor if parallel.shards_experts else 1)
+    of = "data and context" if parallel.shards_experts else "data, context and tensor"
     require(
         ranks % parallel.expert == 0,
         f"parallel.expert is {parallel.expert}, but a pipeline stage has {ranks} {of} parallel "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from engine.config.checks import require, require_at_least, require_choice, require_not_negative, require_positive
+from engine.config.checks import require, require_at_least, require_choices, require_not_negative, require_positive
 from engine.config.option import IGNORED, REPORTED, option
 
 EvalMean = Literal["tokens", "rows"]
@@ -84,15 +84,14 @@ class TrainOptions:
     hang_report_after: float | None = option(None, IGNORED)
 
     def __post_init__(self) -> None:
+        require_choices("train", self)
         require(
             self.steps is None or self.epochs is None,
             f"train.steps is {self.steps} and train.epochs is {self.epochs}, but only one of them can end the run: "
             "remove one of the two.",
         )
-        if self.steps is not None:
-            require_at_least("train.steps", self.steps, 1, "use for example 100")
-        if self.epochs is not None:
-            require_positive("train.epochs", self.epochs, "use for example 1")
+        require_at_least("train.steps", self.steps, 1, "use for example 100")
+        require_positive("train.epochs", self.epochs, "use for example 1")
         require_at_least("train.micro_batch_size", self.micro_batch_size, 1, "use for example 1")
         require_at_least("train.global_batch_size", self.global_batch_size, 1, "use for example 8")
         # a step's rows are planned as lists; far more than this would exhaust memory without a message
@@ -101,21 +100,14 @@ class TrainOptions:
             f"train.global_batch_size is {self.global_batch_size:,} rows, but at most {LARGEST_GLOBAL_BATCH:,} are "
             "expected: use for example 8.",
         )
-        require_choice("train.last_batch", self.last_batch, get_args(LastBatch))
         require(
             0 <= self.seed < 2**32,
             f"train.seed is {self.seed}, but a whole number from 0 to {2**32 - 1} is expected: use for example 1234.",
         )
         require_at_least("train.eval_every", self.eval_every, 0, "use 0 to evaluate only at the start and the end")
-        if self.eval_first is not None:
-            require_at_least("train.eval_first", self.eval_first, 1, "use null to evaluate at the start too")
-        require_choice("train.eval_mean", self.eval_mean, get_args(EvalMean))
-        if self.target_eval_loss is not None:
-            require_positive("train.target_eval_loss", self.target_eval_loss, "use null to take all steps")
-        if self.early_stopping_patience is not None:
-            require_at_least(
-                "train.early_stopping_patience", self.early_stopping_patience, 1, "use null to take all steps"
-            )
+        require_at_least("train.eval_first", self.eval_first, 1, "use null to evaluate at the start too")
+        require_positive("train.target_eval_loss", self.target_eval_loss, "use null to take all steps")
+        require_at_least("train.early_stopping_patience", self.early_stopping_patience, 1, "use null to take all steps")
         require_not_negative(
             "train.early_stopping_min_delta", self.early_stopping_min_delta, "use 0 for any improvement"
         )
@@ -134,8 +126,7 @@ class TrainOptions:
         )
         require_at_least("train.synthetic_steps", self.synthetic_steps, 0, "use 0 for none")
         require_not_negative("train.router_aux_loss_coef", self.router_aux_loss_coef, "use 0 to leave it out")
-        if self.eval_samples is not None:
-            require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
+        require_at_least("train.eval_samples", self.eval_samples, 1, "use null for all samples")
         require_positive("train.collective_timeout", self.collective_timeout, "use for example 600")
         if self.hang_report_after is not None:
             require_positive("train.hang_report_after", self.hang_report_after, "use for example 60")

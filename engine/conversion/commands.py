@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,17 +14,13 @@ from typing import Literal
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import open_source
-from engine.checkpoint.run.training_state import (
-    CHECKPOINTS,
-    TrainingCheckpoint,
-    expect_base,
-    open_run,
-)
+from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base, open_run
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.untied import trained_apart, untied
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import AdapterForm, AdapterReader
 from engine.config.hub import instead_of
+from engine.config.run_files import CHECKPOINTS
 from engine.conversion.add_adapter import summary
 from engine.conversion.decoded_base import DecodedSource, encoded_names
 from engine.conversion.import_export import (
@@ -36,13 +32,7 @@ from engine.conversion.import_export import (
     import_checkpoint,
 )
 from engine.conversion.lora_scales import Scale
-from engine.conversion.merged_model import (
-    MergedSource,
-    adapted_modules,
-    fully_trained,
-    recorded_scale,
-    require_known,
-)
+from engine.conversion.merged_model import MergedSource, adapted_modules, fully_trained, recorded_scale, require_known
 from engine.conversion.model_card import training_facts
 from engine.conversion.peft_read import AdapterSource
 from engine.conversion.peft_write import export_peft, unread_by_peft
@@ -55,8 +45,6 @@ from engine.sentences import listed
 from engine.telemetry.format import counted, format_bytes, short_path
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
-
-_MAX_FILES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +68,16 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class Options(Work):
     """Options that all conversions share.
 
     Args:
-        overwrite: replace an existing model or adapter.
-        verify: read everything back from the disk and compare.
-        threads: that read and write; None for two per processor, at most 8.
         max_shard_bytes: of a Hugging Face weight file.
         fusing: see `export_hf`.
         proof: compare the logits of the export with the engine's.
         stored_base: merge into the base as it is stored, also where the adapter was trained beside an encoded one.
     """
 
-    overwrite: bool = False
-    verify: bool = False
-    threads: int | None = None
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     fusing: Fusing = "keep"
     proof: bool = True
@@ -123,7 +105,7 @@ class Options:
                 if done >= total:
                     progress.finish()
 
-            yield Work(overwrite=self.overwrite, verify=self.verify, threads=self.threads, progress=advance)
+            yield replace(self, progress=advance)
 
 
 def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing: str = "importing") -> None:
@@ -308,21 +290,20 @@ def open_trained(checkpoint: TrainingCheckpoint, base: Path | None, log: Log) ->
         )
     implementation = checkpoint.base.get("implementation", "auto")
     if fingerprint is None:
-        found = TrainedModel(checkpoint, open_model(folder, implementation), None)
-        require_known(found.values, found.model)
-        return found
-    weights = open_source(folder, implementation)
-    if (found := weights.fingerprint()) != fingerprint:
-        raise UserError(
-            f"{folder} has fingerprint {found}, but {checkpoint.folder} was trained on {fingerprint} ({recorded}): "
-            "give that model with --base."
-        )
-    expect_base(checkpoint, weights, log.info)
-    if trained_apart(checkpoint.lora, checkpoint.trained().tensor_names()):
-        weights = untied(weights)
-    found = TrainedModel(checkpoint, weights.model, weights)
-    require_known(found.values, found.model)
-    return found
+        trained = TrainedModel(checkpoint, open_model(folder, implementation), None)
+    else:
+        weights = open_source(folder, implementation)
+        if (found := weights.fingerprint()) != fingerprint:
+            raise UserError(
+                f"{folder} has fingerprint {found}, but {checkpoint.folder} was trained on {fingerprint} ({recorded}): "
+                "give that model with --base."
+            )
+        expect_base(checkpoint, weights, log.info)
+        if trained_apart(checkpoint.lora, checkpoint.trained().tensor_names()):
+            weights = untied(weights)
+        trained = TrainedModel(checkpoint, weights.model, weights)
+    require_known(trained.values, trained.model)
+    return trained
 
 
 def _say(log: Log, report: ConversionReport) -> None:

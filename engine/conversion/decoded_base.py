@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.checkpoint.copying.contents import Content, row_blocks
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box, box_spec
+from engine.checkpoint.reshard import Box
 from engine.checkpoint.rows import ReadRows, Rows
-from engine.checkpoint.weight_source import WeightSource
+from engine.checkpoint.weight_source import WeightSource, WrappedSource
 from engine.conversion.add_adapter import MergedRows
 from engine.distributed.sharding import ShardSpec
 from engine.layers.context import TrainingPlan
@@ -41,7 +41,7 @@ def encoded_names(config: DecoderConfig, base_dtype: str, trained_in_full: Colle
     return {entry.name for entry in encoded_entries(model)}
 
 
-class DecodedSource(WeightSource):
+class DecodedSource(WrappedSource):
     """The weights of a base as `base_dtype` keeps them.
 
     Args:
@@ -51,13 +51,10 @@ class DecodedSource(WeightSource):
     """
 
     def __init__(self, base: WeightSource, base_dtype: str, names: Collection[str]) -> None:
-        super().__init__(base.model, has_tied_head=base.has_tied_head)
-        self.base, self.base_dtype, self._names = base, base_dtype, frozenset(names)
+        super().__init__(base, base.model, has_tied_head=base.has_tied_head)
+        self.base_dtype, self._names = base_dtype, frozenset(names)
         self._encoding = encoding(base_dtype)
         self._absmax = lru_cache(maxsize=_KEPT_MAXIMA)(self._find_absmax)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.base.dtype(name)
 
     def boxes(self, name: str) -> Sequence[Box]:
         return (Box(),) if name in self._names else self.base.boxes(name)
@@ -73,67 +70,35 @@ class DecodedSource(WeightSource):
 
     def read(self, name: str, spec: ShardSpec, out: Tensor | None = None) -> Tensor:
         if name not in self._names or spec.dim != 0 or len(spec.pieces) != 1 or spec.is_padded or any(spec.offsets):
-            return super().read(name, spec, out)
+            return TensorReader.read(self, name, spec, out)
         self.require(name, spec.global_shape)
         first, count = spec.pieces[0].global_offset, spec.pieces[0].length
         out = torch.empty(spec.local_shape, dtype=self.dtype(name)) if out is None else out
         self._decode(name, first, first + count, out)
         return out
 
-    def content(self, name: str, box: Box) -> Content:
-        if name not in self._names:
-            return self.base.content(name, box)
-        assert box == Box(), box
-        return MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)
-
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
         if name not in self._names:
             return self.base.contents(name, wanted)
-        return [self.content(name, box) for box in wanted]
+        assert list(wanted) == [Box()], wanted
+        return [MergedRows(name, self.rows(name), torch.float32, self.dtype(name), None)]
 
     def rows(self, name: str) -> Rows:
         if name not in self._names:
             return self.base.rows(name)
-        return ReadRows(self, name, lambda: self.check_tensor(name))
-
-    def check_tensor(self, name: str) -> None:
-        self.base.check_tensor(name)
+        return ReadRows(self, name)
 
     def identity(self) -> dict[str, Any]:
         return {"base_dtype": self.base_dtype, "encoded": sorted(self._names)}
 
-    @property
-    def changed_config(self) -> dict[str, Any] | None:
-        return self.base.changed_config
-
-    @property
-    def notes(self) -> list[str]:
-        return self.base.notes
-
     def changed_names(self) -> list[str]:
         return [name for name in self.tensor_names() if name in self._names]
 
-    def outside_names(self) -> list[str]:
-        return self.base.outside_names()
-
-    def read_outside(self, name: str) -> Tensor:
-        return self.base.read_outside(name)
-
-    def outside_content(self, name: str) -> Content:
-        return self.base.outside_content(name)
-
-    def fingerprint(self) -> str:
-        return self.base.fingerprint()
-
     def _decode(self, name: str, first: int, last: int, out: Tensor) -> None:
-        rows = _rows(self.base, name, first, last)
+        rows = self.base.read_rows(name, first, last)
         parts = self._encoding.encode(rows, WholeMatrix(absmax=self._absmax(name), first_row=first))
         self._encoding.decode(parts, out)
 
     def _find_absmax(self, name: str) -> Tensor:
         blocks = row_blocks(self.shape(name), self.dtype(name).itemsize)
-        return self._encoding.join([self._encoding.absmax(_rows(self.base, name, *block)) for block in blocks], 0)
-
-
-def _rows(source: TensorReader, name: str, first: int, last: int) -> Tensor:
-    return source.read(name, box_spec(source.shape(name), Box(0, first, last - first)))
+        return self._encoding.join([self._encoding.absmax(self.base.read_rows(name, *block)) for block in blocks], 0)

@@ -1,4 +1,4 @@
-"""The adapters of a layer's experts as one tensor for all of them: writes and reads the two forms in use.
+"""The adapters of a layer's experts as one tensor for all of them: the two forms in use, and those in a folder.
 
 PEFT's, for `target_parameters`, because transformers stacks the experts' weights. gate and up are one parameter, which
 has one adapter. With E experts of rank R, expert e's A is rows [e R, (e + 1) R) of `lora_A` [E R, in], and its B is
@@ -18,10 +18,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from engine.checkpoint.reader import TensorReader
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import EXPERT_GATE_UP, FUSED, NameMap, part_rows
@@ -30,24 +26,12 @@ from engine.models.stacked_parts import StackedPart
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 PEFT_LEAVES = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
 """Linears on one input -> PEFT's name of the parameter that they are."""
-_LETTERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+OUTER_LETTERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Linear of an expert -> its letter in the form of shared outer factors."""
 _IN_MODEL = re.compile(r"layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(?:base_layer\.)?(lora_[AB])\.weight")
 _OUTER = re.compile(r"layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(w[123])\.(lora_[AB])\.weight")
 _STORED_ROUTER = re.compile(r"(layers\.\d+)\.block_sparse_moe\.gate$")
 _ROUTER = re.compile(r"(layers\.\d+)\.mlp\.gate\.")
-
-
-class Stack(NamedTuple):
-    """The adapters of one layer's experts on one input, with zeros where an expert has less than the others.
-
-    Args:
-        a_ERI, b_EOR: the factors.
-        scale: of all.
-    """
-
-    a_ERI: Tensor
-    b_EOR: Tensor
-    scale: float
 
 
 def expert_module(layer: int, expert: int, leaf: str) -> str:
@@ -69,102 +53,6 @@ def in_turns(names: NameMap) -> bool:
     """Returns whether rows of gate and up take turns in the model's own parameter."""
     place = names.layer_modules.get("mlp.experts.*.gate_proj")
     return isinstance(place, StackedPart) and place.alternates
-
-
-def stack(
-    trained: TensorReader,
-    decoder: DecoderConfig,
-    layer: int,
-    linears: tuple[str, ...],
-    scale: Callable[[str], float],
-    *,
-    turns: bool,
-) -> Stack | None:
-    """Returns the adapters of `linears` of a layer's experts as one; None where there are none.
-
-    Args:
-        trained: both factors of each expert's adapters.
-        linears: `GATE_UP` or `DOWN`.
-        scale: module -> factor on its B A; the same for all that are stacked.
-        turns: see `in_turns`.
-    """
-    count, inner = expert_sizes(decoder)
-    height = inner if linears is GATE_UP else decoder.hidden
-    places = {leaf: slice(index * height, (index + 1) * height) for index, leaf in enumerate(linears)}
-    if linears is GATE_UP:
-        places["gate_up_proj"] = slice(0, 2 * height)
-    found = {
-        leaf: {
-            expert: name
-            for expert in range(count)
-            if f"{(name := expert_module(layer, expert, leaf))}.lora_A" in trained
-        }
-        for leaf in places
-    }
-    widths = {
-        leaf: max(trained.shape(f"{name}.lora_A")[0] for name in modules.values())
-        for leaf, modules in found.items()
-        if modules
-    }
-    if not widths:
-        return None
-    some = next(iter(found[next(iter(widths))].values()))
-    dtype, rank = trained.dtype(f"{some}.lora_A"), sum(widths.values())
-    a = torch.zeros(count, rank, decoder.hidden if linears is GATE_UP else inner, dtype=dtype)
-    b = torch.zeros(count, height * len(linears), rank, dtype=dtype)
-    first = 0
-    for leaf, width in widths.items():
-        for expert, name in found[leaf].items():
-            own_a, own_b = trained.read_whole(f"{name}.lora_A"), trained.read_whole(f"{name}.lora_B")
-            a[expert, first : first + own_a.shape[0]] = own_a
-            b[expert, places[leaf], first : first + own_a.shape[0]] = own_b
-        first += width
-    if turns and linears is GATE_UP:
-        b = b.unflatten(1, (2, height)).transpose(1, 2).flatten(1, 2)
-    return Stack(a, b, scale(some))
-
-
-def peft_tensors(stacks: Mapping[str, Stack], experts: str) -> dict[str, Tensor]:
-    """Returns PEFT's tensors of one layer.
-
-    Args:
-        stacks: by the leaves of `PEFT_LEAVES`.
-        experts: key of the layer's experts, such as `base_model.model.model.layers.3.mlp.experts`.
-    """
-    tensors = {}
-    for leaf, one in stacks.items():
-        place = f"{experts}.base_layer" if leaf == PEFT_LEAVES[GATE_UP] and len(stacks) > 1 else experts
-        tensors[f"{place}.lora_A.weight"] = one.a_ERI.flatten(0, 1)
-        tensors[f"{place}.lora_B.weight"] = one.b_EOR.permute(1, 2, 0).flatten(1, 2).contiguous()
-    return tensors
-
-
-def outer_tensors(
-    trained: TensorReader, shared: Callable[[str], bool], decoder: DecoderConfig, layer: int, experts: str
-) -> dict[str, Tensor]:
-    """Returns the tensors of one layer in the form of shared outer factors.
-
-    Args:
-        trained: both factors of each expert's adapters, all of one rank.
-        shared: name of a factor -> whether all experts have this one.
-        experts: key of the layer's experts.
-    """
-    count, inner = expert_sizes(decoder)
-    tensors = {}
-    for leaf, letter in _LETTERS.items():
-        own, rows = leaf, slice(None)
-        if f"{expert_module(layer, 0, leaf)}.lora_A" not in trained:
-            own, rows = "gate_up_proj", slice(0, inner) if leaf == "gate_proj" else slice(inner, 2 * inner)
-            if leaf == "down_proj" or f"{expert_module(layer, 0, own)}.lora_A" not in trained:
-                continue
-        for factor in ("lora_A", "lora_B"):
-            names = [f"{expert_module(layer, expert, own)}.{factor}" for expert in range(count)]
-            outer = (factor == "lora_B") == (leaf == "down_proj")
-            assert shared(names[0]) or not outer, names[0]
-            parts = [trained.read_whole(name) for name in (names[:1] if outer else names)]
-            whole = torch.stack([part[rows] for part in parts] if factor == "lora_B" else parts)
-            tensors[f"{experts}.{letter}.{factor}.weight"] = whole
-    return tensors
 
 
 def router_key(key: str, names: NameMap) -> str:
@@ -232,7 +120,7 @@ def stored_stacks(
     for (layer, place), pair in found.items():
         if len(pair) < 2:
             continue  # said of the pair that is incomplete
-        leaf = next((leaf for leaf, letter in _LETTERS.items() if letter == place), None)
+        leaf = next((leaf for leaf, letter in OUTER_LETTERS.items() if letter == place), None)
         linears = _by_shape(pair, shape, decoder) if leaf is None else (leaf,)
         stacks.append(StoredStack(layer, linears, pair, leaf is None))
     return stacks

@@ -8,25 +8,27 @@ all of its bytes back is up to `verify`.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.checkpoint.copying.contents import Concatenated, Content, content_checksum
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.copying.exchange import whole_checksum
 from engine.checkpoint.copying.file_writers import Piece, PlannedFile
 from engine.checkpoint.copying.resumable import Written, resumable_folder
-from engine.checkpoint.copying.streaming import Streaming, compare_files, write_files
+from engine.checkpoint.copying.streaming import Progress, Streaming, compare_files, write_files
 from engine.checkpoint.folder import CONFIG
 from engine.checkpoint.hf_tensors import INDEX, SINGLE, HfTensors
-from engine.checkpoint.manifest import ENGINE_VERSION, Manifest, PieceRecord, write_manifest
+from engine.checkpoint.manifest import ENGINE_VERSION, write_manifest
+from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.model_weights import OUTSIDE, open_source
-from engine.checkpoint.pieces import WrittenTensor, join_records, plan_pieces, written_tensor
-from engine.checkpoint.reshard import Box, box_spec
+from engine.checkpoint.pieces import plan_pieces
+from engine.checkpoint.reshard import Box
+from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.arranged_export import arranged_pieces
@@ -36,10 +38,9 @@ from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
-from engine.models.names import FUSED, QKV, NameMap, part_rows
+from engine.models.names import FUSED, QKV, NameMap
 from engine.sentences import listed
 
-Progress = Callable[[int], None]
 Proof = Callable[[Path], str]
 """Verifies the staged folder before the final rename; returns the sentence to report, or raises UserError."""
 
@@ -90,14 +91,15 @@ class Work:
     progress: Progress | None = None
 
 
+PLAIN_WORK = Work()
+
+
 def import_checkpoint(
     source: WeightSource,
     out: Path,
     *,
     tensor: int,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    work: Work | None = None,
+    work: Work = PLAIN_WORK,
 ) -> ConversionReport:
     """Writes a base checkpoint partitioned for `tensor` tensor-parallel ranks, one file each.
 
@@ -107,27 +109,18 @@ def import_checkpoint(
         source: the weights, at any layout.
         out: folder to make.
         tensor: number of partitions.
-        overwrite, progress: as in `Work`, for callers that want no more of it.
         work: the settings.
 
     Raises:
         UserError: the model does not fit `tensor` ranks, or `out` cannot be used.
     """
-    work = work or Work(overwrite=overwrite, progress=progress)
-    specs = _specs_per_rank(source, tensor)
-    files = _planned_partitions(source, specs)
+    files, parts = _planned_partitions(source, _specs_per_rank(source, tensor))
     names = [file.name for file in files]
     plan = {"import": tensor, "files": names}
     companions = source.model.companions()
     total = sum(file.num_bytes for file in files) + companions.num_bytes
     inputs = [source.model.path]
-    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=total) as (
-        staging,
-        journal,
-    ):
-        begin = time.monotonic()
-        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
-        seconds = time.monotonic() - begin
+    with _written(out, files, plan, inputs, total, work) as (staging, streamed):
         _refuse_not_finite(source, streamed, trained=())
         companions.copy_to(staging)
         _write_changed_config(staging, source)
@@ -136,7 +129,7 @@ def import_checkpoint(
             engine_version=ENGINE_VERSION,
             model=_model_record(source),
             layout={"tensor": tensor},
-            tensors=join_records(_records(source, specs, files, streamed.written)),
+            tensors=_records(source, parts, streamed.written),
             files={name: (staging / name).stat().st_size for name in names},
             fingerprint=source.fingerprint(),
         )
@@ -146,8 +139,19 @@ def import_checkpoint(
         assert written.computed_fingerprint() == source.fingerprint(), "the import reads back as another model"
         if work.verify:
             compare_files(staging, files, streamed.written, threads=work.threads, progress=work.progress)
-    report = _report(out, files, streamed, seconds, work, num_tensors=len(manifest.tensors))
+    report = _report(out, files, streamed, work, num_tensors=len(manifest.tensors))
     return replace(report, notes=(*source.notes, *companions.left_out))
+
+
+@contextmanager
+def _written(
+    out: Path, files: Sequence[PlannedFile], plan: Mapping[str, Any], inputs: Sequence[Path], num_bytes: int, work: Work
+) -> Iterator[tuple[Path, Streaming]]:
+    """Writes files into a folder beside `out`, which takes that name after the block; arguments are those of
+    `resumable_folder`."""
+    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=num_bytes) as found:
+        staging, journal = found
+        yield staging, write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
 
 
 def _write_changed_config(folder: Path, source: WeightSource) -> None:
@@ -156,14 +160,14 @@ def _write_changed_config(folder: Path, source: WeightSource) -> None:
 
 
 def _report(
-    out: Path, files: Sequence[PlannedFile], streamed: Streaming, seconds: float, work: Work, *, num_tensors: int
+    out: Path, files: Sequence[PlannedFile], streamed: Streaming, work: Work, *, num_tensors: int
 ) -> ConversionReport:
     return ConversionReport(
         out=out,
         files=tuple(file.name for file in files),
         num_tensors=num_tensors,
         num_bytes=sum(file.num_bytes for file in files),
-        seconds=seconds,
+        seconds=streamed.seconds,
         kept_bytes=streamed.kept_bytes,
         verified=work.verify,
     )
@@ -176,26 +180,35 @@ def _specs_per_rank(source: WeightSource, tensor: int) -> list[dict[str, ShardSp
     return [parameter_specs(decoder, tensor_rank=rank, tensor_size=tensor) for rank in range(tensor)]
 
 
-def _planned_partitions(source: WeightSource, specs: list[dict[str, ShardSpec]]) -> list[PlannedFile]:
-    """Plans a file for each rank; tensors outside the language model go into rank 0's.
+Part = tuple[str, Box, Piece]
+"""A stored part of a tensor: its file, and the box that it is."""
+
+
+def _planned_partitions(
+    source: WeightSource, specs: list[dict[str, ShardSpec]]
+) -> tuple[list[PlannedFile], dict[str, list[Part]]]:
+    """Plans a file for each rank, and returns the parts of each tensor too; tensors outside the language model go into
+    rank 0's.
 
     Tensors are written in the source's order, all ranks' parts of one together: those made from the same stored tensor
     are then made from one read of it.
     """
-    pieces: list[list[Piece]] = [[] for _ in specs]
+    files = [f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors" for rank in range(len(specs))]
+    parts: dict[str, list[Part]] = {}
     for order, name in enumerate(source.tensor_names()):
-        planned = [(rank, piece) for rank, own in enumerate(specs) for piece in plan_pieces(name, own[name])]
-        contents = source.contents(name, [piece.box for _, piece in planned])
-        for (rank, piece), content in zip(planned, contents, strict=True):
-            shape = piece.box.shape(source.shape(name))
-            pieces[rank].append(
-                Piece(key=piece.key, dtype=source.dtype(name), shape=shape, content=content, order=order)
-            )
-    pieces[0] += [_outside_piece(source, name, OUTSIDE) for name in source.outside_names()]
-    return [
-        PlannedFile(name=f"tensor_{rank:02d}_of_{len(specs):02d}.safetensors", pieces=tuple(own))
-        for rank, own in enumerate(pieces)
-    ]
+        planned = [(file, one) for file, own in zip(files, specs, strict=True) for one in plan_pieces(name, own[name])]
+        contents = source.contents(name, [one.box for _, one in planned])
+        shape, dtype = source.shape(name), source.dtype(name)
+        parts[name] = [
+            (file, one.box, Piece(key=one.key, dtype=dtype, shape=one.box.shape(shape), content=content, order=order))
+            for (file, one), content in zip(planned, contents, strict=True)
+        ]
+    for name in source.outside_names():
+        parts[OUTSIDE + name] = [(files[0], Box(), _outside_piece(source, name, OUTSIDE))]
+    pieces: dict[str, list[Piece]] = {file: [] for file in files}
+    for file, _, piece in (part for own in parts.values() for part in own):
+        pieces[file].append(piece)
+    return [PlannedFile(name=file, pieces=tuple(own)) for file, own in pieces.items()], parts
 
 
 def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
@@ -205,32 +218,23 @@ def _outside_piece(source: WeightSource, name: str, prefix: str = "") -> Piece:
 
 
 def _records(
-    source: WeightSource,
-    specs: list[dict[str, ShardSpec]],
-    files: list[PlannedFile],
-    written: dict[tuple[str, str], Written],
-) -> list[WrittenTensor]:
-    records, known = [], source.sums() or {}
-    contents = {(file.name, piece.key): piece.content for file in files for piece in file.pieces}
-    for name in source.tensor_names():
-        own = [
-            [
-                PieceRecord(box=part.box, file=file.name, key=part.key, checksum=written[file.name, part.key].checksum)
-                for part in plan_pieces(name, rank_specs[name])
-            ]
-            for file, rank_specs in zip(files, specs, strict=True)
+    source: WeightSource, parts: Mapping[str, list[Part]], written: Mapping[tuple[str, str], Written]
+) -> dict[str, TensorRecord]:
+    records, known = {}, source.sums() or {}
+    for name, own in parts.items():
+        pieces = [
+            PieceRecord(box=box, file=file, key=piece.key, checksum=written[file, piece.key].checksum)
+            for file, box, piece in own
         ]
-        parts = [(piece.box, piece.checksum, contents[piece.file, piece.key]) for pieces in own for piece in pieces]
-        whole = known.get(name) or whole_checksum(source.shape(name), source.dtype(name), parts)
-        if whole is None:  # an earlier call has written most of it
-            whole = content_checksum(source.content(name, Box()), Scratch())
-        for rank_specs, pieces in zip(specs, own, strict=True):
-            if pieces:
-                records.append(written_tensor(name, rank_specs[name], source.dtype(name), pieces, whole))
-    for name in source.outside_names():
-        view, key = source.read_outside(name), OUTSIDE + name
-        piece = PieceRecord(box=Box(), file=files[0].name, key=key, checksum=written[files[0].name, key].checksum)
-        records.append(written_tensor(key, box_spec(tuple(view.shape), Box()), view.dtype, [piece]))
+        shape, dtype, whole = own[0][2].shape, own[0][2].dtype, None
+        if name in source:  # else it is whole, and outside the language model
+            shape = source.shape(name)
+            sums = [(box, record.checksum, piece.content) for record, (_, box, piece) in zip(pieces, own, strict=True)]
+            whole = known.get(name) or whole_checksum(shape, dtype, sums)
+            if whole is None:  # an earlier call has written most of it
+                whole = content_checksum(source.content(name, Box()), Scratch())
+        in_order = tuple(sorted(pieces, key=lambda piece, shape=shape: piece.box.ranges(shape)))
+        records[name] = TensorRecord(shape=shape, dtype=dtype_name(dtype), pieces=in_order, checksum=whole)
     return records
 
 
@@ -243,8 +247,8 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "body": model.names.body,
         "head": model.names.head,
         "vision": dict(model.names.vision),
-        "fused": list(stored_names(model).fused),
-        "stacked": stored_names(model).is_stacked,
+        "fused": list(model.names.fused),
+        "stacked": model.names.is_stacked,
         "has_tied_head": source.has_tied_head,
         "implementation": model.implementation,
         **_stored_record(model),
@@ -264,11 +268,9 @@ def export_hf(
     out: Path,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    overwrite: bool = False,
     inputs: tuple[Path, ...] = (),
-    progress: Progress | None = None,
     fusing: Fusing = "keep",
-    work: Work | None = None,
+    work: Work = PLAIN_WORK,
     proof: Proof | None = None,
     tokenizer: TrainedTokenizer = BASES_OWN,
 ) -> ConversionReport:
@@ -279,7 +281,6 @@ def export_hf(
         out: folder to make.
         max_shard_bytes: start a new file before one grows past this.
         inputs: further folders that are read at the same time.
-        overwrite, progress: as in `Work`, for callers that want no more of it.
         fusing: query, key and value, and gate and up, as the base has them ("keep"), apart ("split"), query, key and
             value as one matrix ("qkv"), or both ("all").
         work: the settings.
@@ -289,7 +290,6 @@ def export_hf(
     Raises:
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
     """
-    work = work or Work(overwrite=overwrite, progress=progress)
     names = hf_names(source.model, fusing)
     if names.arrangement is not None:
         parts, pieces = arranged_pieces(source, names.arrangement)
@@ -302,13 +302,7 @@ def export_hf(
     total = sum(file.num_bytes for file in files)
     inputs = (source.model.path, *inputs)
     room = total + companions.num_bytes
-    with resumable_folder(out, plan=plan, overwrite=work.overwrite, inputs=inputs, num_bytes=room) as (
-        staging,
-        journal,
-    ):
-        begin = time.monotonic()
-        streamed = write_files(staging, files, journal, scan=True, threads=work.threads, progress=work.progress)
-        seconds = time.monotonic() - begin
+    with _written(out, files, plan, inputs, room, work) as (staging, streamed):
         notes = [*source.notes, *companions.left_out, *_refuse_bad_values(source, parts, streamed)]
         if len(files) > 1:
             _write_index(staging / INDEX, files, total)
@@ -321,20 +315,8 @@ def export_hf(
         rounding = source.write_report(staging, [written.facts for written in streamed.written.values()])
         if proof is not None:
             notes.append(proof(staging))
-    report = _report(out, files, streamed, seconds, work, num_tensors=len(streamed.written))
+    report = _report(out, files, streamed, work, num_tensors=len(streamed.written))
     return replace(report, notes=tuple(notes), rounding=rounding)
-
-
-def stored_names(model: ModelFolder) -> NameMap:
-    """Returns where tensors are in the Hugging Face folder: for a partitioned base, in the one that it was made
-    from.
-    """
-    if model.manifest is None:
-        return model.names
-    if model.names.is_arranged:
-        return model.names
-    names = replace(model.names, rows=part_rows(model.decoder)).fuse(model.manifest.model.get("fused", ()))
-    return names.stack() if model.manifest.model.get("stacked") else names
 
 
 def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
@@ -343,7 +325,7 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
     Raises:
         UserError: the family knows only one way.
     """
-    stored = stored_names(model)
+    stored = model.names
     if stored.is_arranged:
         if fusing != "keep":
             raise UserError(
@@ -359,9 +341,7 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
             f"--fused {fusing} is not how a {model.decoder.family} model is stored, which has "
             f"{' and '.join(name.rpartition('.')[2] for name in family.fused)}: leave --fused out."
         )
-    plain = replace(
-        family.names, body=stored.body, head=stored.head, vision=stored.vision, rows=part_rows(model.decoder)
-    )
+    plain = replace(family.names, body=stored.body, head=stored.head, vision=stored.vision)
     return plain.fuse({"split": (), "qkv": (QKV,), "all": tuple(FUSED)}[fusing])
 
 

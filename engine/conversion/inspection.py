@@ -15,7 +15,8 @@ from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.pieces import PieceReader
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.run.training_state import TrainingCheckpoint, best_step, list_checkpoints, open_run
+from engine.checkpoint.run.step_folders import best_step, list_checkpoints
+from engine.checkpoint.run.training_state import TrainingCheckpoint, open_run
 from engine.checkpoint.safetensors_file import dtype_name, num_bytes
 from engine.checkpoint.weight_source import WeightSource
 from engine.conversion.commands import is_training

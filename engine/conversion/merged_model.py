@@ -75,21 +75,25 @@ def split_adapter(adapter: dict[str, Tensor], module: str, config: DecoderConfig
     }
 
 
-def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
-    """Returns the factor on B A of a run's adapters; 0 without any.
+def recorded_scales(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> dict[str, float]:
+    """Returns adapted module -> factor on the B A of a run's adapter.
 
     Args:
         lora: the run's settings, as its checkpoints have them.
         trained: its trained values.
         names: of its base.
     """
-    if not lora:
-        return 0.0
-    scales = {}
-    for module in adapted_modules(trained.tensor_names()):
-        alpha = recorded_alpha(lora, module, names)
-        scales[module] = adapter_scale(trained.shape(f"{module}.{LORA_A}")[0], alpha, rslora=bool(lora["rslora"]))
-    return one_or_each(scales, 0.0)
+    return {
+        module: adapter_scale(
+            trained.shape(f"{module}.{LORA_A}")[0], recorded_alpha(lora, module, names), rslora=bool(lora["rslora"])
+        )
+        for module in adapted_modules(trained.tensor_names())
+    }
+
+
+def recorded_scale(lora: Mapping[str, Any], trained: TensorReader, names: NameMap) -> Scale:
+    """Returns the factor on B A of a run's adapters, 0 without any; arguments are those of `recorded_scales`."""
+    return one_or_each(recorded_scales(lora, trained, names), 0.0) if lora else 0.0
 
 
 class MergedSource(WeightSource):
@@ -135,10 +139,9 @@ class MergedSource(WeightSource):
 
     def changed_names(self) -> list[str]:
         before = set() if self.base is None else set(self.base.changed_names())
-        return [name for name in self._shapes if name in before or self._is_trained(name)]
-
-    def _is_trained(self, name: str) -> bool:
-        return name in self._full or self._module(name) in self._adapter_of or self._shift(name) is not None
+        return [
+            name for name in self._shapes if name in self._full or name in before or self._adapter_at(name) is not None
+        ]
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._zeros:
@@ -156,57 +159,46 @@ class MergedSource(WeightSource):
         else:
             assert self.base is not None, name
             value = self.base.read_whole(name)
-        module = self._module(name)
-        if module in self._adapter_of:
-            value = self._factors(module).added_to(value.float(), 0)
-        if (shift := self._shift(name)) is not None:
-            value = shift.added_to(value.float(), 0)
+        if (update := self._update(name)) is not None:
+            value = update.added_to(value.float(), 0)
         return value.to(self.dtype(name))
 
-    def content(self, name: str, box: Box) -> Content:
-        module = self._module(name)
-        assert box == Box(), box
-        adapted, shift = module in self._adapter_of, self._shift(name)
-        if name in self._zeros:
-            return MergedRows(name, ReadRows(self, name), torch.float32, torch.float32, None)
-        if name not in self._full and not adapted and shift is None:
-            assert self.base is not None, name
-            return self.base.content(name, box)
-        factors = self._factors(module) if adapted and module is not None else shift
-        if name in self._full:
-            rows: Rows = ReadRows(self.trained, name)
-            return MergedRows(name, rows, self.trained.dtype(name), self.dtype(name), factors)
-        assert self.base is not None, name
-        return MergedRows(name, self.base.rows(name), self.base.dtype(name), self.dtype(name), factors)
-
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
-        if self.base is not None and name not in self._zeros and not self._is_trained(name):
+        if self.base is not None and name not in self._zeros | self._full and self._adapter_at(name) is None:
             return self.base.contents(name, wanted)
-        return [self.content(name, box) for box in wanted]
+        assert list(wanted) == [Box()], wanted
+        assert self.base is not None or name in self._zeros | self._full, name
+        source: TensorReader = self if name in self._zeros else self.trained if name in self._full else self.base
+        rows: Rows = self.base.rows(name) if source is self.base else ReadRows(source, name)
+        return [MergedRows(name, rows, source.dtype(name), self.dtype(name), self._update(name))]
 
-    def _shift(self, name: str) -> Shift | None:
-        """Returns the update that the bias of an adapter adds to the tensor `name`."""
+    def _adapter_at(self, name: str) -> str | None:
+        """Returns the module whose adapter changes the tensor `name`, a weight or a bias."""
         module, _, leaf = name.rpartition(".")
         adapter = self._adapter_of.get(module)
-        if leaf != "bias" or adapter is None or f"{adapter}.{LORA_BIAS}" not in self.trained:
+        changes = leaf == "weight" or (leaf == "bias" and f"{adapter}.{LORA_BIAS}" in self.trained)
+        return adapter if changes else None
+
+    def _update(self, name: str) -> LowRank | Shift | None:
+        """Returns the change that an adapter makes to the tensor `name`.
+
+        Raises:
+            UserError: the adapter has a bias, and the base has none there.
+        """
+        if (adapter := self._adapter_at(name)) is None:
             return None
-        return Shift(self._adapter(module)[LORA_BIAS].float() * scale_of(self.scale, adapter))
-
-    def _adapter(self, module: str) -> dict[str, Tensor]:
-        adapter = self._adapter_of[module]
-        return split_adapter(read_adapter(self.trained, adapter), adapter, self.model.decoder)[module]
-
-    def _factors(self, module: str) -> LowRank:
-        adapter = self._adapter_of[module]
-        if f"{adapter}.{LORA_BIAS}" in self.trained and f"{module}.bias" not in self._shapes:
+        module, _, leaf = name.rpartition(".")
+        own = split_adapter(read_adapter(self.trained, adapter), adapter, self.model.decoder)[module]
+        scale = scale_of(self.scale, adapter)
+        if leaf == "bias":
+            return Shift(own[LORA_BIAS].float() * scale)
+        if LORA_BIAS in own and f"{module}.bias" not in self._shapes:
             raise UserError(
                 f"the adapter of {module} has a bias and the base has none there, so that no weight can hold it: "
                 "export the adapter with --format peft."
             )
-        own = self._adapter(module)
-        a, b = own[LORA_A].float(), own[LORA_B].float()
         magnitude = own[LORA_MAGNITUDE].float() if LORA_MAGNITUDE in own else None
-        scale = scale_of(self.scale, adapter)
+        a, b = own[LORA_A].float(), own[LORA_B].float()
         return LowRank(a, b, scale, transposed=module == "embed_tokens", magnitude=magnitude)
 
     def identity(self) -> dict[str, Any]:
@@ -225,11 +217,6 @@ class MergedSource(WeightSource):
     def read_outside(self, name: str) -> Tensor:
         assert self.base is not None
         return self.base.read_outside(name)
-
-    @staticmethod
-    def _module(name: str) -> str | None:
-        module, _, leaf = name.rpartition(".")
-        return module if leaf == "weight" else None
 
     def _check_factors(self, module: str) -> None:
         """Raises UserError unless an adapter's factors are numbers whose product has its weights' shape."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.run.training_state import CHECKPOINTS, TrainingCheckpoint
+from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.run_files import CHECKPOINTS
 from engine.files.documents import open_file
 from engine.files.strict_json import JsonFlaw, parse_json
 

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.choices import AdapterForm, AdapterReader
-from engine.conversion.expert_stacks import expert_module, routed_layers
+from engine.conversion.expert_stacks import DOWN, GATE_UP, expert_module, routed_layers
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import fused_parts, is_shared_factor
 
@@ -67,6 +67,16 @@ class TrainedAdapters:
     @property
     def experts(self) -> list[str]:
         return [module for module in self.adapters if is_expert(module)]
+
+    @property
+    def expert_linears(self) -> set[str]:
+        """The names of the experts' linears that have adapters."""
+        return {part.rpartition(".")[2] for module in self.experts for part in fused_parts(module)}
+
+    @property
+    def missing_linear(self) -> str | None:
+        """The first of an expert's three linears that has no adapter in any."""
+        return next((leaf for leaf in (*GATE_UP, *DOWN) if leaf not in self.expert_linears), None)
 
     @property
     def beside_experts(self) -> list[str]:
@@ -118,7 +128,7 @@ def _of_stacks(trained: TrainedAdapters, decoder: DecoderConfig, reader: Adapter
     if reader == "vllm" and decoder.family not in STACKED_IN_VLLM:
         return f"vLLM knows the experts of {decoder.family} apart, and would load their stacks and compute without them"
     for layer in routed_layers(decoder):
-        for parts in (("gate_proj", "up_proj", "gate_up_proj"), ("down_proj",)):
+        for parts in ((*GATE_UP, "gate_up_proj"), DOWN):
             scales = {
                 scale
                 for module in trained.experts
@@ -151,9 +161,8 @@ def _of_each(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterRe
 
 
 def _of_each_in_vllm(trained: TrainedAdapters) -> str | None:
-    leaves = {part.rpartition(".")[2] for module in trained.experts for part in fused_parts(module)}
-    if missing := [leaf for leaf in ("gate_proj", "up_proj", "down_proj") if leaf not in leaves]:
-        return f"the experts' {missing[0]} has no adapter, and vLLM reads adapters of experts with all three"
+    if (missing := trained.missing_linear) is not None:
+        return f"the experts' {missing} has no adapter, and vLLM reads adapters of experts with all three"
     ranks: dict[tuple[str, str], int] = {}
     for module in trained.experts:
         layer, leaf = module.partition(_EXPERTS)[0], module.rpartition(".")[2]
@@ -169,9 +178,8 @@ def _of_outer(trained: TrainedAdapters, decoder: DecoderConfig, reader: AdapterR
         return "the experts share no factors (lora.experts per_expert)"
     if reason := _incomplete(trained, decoder, "a server"):
         return reason
-    leaves = {part.rpartition(".")[2] for module in trained.experts for part in fused_parts(module)}
-    if missing := [leaf for leaf in ("gate_proj", "up_proj", "down_proj") if leaf not in leaves]:
-        return f"the experts' {missing[0]} has no adapter, and vLLM reads this form with all three"
+    if (missing := trained.missing_linear) is not None:
+        return f"the experts' {missing} has no adapter, and vLLM reads this form with all three"
     if len(set(trained.adapters.values())) > 1:
         return "the adapters differ in rank or alpha, of which this form has one"
     return None

@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +26,8 @@ from engine.checkpoint.folder import ADAPTER_CONFIG
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader
-from engine.checkpoint.untied import SHARED, untied
-from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
+from engine.checkpoint.untied import untied
+from engine.checkpoint.weight_source import SHARED, TIED_HEAD, WeightSource
 from engine.choices import VISION
 from engine.conversion.expert_stacks import (
     GATE_UP,
@@ -44,8 +43,9 @@ from engine.conversion.lora_scales import Scale, one_or_each
 from engine.conversion.merged_model import LORA_A, LORA_B, LORA_BIAS, LORA_MAGNITUDE, adapted_modules
 from engine.conversion.peft_config import read_settings
 from engine.errors import UserError
+from engine.layers.context import LORA_LEAVES
 from engine.models.decoder_config import DecoderConfig
-from engine.models.names import FUSED, NameMap, fused_parts, fused_rows, part_rows
+from engine.models.names import FUSED, NameMap, fused_parts, fused_rows
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KEY_PREFIX = "base_model.model."
@@ -68,6 +68,19 @@ class _Place(NamedTuple):
     columns: slice = slice(None)
     expert: int | None = None
     turns: bool = False
+
+
+class _Adapter(NamedTuple):
+    """An adapter on one module.
+
+    Args:
+        rank, scale: of it.
+        leaves: its tensors by leaf, of `LORA_LEAVES`; several places lie one below the other.
+    """
+
+    rank: int
+    scale: float
+    leaves: dict[str, tuple[_Place, ...]]
 
 
 class AdapterSource(TensorReader):
@@ -103,9 +116,8 @@ class AdapterSource(TensorReader):
         read = [key for key in self._file.names() if not names.is_unused(key.removeprefix(KEY_PREFIX))]
         keys = [key for key in read if not key.endswith(_COPY)]
         self._copies = [key for key in self._file.names() if key.endswith(_COPY)]
-        present = [fused for fused in FUSED if any(f".{_leaf(fused)}.lora_" in key for key in keys)]
-        names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys])
-        names = replace(names, rows=part_rows(decoder)).fuse(present)
+        present = [fused for fused in FUSED if any(f".{fused.rpartition('.')[2]}.lora_" in key for key in keys)]
+        names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys]).fuse(present)
         stacks = stored_stacks(keys, self._file.shape, names, decoder, KEY_PREFIX)
         if self.settings.has_stacks and not stacks:
             raise UserError(
@@ -113,29 +125,33 @@ class AdapterSource(TensorReader):
                 "this model's experts: remove it there, or give the model that the adapter is for."
             )
         stacked = {key for one in stacks for key in one.keys.values()}
-        self._places: dict[str, tuple[_Place, ...]] = {}
+        places: dict[str, tuple[_Place, ...]] = {}
         for key in (key for key in keys if key not in stacked):
             name = _logical_name(key, names, self._file.path, with_saved_modules)
-            if other := self._places.get(name):
+            if other := places.get(name):
                 raise UserError(
                     f"{self._file.path} has {other[0].key} and {key}, which are the same tensor of the model: remove "
                     "one."
                 )
-            self._places[name] = (_Place(key),)
-        self._names = names
-        stored = {module: names.module_to_hf(module) for module in self.modules()}
-        self._ranks = {module: self.settings.rank_of(name) for module, name in stored.items()}
-        self._scales = {module: self.settings.scale_of(name) for module, name in stored.items()}
-        self._decoder = decoder
+            places[name] = (_Place(key),)
+        self._names, self._decoder = names, decoder
         if decoder.tied_embeddings and self.settings.ensures_tying:
-            self._tie()
-        for module in self.modules():
-            self._split(module, fused)
+            self._tie(places)
+        self._adapters: dict[str, _Adapter] = {}
+        for module in adapted_modules(sorted(places)):
+            leaves = {leaf: places.pop(name) for leaf in LORA_LEAVES if (name := f"{module}.{leaf}") in places}
+            rank, scale = self._stated(names.module_to_hf(module))
+            self._adapters |= self._split(module, _Adapter(rank, scale, leaves), fused)
         for one in stacks:
-            self._take_apart(one, fused)
-        self._check_pairs()
+            self._adapters |= self._take_apart(one, fused)
+        for module in self.modules():
+            self._check(module, self._adapters[module])
         for module in fused or ():
             self._fuse(module)
+        own = {
+            f"{module}.{leaf}": found for module, one in self._adapters.items() for leaf, found in one.leaves.items()
+        }
+        self._places = places | own
 
     @property
     def label(self) -> str:
@@ -143,12 +159,12 @@ class AdapterSource(TensorReader):
 
     def modules(self) -> list[str]:
         """Returns the engine modules that have an adapter here."""
-        return adapted_modules(self.tensor_names())
+        return sorted(self._adapters)
 
     @property
     def scale(self) -> Scale:
         """The factor on the adapters' B A."""
-        return one_or_each({module: self._scales[module] for module in self.modules()}, self.settings.scale)
+        return one_or_each({module: one.scale for module, one in sorted(self._adapters.items())}, self.settings.scale)
 
     def on(self, base: WeightSource) -> WeightSource:
         """Returns the base that the adapter belongs to: with a head of its own where the folder saves a copy of one
@@ -195,15 +211,16 @@ class AdapterSource(TensorReader):
                 "set lora.targets to the adapter's own modules."
             )
         for module, (rank, scale) in adapters.items():
-            if self._ranks[module] != rank:
+            own = self._adapters[module]
+            if own.rank != rank:
                 raise UserError(
                     f"lora.rank or lora.rank_pattern gives {module} rank {rank}, but the adapter in {self.folder} has "
-                    f"{self._ranks[module]} there: set it to {self._ranks[module]}."
+                    f"{own.rank} there: set it to {own.rank}."
                 )
-            if not math.isclose(self._scales[module], scale):
+            if not math.isclose(own.scale, scale):
                 raise UserError(
                     f"lora.alpha, lora.alpha_pattern and lora.rslora multiply the adapter of {module} by {scale:g}, "
-                    f"but that in {self.folder} is multiplied by {self._scales[module]:g}: set lora.alpha to "
+                    f"but that in {self.folder} is multiplied by {own.scale:g}: set lora.alpha to "
                     f"{self.settings.alpha:g}, lora.rslora to {str(self.settings.rslora).lower()}, and "
                     f"lora.alpha_pattern to {json.dumps(self.settings.alpha_pattern)}."
                 )
@@ -238,78 +255,76 @@ class AdapterSource(TensorReader):
             tensor = torch.cat([tensor[::2], tensor[1::2]])
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]
 
-    def _tie(self) -> None:
+    def _stated(self, hf_module: str) -> tuple[int, float]:
+        """Returns the rank and the scale that the settings give a module of the checkpoint."""
+        return self.settings.rank_of(hf_module), self.settings.scale_of(hf_module)
+
+    def _tie(self, places: dict[str, tuple[_Place, ...]]) -> None:
         """Presents embedding and head, which are saved both, as the one matrix that they are.
 
         Raises:
             UserError: they differ.
         """
-        head = self._places.pop(TIED_HEAD, None)
+        head = places.pop(TIED_HEAD, None)
         if head is None:
             return
-        embedding = self._places.setdefault(SHARED, head)
+        embedding = places.setdefault(SHARED, head)
         if not torch.equal(self._view(embedding[0]), self._view(head[0])):
             raise UserError(
                 f"{self._file.path} has {embedding[0].key} and {head[0].key}, which differ, but {ADAPTER_CONFIG} says "
                 "ensure_weight_tying: set that to false if each is meant to be its own."
             )
 
-    def _split(self, module: str, fused: Collection[str] | None) -> None:
-        """Replaces a fused module by its parts, unless it is to stay fused."""
+    def _split(self, module: str, adapter: _Adapter, fused: Collection[str] | None) -> dict[str, _Adapter]:
+        """Returns the adapters of a fused module's parts by module, or the module's own where it is to stay fused."""
         parts = fused_parts(module)
-        (a,), (b,) = (self._places.get(f"{module}.{leaf}", (None,)) for leaf in (LORA_A, LORA_B))
-        if parts == [module] or a is None or b is None:
-            return
-        rows_of = fused_rows(self._decoder, module)
-        blocks = self._has_blocks(module, b, list(rows_of.values()))
-        if module in fused if fused is not None else not (blocks and self._view(b).any()):
-            return
-        del self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"]
-        (lengths,) = self._places.pop(f"{module}.{LORA_MAGNITUDE}", (None,))
-        (bias,) = self._places.pop(f"{module}.{LORA_BIAS}", (None,))
-        scale, whole = self._scales.pop(module), self._ranks.pop(module)
-        rank = whole // len(parts) if blocks else whole
+        if parts == [module] or not {LORA_A, LORA_B} <= adapter.leaves.keys():
+            return {module: adapter}
+        rows_of, b = fused_rows(self._decoder, module), self._view(adapter.leaves[LORA_B][0])
+        rank = adapter.rank // len(parts)
+        blocks = self._has_blocks(b, adapter.rank, rank, list(rows_of.values()))
+        if module in fused if fused is not None else not (blocks and b.any()):
+            return {module: adapter}
+        found, rank = {}, rank if blocks else adapter.rank
         for number, (part, rows) in enumerate(rows_of.items()):
-            block = slice(number * rank, (number + 1) * rank)
-            own_a = a._replace(rows=block) if blocks else a
-            own_b = b._replace(rows=rows, columns=block if blocks else slice(None))
-            if lengths is not None:
-                self._places[f"{part}.{LORA_MAGNITUDE}"] = (lengths._replace(rows=rows),)
-            if bias is not None:
-                self._places[f"{part}.{LORA_BIAS}"] = (bias._replace(rows=rows),)
-            if (
-                not blocks or lengths is not None or bias is not None or self._view(own_a).any()
-            ):  # a part without an adapter has zeros
-                self._places[f"{part}.{LORA_A}"], self._places[f"{part}.{LORA_B}"] = (own_a,), (own_b,)
-                self._scales[part], self._ranks[part] = scale, rank
+            block = slice(number * rank, (number + 1) * rank) if blocks else slice(None)
+            own = {leaf: place._replace(rows=rows) for leaf, (place,) in adapter.leaves.items()}
+            own[LORA_A] = own[LORA_A]._replace(rows=block)
+            own[LORA_B] = own[LORA_B]._replace(columns=block)
+            if not blocks or len(own) > 2 or self._view(own[LORA_A]).any():  # a part without an adapter has zeros
+                found[part] = _Adapter(rank, adapter.scale, {leaf: (place,) for leaf, place in own.items()})
+        return found
 
-    def _has_blocks(self, module: str, b: _Place, parts: Sequence[slice]) -> bool:
-        """Returns whether a fused module's rank is the sum of one block per part, B being zero outside of these."""
-        rank = self._ranks[module] // len(parts)
-        if self._ranks[module] == self.settings.rank or rank * len(parts) != self._ranks[module]:
+    def _has_blocks(self, b: Tensor, rank: int, width: int, parts: Sequence[slice]) -> bool:
+        """Returns whether an adapter's rank is the sum of one block per part, B being zero outside of these.
+
+        Args:
+            b: B [out, columns].
+            width: columns of a block.
+            parts: rows of each part.
+        """
+        if rank == self.settings.rank or rank % len(parts):
             return False
-        inside = 0
-        for number, rows in enumerate(parts):
-            columns = slice(number * rank, (number + 1) * rank)
-            inside += int(self._view(b._replace(rows=rows, columns=columns)).count_nonzero())
-        return inside == int(self._view(b).count_nonzero())
+        blocks = [b[rows, number * width : (number + 1) * width] for number, rows in enumerate(parts)]
+        return sum(int(block.count_nonzero()) for block in blocks) == int(b.count_nonzero())
 
-    def _take_apart(self, stack: StoredStack, fused: Collection[str] | None) -> None:
-        """Presents a stack as adapters of each expert: of gate and up together, or of each of them."""
+    def _take_apart(self, stack: StoredStack, fused: Collection[str] | None) -> dict[str, _Adapter]:
+        """Returns the adapters of each expert in a stack by module: of gate and up together, or of each of them."""
         count, height = expert_sizes(self._decoder)
-        hf_name = f"{self._names.body}layers.{stack.layer}.mlp.experts.{stack.leaf}"
-        rank, scale = self.settings.rank_of(hf_name), self.settings.scale_of(hf_name)
+        rank, scale = self._stated(f"{self._names.body}layers.{stack.layer}.mlp.experts.{stack.leaf}")
         keys, parts = stack.keys, [(stack.leaf, slice(None), 0, rank)]
         turns = stack.linears == GATE_UP and in_turns(self._names)
         stored = self._file.shape(keys[LORA_A])[-2] // (count if stack.flat else 1)
         if stack.linears == GATE_UP and stored == rank:
             halves = [slice(0, height), slice(height, 2 * height)]
-            blocks = self._stack_has_blocks(_Place(keys[LORA_B], turns=turns), rank, halves)
+            b = self._view(_Place(keys[LORA_B], turns=turns))  # columns of one rank of all experts lie together
+            blocks = self._has_blocks(b, rank, b.shape[1] // 2, halves) and bool(b.any())
             whole = expert_module(stack.layer, 0, stack.leaf)
             if whole not in fused if fused is not None else blocks:
                 width = rank // 2 if blocks else rank
                 starts = (0, width) if blocks else (0, 0)
                 parts = [(leaf, *one, width) for leaf, *one in zip(GATE_UP, halves, starts, strict=True)]
+        found = {}
         for expert, (leaf, rows, first, width) in product(range(count), parts):
             module = expert_module(stack.layer, expert, leaf)
             if stack.flat:
@@ -319,65 +334,58 @@ class AdapterSource(TensorReader):
                 b = _Place(keys[LORA_B], rows=rows, columns=columns, turns=turns)
             else:
                 a, b = (_Place(keys[leaf], expert=expert) for leaf in (LORA_A, LORA_B))
-            self._places[f"{module}.{LORA_A}"], self._places[f"{module}.{LORA_B}"] = (a,), (b,)
-            self._ranks[module], self._scales[module] = width, scale
+            found[module] = _Adapter(width, scale, {LORA_A: (a,), LORA_B: (b,)})
+        return found
 
-    def _stack_has_blocks(self, place: _Place, rank: int, halves: Sequence[slice]) -> bool:
-        """Returns whether gate and up of all experts have adapters of their own, B being zero outside of these."""
-        b = self._view(place)
-        if rank == self.settings.rank or rank % 2:
-            return False
-        width = b.shape[1] // 2  # columns of one rank of all experts lie together
-        off = b[halves[0], width:].any() or b[halves[1], :width].any()
-        return not bool(off) and bool(b.any())
-
-    def _check_pairs(self) -> None:
-        for module in self.modules():
-            for leaf in (LORA_A, LORA_B):
-                if f"{module}.{leaf}" not in self:
-                    raise UserError(f"{self._file.path} lacks {leaf} of {module}: use a whole adapter.")
-            if self.settings.dora != (f"{module}.{LORA_MAGNITUDE}" in self) or (
-                self.settings.dora and module == "embed_tokens"
-            ):
-                raise UserError(
-                    f"{ADAPTER_CONFIG} in {self.folder} has use_dora {self.settings.dora}, which does not go with "
-                    f"{module}: DoRA is supported on linears alone, with a lora_magnitude_vector for each."
-                )
-            if self.settings.bias != (f"{module}.{LORA_BIAS}" in self):
-                raise UserError(
-                    f"{ADAPTER_CONFIG} in {self.folder} has lora_bias {self.settings.bias}, which does not go with "
-                    f"{module}: expected a lora_B.bias for each module or for none."
-                )
-            ranks = self.shape(f"{module}.{LORA_A}")[0], self.shape(f"{module}.{LORA_B}")[-1]
-            if set(ranks) != {self._ranks[module]}:
-                raise UserError(
-                    f"{self._file.path} has rank {ranks[0]} at {module}, but {ADAPTER_CONFIG} says r "
-                    f"{self._ranks[module]}: use an adapter whose r and rank_pattern are those of its tensors."
-                )
+    def _check(self, module: str, adapter: _Adapter) -> None:
+        """Raises UserError where an adapter lacks a tensor, or has one that the settings do not tell of."""
+        leaves = adapter.leaves
+        for leaf in (LORA_A, LORA_B):
+            if leaf not in leaves:
+                raise UserError(f"{self._file.path} lacks {leaf} of {module}: use a whole adapter.")
+        if self.settings.dora != (LORA_MAGNITUDE in leaves) or (self.settings.dora and module == "embed_tokens"):
+            raise UserError(
+                f"{ADAPTER_CONFIG} in {self.folder} has use_dora {self.settings.dora}, which does not go with "
+                f"{module}: DoRA is supported on linears alone, with a lora_magnitude_vector for each."
+            )
+        if self.settings.bias != (LORA_BIAS in leaves):
+            raise UserError(
+                f"{ADAPTER_CONFIG} in {self.folder} has lora_bias {self.settings.bias}, which does not go with "
+                f"{module}: expected a lora_B.bias for each module or for none."
+            )
+        ranks = self._view(leaves[LORA_A][0]).shape[0], self._view(leaves[LORA_B][0]).shape[-1]
+        if set(ranks) != {adapter.rank}:
+            raise UserError(
+                f"{self._file.path} has rank {ranks[0]} at {module}, but {ADAPTER_CONFIG} says r "
+                f"{adapter.rank}: use an adapter whose r and rank_pattern are those of its tensors."
+            )
 
     def _fuse(self, module: str) -> None:
         """Replaces the adapters of the parts of `module`, if any, by one."""
         parts = fused_parts(module)
-        if not any(f"{part}.{LORA_A}" in self for part in parts):
+        adapters = [self._adapters.pop(part) for part in parts if part in self._adapters]
+        if not adapters:
             return
-        factors = [f"{part}.{LORA_A}" for part in parts]
+        factors = [self._view(one.leaves[LORA_A][0]) for one in adapters]
         if (
-            any(name not in self for name in factors)
-            or len({self._scales[part] for part in parts}) > 1
-            or len({self.shape(name) for name in factors}) > 1
-            or not all(torch.equal(self.read_whole(name), self.read_whole(factors[0])) for name in factors[1:])
+            len(adapters) < len(parts)
+            or len({one.scale for one in adapters}) > 1
+            or not all(torch.equal(a, factors[0]) for a in factors[1:])
         ):
             raise UserError(
                 f"lora.fused asks for one adapter over {', '.join(parts)}, but that in {self.folder} has no A factor "
                 "that they share: set lora.fused to none."
             )
-        self._places[f"{module}.{LORA_A}"] = self._places[factors[0]]
-        for leaf in (LORA_B, LORA_MAGNITUDE, LORA_BIAS):
-            if f"{parts[0]}.{leaf}" in self:
-                self._places[f"{module}.{leaf}"] = tuple(self._places.pop(f"{part}.{leaf}")[0] for part in parts)
-        for part in parts:
-            del self._places[f"{part}.{LORA_A}"]
-            self._scales[module], self._ranks[module] = self._scales.pop(part), self._ranks.pop(part)
+        first = adapters[0]
+        joined = {leaf: tuple(one.leaves[leaf][0] for one in adapters) for leaf in first.leaves if leaf != LORA_A}
+        self._adapters[module] = first._replace(leaves={LORA_A: first.leaves[LORA_A], **joined})
+
+
+def fused_modules(folder: str | Path, names: NameMap, decoder: DecoderConfig) -> list[str]:
+    """Returns the modules, such as `layers.3.attention.qkv_proj`, that have one adapter over their parts in a folder;
+    arguments and errors are those of `AdapterSource`."""
+    found = AdapterSource(folder, names=names, decoder=decoder, fused=None, with_saved_modules=True)
+    return [module for module in found.modules() if fused_parts(module) != [module]]
 
 
 def adapter_file(folder: Path) -> SafetensorsReader:
@@ -418,10 +426,6 @@ def stored_adapter(file: SafetensorsReader) -> StoredAdapter:
         if one and (one[2] == "lora_A" or one[3] == "A") and not is_stack(key)
     }
     return StoredAdapter(ranks, tensors, [key for key, one in matches.items() if one is None])
-
-
-def _leaf(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _logical_name(key: str, names: NameMap, path: Path, with_saved_modules: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,48 +18,23 @@ from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reader import TensorReader
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, complete_settings
-from engine.checkpoint.untied import SHARED
+from engine.checkpoint.weight_source import SHARED
 from engine.choices import VISION, AdapterForm, AdapterReader
-from engine.config.lora import adapter_scale
-from engine.conversion.expert_stacks import (
-    PEFT_LEAVES,
-    expert_module,
-    in_turns,
-    live_name,
-    outer_tensors,
-    peft_tensors,
-    routed_layers,
-    stack,
-)
-from engine.conversion.import_export import ConversionReport, Proof, stored_names
+from engine.conversion.expert_stacks import in_turns, live_name
+from engine.conversion.import_export import ConversionReport, Proof
 from engine.conversion.lora_scales import recorded_alpha
-from engine.conversion.merged_model import (
-    LORA_A,
-    LORA_B,
-    LORA_BIAS,
-    LORA_MAGNITUDE,
-    adapted_modules,
-    fully_trained,
-    read_adapter,
-    split_adapter,
-)
+from engine.conversion.merged_model import LORA_A, adapted_modules, fully_trained, recorded_scales
 from engine.conversion.model_card import CARD, model_card
 from engine.conversion.peft_config import patterns
-from engine.conversion.peft_experts import (
-    TrainedAdapters,
-    advice,
-    fitting_form,
-    is_expert,
-    obstacle,
-    readers_line,
-)
+from engine.conversion.peft_experts import TrainedAdapters, advice, fitting_form, is_expert, obstacle, readers_line
 from engine.conversion.peft_read import ADAPTER_WEIGHTS, KEY_PREFIX
+from engine.conversion.peft_tensors import adapter_tensors, fused_with, is_stored_fused, outer_tensors, stacked_tensors
 from engine.conversion.shared_factors import EachExpert
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.staging import staged_folder
 from engine.models.families import language_family
-from engine.models.names import FUSED, fused_parts, is_shared_factor
+from engine.models.names import fused_parts
 from engine.sentences import listed
 
 
@@ -103,7 +77,7 @@ def export_peft(
         UserError: there are no adapters, PEFT cannot express the training, a value is not finite, or a factor that
             does not start from zeros is all zero.
     """
-    described, model = model, replace(model, names=stored_names(model).live)
+    described, model = model, replace(model, names=model.names.live)
     names = trained.tensor_names()
     modules = adapted_modules(names)
     if not modules:
@@ -113,7 +87,7 @@ def export_peft(
         )
     parts = [part for module in modules for part in fused_parts(module)]
     saved = _modules_to_save(fully_trained(names), parts, model)
-    adapters = _trained_adapters(trained, modules, described, lora)
+    adapters = _trained_adapters(trained, described, lora)
     if (reason := obstacle(adapters, model.decoder, form, reader)) is not None:
         raise UserError(f"{reason}: {advice(adapters, model.decoder, reader)}.")
     tensors, config = _contents(trained, adapters, described, model, lora, form)
@@ -153,7 +127,7 @@ def form_for(
     Args:
         trained, lora, model: as for `export_peft`.
     """
-    found = _trained_adapters(trained, adapted_modules(trained.tensor_names()), model, lora)
+    found = _trained_adapters(trained, model, lora)
     form = fitting_form(found, model.decoder, reader) or "per_expert"
     return form, obstacle(found, model.decoder, form, reader)
 
@@ -164,22 +138,18 @@ def unread_by_peft(trained: TensorReader, lora: Mapping[str, Any], model: ModelF
     Args:
         trained, lora, model: as for `export_peft`.
     """
-    found = _trained_adapters(trained, adapted_modules(trained.tensor_names()), model, lora)
+    found = _trained_adapters(trained, model, lora)
     return obstacle(found, model.decoder, form, "peft")
 
 
-def _trained_adapters(
-    trained: TensorReader, modules: list[str], model: ModelFolder, lora: Mapping[str, Any]
-) -> TrainedAdapters:
+def _trained_adapters(trained: TensorReader, model: ModelFolder, lora: Mapping[str, Any]) -> TrainedAdapters:
     """Returns the properties on which the forms of experts' adapters depend."""
-    rslora = bool(lora["rslora"])
-    ranks = {module: trained.shape(f"{module}.{LORA_A}")[0] for module in modules}
-    scales = {one: adapter_scale(ranks[one], recorded_alpha(lora, one, model.names), rslora=rslora) for one in modules}
+    scales = recorded_scales(lora, trained, model.names)
     return TrainedAdapters(
-        adapters={module: (ranks[module], scales[module]) for module in modules},
+        adapters={module: (trained.shape(f"{module}.{LORA_A}")[0], scale) for module, scale in scales.items()},
         in_full=[name.rpartition(".")[0] for name in fully_trained(trained.tensor_names())],
         shared=set(trained.stored.values()) if isinstance(trained, EachExpert) else (),
-        rslora=rslora,
+        rslora=bool(lora["rslora"]),
     )
 
 
@@ -200,7 +170,11 @@ def _contents(
     rslora, modules = bool(lora["rslora"]), list(found.adapters)
     alphas = {module: recorded_alpha(lora, module, described.names) for module in modules}
     apart = modules if form == "per_expert" else [module for module in modules if not is_expert(module)]
-    tensors, adapters = _tensors(trained, apart, model, alphas, rslora=rslora)
+    tensors, adapters = adapter_tensors(trained, apart, model, alphas, rslora=rslora)
+    for name in fully_trained(trained.tensor_names()):
+        tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
+    if (head := _tied_head_key(model)) is not None and SHARED in trained:
+        tensors[head] = trained.read_whole(SHARED)
     parts = [part for one in apart for part in fused_parts(one)]
     targets = _target_modules(parts, model)
     if model.decoder.num_experts and found.beside_experts:  # whose short names mean the experts to PEFT
@@ -210,152 +184,21 @@ def _contents(
         config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
     if form == "stacked":
         scales = {module: scale for module, (_, scale) in found.adapters.items()}
-        stacks, more = _stacked(trained, model, scales, rslora=rslora, turns=in_turns(described.names))
+        stacks, more = stacked_tensors(trained, model, scales, rslora=rslora, turns=in_turns(described.names))
         tensors, adapters, config["target_parameters"] = tensors | stacks, adapters | more, sorted(more)
     elif form == "shared_outer":
-        leaves = {part.rpartition(".")[2] for module in found.experts for part in fused_parts(module)}
-        tensors |= _outer(trained, model)
-        config["target_modules"] = sorted({*config["target_modules"], *leaves})
+        assert isinstance(trained, EachExpert)
+        tensors |= outer_tensors(trained, model)
+        config["target_modules"] = sorted({*config["target_modules"], *found.expert_linears})
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{key} is not finite, so nothing was exported: use an earlier step (--step).")
     return tensors, config | patterns(adapters, rank=config["r"], alpha=config["lora_alpha"])
 
 
-def _stacked(
-    trained: TensorReader, model: ModelFolder, scales: Mapping[str, float], *, rslora: bool, turns: bool
-) -> tuple[dict[str, Tensor], Adapters]:
-    """Returns PEFT's stacks of the experts' factors, and their ranks and alphas by the parameters that have them."""
-    tensors: dict[str, Tensor] = {}
-    adapters: Adapters = {}
-    for layer in routed_layers(model.decoder):
-        found = {
-            leaf: one
-            for linears, leaf in PEFT_LEAVES.items()
-            if (one := stack(trained, model.decoder, layer, linears, scales.__getitem__, turns=turns)) is not None
-        }
-        experts = f"{model.names.body}layers.{layer}.mlp.experts"
-        tensors |= peft_tensors(found, KEY_PREFIX + experts)
-        for leaf, one in found.items():
-            rank = one.a_ERI.shape[1]
-            adapters[f"{experts}.{leaf}"] = rank, one.scale * (math.sqrt(rank) if rslora else rank)
-    return tensors, adapters
-
-
-def _outer(trained: TensorReader, model: ModelFolder) -> dict[str, Tensor]:
-    """Returns the experts' factors with shared ones once."""
-    assert isinstance(trained, EachExpert)
-    tensors: dict[str, Tensor] = {}
-    for layer in routed_layers(model.decoder):
-        experts = model.names.module_to_hf(expert_module(layer, 0, "down_proj")).rpartition(".experts.")[0]
-        tensors |= outer_tensors(
-            trained,
-            lambda name: is_shared_factor(trained.stored[name]),
-            model.decoder,
-            layer,
-            f"{KEY_PREFIX}{experts}.experts",
-        )
-    return tensors
-
-
-_KEYS = {
-    LORA_A: "lora_A.weight",
-    LORA_B: "lora_B.weight",
-    LORA_MAGNITUDE: "lora_magnitude_vector",
-    LORA_BIAS: "lora_B.bias",
-}
-_EMBEDDING_KEYS = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B"}
-Adapters = dict[str, tuple[int, float]]
-"""Module of the checkpoint -> rank and alpha of its adapter."""
-
-
-def _tensors(
-    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
-) -> tuple[dict[str, Tensor], Adapters]:
-    """Returns the adapters and fully trained tensors by PEFT's keys."""
-    tensors, adapters = _adapter_tensors(trained, modules, model, alphas)
-    blocks, more = _block_tensors(trained, modules, model, alphas, rslora=rslora)
-    tensors, adapters = tensors | blocks, adapters | more
-    for name in fully_trained(trained.tensor_names()):
-        tensors[KEY_PREFIX + model.names.to_hf(name).name] = trained.read_whole(name)
-    if (head := _tied_head_key(model)) is not None and SHARED in trained:
-        tensors[head] = trained.read_whole(SHARED)
-    return tensors, adapters
-
-
 def _tied_head_key(model: ModelFolder) -> str | None:
     """Returns PEFT's key of a head that is the embedding; None where it is not."""
     return f"{KEY_PREFIX}{model.names.head}.weight" if model.decoder.tied_embeddings else None
-
-
-def _adapter_tensors(
-    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float]
-) -> tuple[dict[str, Tensor], Adapters]:
-    tensors: dict[str, Tensor] = {}
-    adapters: Adapters = {}
-    for module in modules:
-        if _fused_with(module, model) is not None:
-            continue
-        whole = read_adapter(trained, module)
-        split = {module: whole} if _is_stored_fused(module, model) else split_adapter(whole, module, model.decoder)
-        for part, own in split.items():
-            name = live_name(model.names.module_to_hf(part))
-            keys = _EMBEDDING_KEYS if part == "embed_tokens" else _KEYS
-            adapters[name] = own[LORA_A].shape[0], alphas[module]
-            tensors |= {f"{KEY_PREFIX}{name}.{keys[leaf]}": tensor for leaf, tensor in own.items()}
-    return tensors, adapters
-
-
-def _is_stored_fused(module: str, model: ModelFolder) -> bool:
-    """Returns whether the base has one matrix of this name, such as `layers.3.attention.qkv_proj`."""
-    return any(module.endswith(f".{fused}") for fused in model.names.fused)
-
-
-def _fused_with(module: str, model: ModelFolder) -> str | None:
-    """Returns the module whose matrix holds this one's in the base, such as `layers.3.mlp.gate_up_proj`."""
-    layer, _, inside = module.removeprefix("layers.").partition(".")
-    fused = next((fused for fused in model.names.fused if inside in FUSED[fused]), None)
-    return None if fused is None else f"layers.{layer}.{fused}"
-
-
-def _block_tensors(
-    trained: TensorReader, modules: list[str], model: ModelFolder, alphas: Mapping[str, float], *, rslora: bool
-) -> tuple[dict[str, Tensor], Adapters]:
-    """Returns adapters of parts of the base's fused matrices: A stacked, B with a block for each part."""
-    tensors: dict[str, Tensor] = {}
-    adapters: Adapters = {}
-    shapes = model.expected_shapes()
-    for fused in dict.fromkeys(name for module in modules if (name := _fused_with(module, model)) is not None):
-        parts = fused_parts(fused)
-        found = {(trained.shape(f"{part}.lora_A")[0], alphas[part]) for part in parts if f"{part}.lora_A" in trained}
-        if len(found) > 1:
-            raise UserError(
-                f"the parts of {fused} have adapters of several ranks or alphas, and the base stores them as one "
-                "matrix, for which a PEFT folder has one of each: export with --format hf --merge."
-            )
-        ((rank, alpha),) = found
-        beside = {
-            key: [trained.read_whole(one) for part in parts if (one := f"{part}.{leaf}") in trained]
-            for leaf, key in _KEYS.items()
-            if leaf in (LORA_MAGNITUDE, LORA_BIAS)
-        }
-        if any(0 < len(found) < len(parts) for found in beside.values()):
-            raise UserError(
-                f"some parts of {fused} have adapters with magnitudes or biases and others none, and the base stores "
-                "them as one matrix, which a PEFT folder cannot express: export with --format hf --merge."
-            )
-        stacked, blocks = [], []
-        for part in parts:
-            rows, columns = shapes[f"{part}.weight"]
-            present = f"{part}.lora_A" in trained
-            stacked.append(trained.read_whole(f"{part}.lora_A") if present else torch.zeros(rank, columns))
-            blocks.append(trained.read_whole(f"{part}.lora_B") if present else torch.zeros(rows, rank))
-        name, count = model.names.module_to_hf(fused), len(parts)
-        adapters[name] = rank * count, alpha * (math.sqrt(count) if rslora else count)  # the scale of one part
-        tensors |= {f"{KEY_PREFIX}{name}.{key}": torch.cat(found) for key, found in beside.items() if found}
-        tensors[f"{KEY_PREFIX}{name}.lora_A.weight"] = torch.cat(stacked)
-        tensors[f"{KEY_PREFIX}{name}.lora_B.weight"] = torch.block_diag(*blocks).to(blocks[0].dtype)
-    return tensors, adapters
 
 
 def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) -> list[str]:
@@ -365,7 +208,7 @@ def _modules_to_save(full: list[str], adapted: list[str], model: ModelFolder) ->
             f"{both[0]} has an adapter and is trained in full too, which a PEFT folder cannot hold: "
             "export with --format hf --merge."
         )
-    if parts := [module for module in modules if _fused_with(module, model) is not None]:
+    if parts := [module for module in modules if fused_with(module, model) is not None]:
         raise UserError(
             f"{parts[0]} was trained in full beside adapters, and the base stores it as rows of a larger matrix, which "
             "a PEFT folder cannot express: export with --format hf --merge."
@@ -465,7 +308,7 @@ def _notes(
         )
     stacked = "target_parameters" in config
     if any(
-        fused_parts(module) != [module] and not _is_stored_fused(module, model) and not (stacked and is_expert(module))
+        fused_parts(module) != [module] and not is_stored_fused(module, model) and not (stacked and is_expert(module))
         for module in modules
     ):
         notes.append(

@@ -58,6 +58,10 @@ class Live(NamedTuple):
     tensors: TensorReader
     plan: TrainingPlan
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns fp32 [B, S, V] logits; see `live_logits`."""
+        return live_logits(self.config, self.tensors, tokens, self.plan)
+
 
 def live_model(config: DecoderConfig, base: TensorReader | None, trained: TensorReader, scale: Scale) -> Live:
     """Returns the live model of trained values beside their base, which is None where there was none."""
@@ -84,7 +88,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
         # without a base all parameters are trained but those that never train, which the source knows
         live = live_model(source.model.decoder, source.base or source, source.trained, source.scale)
     tokens = proof_tokens(live.config.vocab_size)
-    expected = live_logits(*live[:2], tokens, live.plan)
+    expected = live.logits(tokens)
     written = open_source(folder, source.model.implementation)
     if (obstacle := _obstacle(folder, written.model)) is None:
         found, reader = _stock_logits(folder, _widest(written), tokens), "transformers"
@@ -97,7 +101,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     difference = _difference(found, expected)
     if not difference <= limit:
         raise UserError(
-            f"what was written gives logits that differ from the live model's by {difference:.1e} of the largest "
+            f"the export gives logits that differ from the live model's by {difference:.1e} of the largest "
             f"(expected at most {limit:.0e}), read by {reader}, so nothing was exported: report this with the model's "
             "config.json."
         )
@@ -126,10 +130,10 @@ def prove_adapter(
     if unread is not None:
         written = AdapterSource(folder, names=model.names, decoder=model.decoder, with_saved_modules=True)
         again = live_model(model.decoder, base, written, written.scale)
-        found, reader = live_logits(*again[:2], tokens, again.plan), f"the engine (not PEFT: {unread})"
+        found, reader = again.logits(tokens), f"the engine (not PEFT: {unread})"
     else:
         found, reader = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder), "PEFT"
-    difference = _difference(found, live_logits(*live[:2], tokens, live.plan))
+    difference = _difference(found, live.logits(tokens))
     if not difference <= SAME:
         raise UserError(
             f"with this adapter {reader} gives logits that differ from the live model's by {difference:.1e} of the "
@@ -151,7 +155,7 @@ def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, toke
     effect = _difference(before, live)
     if effect > 2 * limit and _difference(found, live) > effect / 2:
         raise UserError(
-            f"what was written is nearer to the base than to the live model (training changed logits by {effect:.1e} "
+            f"the export is nearer to the base than to the live model (training changed logits by {effect:.1e} "
             "of the largest), so nothing was exported: report this with the model's config.json."
         )
 

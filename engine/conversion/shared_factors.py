@@ -7,53 +7,17 @@ A run that starts from a folder with a pair for each expert finds their common f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box
+from engine.checkpoint.reader import Renamed, TensorReader
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import is_shared_factor, own_names
 
 
-class _Renamed(TensorReader):
-    """A reader by other names.
-
-    Args:
-        reader: has the tensors.
-        stored: name -> that of the tensor in `reader`.
-    """
-
-    def __init__(self, reader: TensorReader, stored: Mapping[str, str]) -> None:
-        self._reader, self.stored = reader, stored
-
-    @property
-    def label(self) -> str:
-        return self._reader.label
-
-    def tensor_names(self) -> list[str]:
-        return list(self.stored)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.stored
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._reader.shape(self.stored[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._reader.dtype(self.stored[name])
-
-    def boxes(self, name: str) -> Sequence[Box]:
-        return self._reader.boxes(self.stored[name])
-
-    def view(self, name: str, index: int) -> Tensor:
-        return self._reader.view(self.stored[name], index)
-
-
-class EachExpert(_Renamed):
+class EachExpert(Renamed):
     """A reader with both factors of every expert's adapters under the expert's name.
 
     Args:
@@ -65,7 +29,7 @@ class EachExpert(_Renamed):
         super().__init__(trained, {own: name for name in trained.tensor_names() for own in own_names(name, decoder)})
 
 
-class CommonFactors(_Renamed):
+class CommonFactors(Renamed):
     """Reads a folder that has a factor for each expert, with one name for those that experts share.
 
     Args:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.data.columns import Columns
 from engine.data.dataset import TokenDataset
-from engine.data.extras import ExtraColumns
+from engine.data.extras import joined_extras
 from engine.data.packing import Packs
 from engine.errors import UserError
 
@@ -47,7 +47,8 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
     """
     first = datasets[0]
     assert all(data.seq_length == first.seq_length and data.packing == first.packing for data in datasets)
-    assert not any(data.compares for data in datasets) and min(weights) > 0, weights
+    assert not any(extra.counts_documents for data in datasets for extra in data.extras), "answers that are compared"
+    assert min(weights) > 0, weights
     counts = sample_counts([len(data) for data in datasets], weights)
     tokens = JoinedArrays([data.tokens for data in datasets], [len(data.tokens) for data in datasets])
     targets = JoinedArrays([data.targets for data in datasets], [len(data.tokens) for data in datasets])
@@ -66,22 +67,15 @@ def blend(datasets: Sequence[TokenDataset], weights: Sequence[float]) -> TokenDa
         targets=targets,  # type: ignore[arg-type]
         starts=np.concatenate([data.starts + base for data, base in zip(datasets, tokens.starts, strict=True)]),
         lengths=np.concatenate([data.lengths for data in datasets]),
-        target_counts=np.concatenate([data.document_targets for data in datasets]),
+        target_counts=np.concatenate([data.columns.target_counts for data in datasets]),
         max_token=max(data.max_token for data in datasets),
         identity=digest.hexdigest(),
-        extras=_joined(datasets),
+        extras=joined_extras([data.extras for data in datasets], [len(data.lengths) for data in datasets]),
     )
     rows = Packs(offsets=offsets.astype(np.int64), documents=np.concatenate(documents).astype(np.int64))
     blended = TokenDataset(columns, rows, seq_length=first.seq_length, packing=first.packing)
     blended.read_with(first.family)
     return blended
-
-
-def _joined(datasets: Sequence[TokenDataset]) -> tuple[ExtraColumns, ...]:
-    """Returns the extras of all documents."""
-    kinds = {type(extra): None for data in datasets for extra in data.extras}
-    counts = [len(data.lengths) for data in datasets]
-    return tuple(kind.joined([data.extra(kind) for data in datasets], counts) for kind in kinds)
 
 
 def sample_counts(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from engine.config.data import OVERLONG, Packing
 from engine.data.columns import Columns
-from engine.data.concatenate import concatenate
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.overlong import LongRecords, RecordKind
 from engine.data.record_files import expand_paths
-from engine.data.tokenize import CHUNK
+from engine.data.tokenize import CHUNK, ConversationReader, tokenize_samples
+from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.sentences import listed
 from engine.telemetry.format import counted
@@ -31,18 +31,26 @@ Paths = str | Path | Sequence[str]
 Advance = Callable[[int], object]
 """Is called with the number of records that were read since its last call."""
 Parsed = TypeVar("Parsed")
+Made = TypeVar("Made")
 
 
 class RecordReader(ABC, Generic[Parsed]):
-    """Reads one kind of records into documents."""
+    """Reads one kind of records into documents.
+
+    Args:
+        tokenizer: encodes the text.
+        images: as for `engine.data.tokenize.tokenize_samples`.
+        encoding: the other arguments of that.
+    """
 
     kind: ClassVar[RecordKind]
     expects: ClassVar[str] = "nothing to train on"
     """Ends the sentence that refuses files of which too little is kept; with {kept}."""
     least: ClassVar[int] = 1
     """Records that must be kept."""
-    family: Any = None
-    """The family of a vision-language model, which reads the images of rows; None for other models."""
+
+    def __init__(self, tokenizer: Tokenizer, *, images: ConversationReader | None = None, **encoding: Any) -> None:
+        self._tokenizer, self.images, self._encoding = tokenizer, images, encoding
 
     @abstractmethod
     def open(self, path: Path) -> tuple[int, Iterator[Parsed]]:
@@ -52,28 +60,34 @@ class RecordReader(ABC, Generic[Parsed]):
             UserError: a file that cannot be read, or (while it is read) a malformed record.
         """
 
-    @abstractmethod
-    def documents(self, records: Sequence[Parsed]) -> list[Document]:
-        """Returns the documents of some records of one file, those of a record side by side.
+    def documents(self, records: Sequence[Any]) -> Iterator[Document]:
+        """Yields the documents of some records of one file, those of a record side by side. Here records are samples.
 
         Raises:
             UserError: a record that cannot be tokenised.
         """
+        return tokenize_samples(records, self._tokenizer, images=self.images, **self._encoding)
+
+    def gather(self, documents: list[Document]) -> Any:
+        """Returns documents that are kept in the form that `arrange` takes: columns, which need less memory."""
+        return Columns.of_documents(documents, group=self.kind.width)
 
     def arrange(
-        self, documents: Sequence[Document], *, seq_length: int, packing: Packing, report: DatasetReport
+        self, gathered: Sequence[Any], *, seq_length: int, packing: Packing, report: DatasetReport
     ) -> TokenDataset:
         """Returns the rows of the documents that are kept.
 
         Args:
+            gathered: the results of `gather`, at least one.
             seq_length: maximum tokens of a document.
         """
-        width = self.kind.width
-        columns = Columns.of_documents(documents, group=width)
+        columns = Columns.joined(gathered)
         if packing == "concatenate":
+            from engine.data.concatenate import concatenate
+
             columns, left_over = concatenate(columns, seq_length)
             report = replace(report, left_over=left_over)
-        return TokenDataset(columns, seq_length=width * seq_length, packing=bool(packing), report=report)
+        return TokenDataset(columns, seq_length=self.kind.width * seq_length, packing=bool(packing), report=report)
 
 
 def build_dataset(
@@ -105,38 +119,65 @@ def build_dataset(
     files = expand_paths(paths)
     names = listed(files)
     long = LongRecords(reader.kind, limit=seq_length, overlong=overlong, concatenates=packing == "concatenate")
-    kept: list[Document] = []
-    records = 0
-    for chunk in read_chunks(files, reader.open, CHUNK // width, progress):
-        kept += long.fit(reader.documents(chunk))
-        records += len(chunk)
+    gathered: list[Any] = []
+    records = kept = 0
+    for count, documents in read_chunks(files, reader.open, reader.documents, CHUNK // width, progress):
+        records += count
+        if fitting := long.fit(documents):
+            kept += len(fitting)
+            gathered.append(reader.gather(fitting))
     if not records:
         raise UserError(f"{names} has no records; give a file that has some.")
     report = long.report(records)
-    if len(kept) < reader.least * width:
+    if kept < reader.least * width:
         raise UserError(
-            report.nothing_left(names, reader.expects.format(kept=counted(len(kept) // width, reader.kind.unit)))
+            report.nothing_left(names, reader.expects.format(kept=counted(kept // width, reader.kind.unit)))
         )
-    dataset = reader.arrange(kept, seq_length=seq_length, packing=packing, report=report)
+    dataset = reader.arrange(gathered, seq_length=seq_length, packing=packing, report=report)
     dataset.report = replace(dataset.report, seconds=time.monotonic() - started)
-    dataset.read_with(reader.family)
+    dataset.read_with(None if reader.images is None else reader.images.family)
     return dataset
 
 
 def read_chunks(
     files: Sequence[Path],
     open_file: Callable[[Path], tuple[int, Iterator[Parsed]]],
+    make: Callable[[list[Parsed]], Iterable[Made]],
     size: int,
     progress: Advance | None,
-) -> Iterator[list[Parsed]]:
-    """Yields the records of some files in their order, up to `size` of one file at a time.
+) -> Iterator[tuple[int, list[Made]]]:
+    """Yields how many records were read, up to `size` of one file at a time, and the results of `make` for them.
+
+    A record that is refused ends it once the results before that record have been yielded: a caller that refuses one
+    of those names the first of both.
 
     Args:
         open_file: returns how many records a file has, and the records.
+        make: makes of some records, in their order, whatever they are read for.
         progress: see `Advance`.
+
+    Raises:
+        UserError: a record is refused, by the file's reader or by `make`.
     """
     for _, records in [open_file(path) for path in files]:
-        while chunk := list(islice(records, size)):
-            yield chunk
+        while True:
+            chunk, unreadable = _until_refused(islice(records, size))
+            if not chunk and unreadable is None:
+                break
+            made, unusable = _until_refused(make(chunk))
+            yield len(chunk), made
+            if (refusal := unusable or unreadable) is not None:
+                raise refusal
             if progress is not None:
                 progress(len(chunk))
+
+
+def _until_refused(items: Iterable[Made]) -> tuple[list[Made], UserError | None]:
+    """Returns the items before the first that is refused, and its refusal; None where none is."""
+    found: list[Made] = []
+    try:
+        for item in items:
+            found.append(item)
+    except UserError as refusal:
+        return found, refusal
+    return found, None

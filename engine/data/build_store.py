@@ -28,13 +28,14 @@ from numpy.typing import NDArray
 import engine
 from engine.data.checked_file import BlockSums, file_checksum
 from engine.data.document import Document
-from engine.data.formats import parse_record
+from engine.data.formats import Sample
 from engine.data.store import tokenizer_fingerprint
-from engine.data.store_manifest import BLOCKS, DTYPES, MANIFEST, OFFSETS, VERSION, StoreManifest, manifest_text
-from engine.data.template import Runaway
+from engine.data.store_manifest import BLOCKS, DTYPES, OFFSETS, VERSION, StoreManifest, manifest_text
+from engine.data.store_paths import MANIFEST
 from engine.data.tokenize import CHUNK, tokenize_samples
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.data.work_units import Unit, plan_units, unit_records
+from engine.data.tokenizer_calls import Runaway
+from engine.data.work_units import Unit, plan_units, unit_samples
 from engine.errors import UserError
 from engine.files.durable import delete_folder, open_new, write_durably
 from engine.files.refusals import Unfinished, reading, writing
@@ -156,16 +157,9 @@ def _make_store(
         if progress is not None:
             progress(units[number].size)
     _join(staging, parts, [finished[number] for number in range(len(units))], dtype, request, tokenizer)
-    totals = {name: sum(getattr(done, name) for done in finished.values()) for name in _Done.__slots__}
-    summary = Summary(
-        documents=totals["documents"],
-        tokens=totals["tokens"],
-        target_tokens=totals["target_tokens"],
-        records=totals["records"],
-        skipped=totals["skipped"],
-        resumed=resumed,
-        units=len(units),
-    )
+    names = ("documents", "tokens", "target_tokens", "records", "skipped")
+    totals = {name: sum(getattr(done, name) for done in finished.values()) for name in names}
+    summary = Summary(**totals, resumed=resumed, units=len(units))
     # The store is complete: only its parts remain to be deleted, by this call or a later one.
     size = sum(unit.size for unit in units)
     write_durably(staging / _SUMMARY, json.dumps({**asdict(summary), "size": size}))
@@ -268,7 +262,7 @@ def _do_in_worker(unit: Unit, parts: Path, number: int, dtype: str) -> _Done:
 def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, number: int, dtype: str) -> _Done:
     """Writes a unit's files."""
     skipped: list[dict[str, str]] = []
-    records = documents = tokens = target_tokens = 0
+    records = target_tokens = 0
     max_token = -1
     lengths: list[int] = []
     kind = DTYPES[dtype]
@@ -287,11 +281,10 @@ def _do_unit(request: Request, tokenizer: Tokenizer, unit: Unit, parts: Path, nu
             file.write(np.array(lengths, dtype=np.int64).data)
         if skipped:
             write_durably(_part(parts, number, "skipped"), "".join(json.dumps(entry) + "\n" for entry in skipped))
-        documents, tokens = len(lengths), sum(lengths)
         done = _Done(
             records=records + len(skipped),
-            documents=documents,
-            tokens=tokens,
+            documents=len(lengths),
+            tokens=sum(lengths),
             target_tokens=target_tokens,
             max_token=max_token,
             skipped=len(skipped),
@@ -306,15 +299,13 @@ def _documents(
     """Yields a unit's documents; what cannot be used is added to `skipped`, or raised."""
     settings = {"mask_prompt": request.mask_prompt, "stream_length": request.stream_length}
 
-    def parsed() -> Iterator[Any]:
+    def parsed() -> Iterator[Sample]:
         with reading(unit.file):
-            for item in unit_records(unit, request.data_format):
-                try:
-                    if isinstance(item, UserError):
-                        raise item
-                    yield item if not isinstance(item, tuple) else parse_record(*item)
-                except UserError as error:
-                    _note(error, request, skipped)
+            for item in unit_samples(unit, request.data_format):
+                if isinstance(item, UserError):
+                    _note(item, request, skipped)
+                else:
+                    yield item
 
     samples = parsed()
     while chunk := list(islice(samples, CHUNK)):

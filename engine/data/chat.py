@@ -14,15 +14,19 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import UserError
 
 Message = Mapping[str, Any]
+Learn = Literal["answers", "last", "all"]
+"""The targets of a conversation: all answers of the assistant, the last one, or everything."""
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, with the prompt for the next assistant turn) -> text. Raises UserError where the template refuses."""
 
+ALPACA_TASK = "Below is an instruction. Write a response that fulfils it."
+"""The text before the instruction, in Alpaca's template and in records of its fields."""
 MARK = "\ufdd2"
 """A code point that Unicode reserves as a noncharacter, so that no text contains it."""
 
@@ -84,7 +88,7 @@ def _around(messages: Sequence[Message], index: int, render: Render) -> tuple[st
     if not found or MARK in behind:
         raise UserError(
             f"the chat template does not write the content of message {index + 1}, an answer of the assistant, once; "
-            "mark what is trained on in the template with {% generation %} and {% endgeneration %}."
+            "mark the trained text in the template with {% generation %} and {% endgeneration %}."
         )
     return before, behind, through
 

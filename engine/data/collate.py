@@ -21,8 +21,6 @@ from engine.data.row_shape import WHOLE, RowShape
 from engine.seams import resolve
 from engine.zigzag import ContextLayout, make_plan, rank_columns
 
-_MISMATCHED = "engine.preferences.batch_parts:Mismatched"
-
 
 def row_length(dataset: TokenDataset, rows: Sequence[int | None], shape: RowShape) -> int:
     """Returns the row length of a batch of these rows: the longest, padded; with packing the dataset's row length."""
@@ -125,7 +123,7 @@ def context_part(batch: Batch, *, size: int, rank: int) -> Batch:
 
 
 def rank_batch(dataset: TokenDataset, rows: Sequence[int | None], slots: Sequence[int], shape: RowShape) -> Batch:
-    """Returns a rank's part of a micro-batch, with the mismatched answers of its rows where the data set has them.
+    """Returns a rank's part of a micro-batch, with those of the data set's companions.
 
     Args:
         dataset, rows, slots: as for `build_batch`.
@@ -133,9 +131,8 @@ def rank_batch(dataset: TokenDataset, rows: Sequence[int | None], slots: Sequenc
     """
     batch = build_batch(dataset, rows, slots, length=row_length(dataset, rows, shape), shape=shape)
     batch = context_part(batch, size=shape.context_size, rank=shape.context_rank)
-    if dataset.mismatched is None:
-        return batch
-    return batch.with_parts(resolve(_MISMATCHED)(batch=rank_batch(dataset.mismatched, rows, slots, shape)))
+    others = {name: rank_batch(companion, rows, slots, shape) for name, companion in dataset.companions.items()}
+    return batch.with_parts(*(resolve(name)(batch=other) for name, other in others.items())) if others else batch
 
 
 def pin(batch: Batch) -> Batch:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.document import Document
-from engine.data.extras import ExtraColumns, extra_columns
+from engine.data.extras import ExtraColumns, extra_columns, joined_extras
 from engine.data.packing import Packs, one_each, pack
 from engine.kernels.native import packing as native_packing
 from engine.kernels.native.loader import native_status
@@ -30,8 +30,6 @@ class Columns:
         identity: changes with the content of the arrays, for those that must not be read as a whole, because they are
             mapped from files; None where they are in memory.
         group: documents that belong together, side by side in one row: 2 for pairs of answers, else 1.
-        signs: float32 [D], 1 for liked and -1 for disliked answers; None where documents are not answers that are
-            compared. A group of 2 has one of each.
         extras: what the documents have beside their tokens, at most one of each class.
     """
 
@@ -43,23 +41,36 @@ class Columns:
     max_token: int
     identity: str | None = None
     group: int = 1
-    signs: NDArray[np.float32] | None = None
     extras: tuple[ExtraColumns, ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.lengths) % self.group == 0 and (self.group == 1 or self.signs is not None), self.group
+        assert len(self.lengths) % self.group == 0, (len(self.lengths), self.group)
 
     @classmethod
     def of_documents(cls, documents: Sequence[Document], *, group: int = 1) -> Columns:
         """Returns the columns of some documents, at least one."""
-        signs = np.array([document.sign for document in documents], dtype=np.float32)
         return contiguous(
             np.concatenate([document.tokens for document in documents]),
             np.concatenate([document.targets for document in documents]),
             np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64),
             group=group,
-            signs=signs if signs.any() else None,
             extras=extra_columns([document.extras for document in documents]),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Columns]) -> Columns:
+        """Returns several columns in memory, each of documents that lie end to end, one after another."""
+        ends, counts = np.cumsum([len(part.tokens) for part in parts]), [len(part.lengths) for part in parts]
+        bases = [0, *ends[:-1].tolist()]
+        return cls(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            targets=np.concatenate([part.targets for part in parts if part.targets is not None]),
+            starts=np.concatenate([part.starts + base for part, base in zip(parts, bases, strict=True)]),
+            lengths=np.concatenate([part.lengths for part in parts]),
+            target_counts=np.concatenate([part.target_counts for part in parts]),
+            max_token=max(part.max_token for part in parts),
+            group=parts[0].group,
+            extras=joined_extras([part.extras for part in parts], counts),
         )
 
     def rows(self, capacity: int, *, packing: bool, sizes: NDArray[np.int64] | None = None) -> Packs:
@@ -82,7 +93,6 @@ def contiguous(
     offsets: NDArray[np.int64],
     *,
     group: int = 1,
-    signs: NDArray[np.float32] | None = None,
     extras: Sequence[ExtraColumns] = (),
 ) -> Columns:
     """Returns the columns of documents that lie end to end in memory.
@@ -91,7 +101,7 @@ def contiguous(
         tokens: integer [T].
         targets: bool [T], false on the first token of each document.
         offsets: int64 [D + 1], where documents begin; none is empty.
-        group, signs, extras: as in `Columns`.
+        group, extras: as in `Columns`.
     """
     assert offsets[0] == 0 and len(tokens) == len(targets) == offsets[-1], (len(tokens), len(targets))
     assert not targets[offsets[:-1]].any(), "the first token of a document has nothing to be predicted from"
@@ -106,7 +116,6 @@ def contiguous(
         target_counts=counts + sum(extra.label_counts() for extra in extras),
         max_token=max_token,
         group=group,
-        signs=signs,
         extras=tuple(extras),
     )
 

@@ -32,6 +32,7 @@ def concatenate(columns: Columns, seq_length: int) -> tuple[Columns, int]:
     """
     tokens, targets, starts = columns.tokens, columns.targets, columns.starts
     assert targets is not None and columns.identity is None, "documents in memory have targets"
+    assert not columns.extras, "which belong to whole documents"
     rows = len(tokens) // seq_length
     if not rows:
         raise UserError(

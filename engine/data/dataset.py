@@ -8,7 +8,7 @@ counts: one document, or with packing one pack of documents. It knows nothing of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.data.columns import Columns, contiguous, sum_rows
 from engine.data.data_report import DatasetReport
-from engine.data.extras import Extra, ExtraColumns, Span
+from engine.data.extras import Extra, ExtraColumns, Span, extra_of
 from engine.data.packing import Packs
 
 
@@ -30,12 +30,10 @@ class TokenDataset:
         rows: which documents are in which row; None packs them, or puts one group of documents in each.
         seq_length: tokens of a row.
         packing: whether rows hold several groups of documents.
-        mismatched: the same questions, each with another question's answer, in the same rows; None where the objective
-            needs none.
+        companions: data sets with the same rows, by the part of a micro-batch that holds theirs ("module:NAME").
         report: counts of the records so far; completed here.
 
-    A row's weight in the loss (`target_counts`) is its target tokens, or, where answers are compared, its groups; that
-    of completions is what their `row_weight` says.
+    A row's weight in the loss (`target_counts`) is its target tokens, or, where extras count documents, its groups.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class TokenDataset:
         *,
         seq_length: int,
         packing: bool = False,
-        mismatched: TokenDataset | None = None,
+        companions: Mapping[str, TokenDataset] | None = None,
         report: DatasetReport | None = None,
     ) -> None:
         lengths, group = columns.lengths, columns.group
@@ -55,26 +53,18 @@ class TokenDataset:
         self.targets: NDArray[np.bool_] | None = columns.targets
         self.starts: NDArray[np.int64] = columns.starts
         self.lengths: NDArray[np.int64] = lengths
-        self.document_targets: NDArray[np.int64] = columns.target_counts
         self.max_token, self.group = columns.max_token, group
         self.seq_length, self.packing = seq_length, packing
-        self.compares = columns.signs is not None
-        """Whether documents are answers that are compared."""
-        self.mismatched = mismatched
-        self.extras = columns.extras
-        """What the documents have beside their tokens; see `extra` and `put`."""
+        self.companions = dict(companions or {})
         self.family: Any = None
         """The family of a vision-language model, which reads the images; see `read_with`."""
         self.decoded: dict[Any, Any] | None = None
         """Images that are kept once they are decoded; None keeps none."""
-        self.signs = np.ones(len(lengths), dtype=np.float32) if columns.signs is None else columns.signs
-        self.reference_logps: NDArray[np.float32] | None = None
-        """float32 [D], log-likelihood of each answer under the reference, where it was computed before training."""
         self.rows = columns.rows(seq_length, packing=packing) if rows is None else rows
         in_row_order = columns.target_counts[self.rows.documents]
         self.target_counts: NDArray[np.int64] = (
             np.diff(self.rows.offsets) // group
-            if self.compares or any(extra.counts_documents for extra in self.extras)
+            if any(extra.counts_documents for extra in columns.extras)
             else sum_rows(in_row_order, self.rows.offsets)
         )
         self.row_lengths: NDArray[np.int64] = sum_rows(lengths[self.rows.documents], self.rows.offsets)
@@ -89,13 +79,19 @@ class TokenDataset:
             packing_efficiency=tokens / max(len(self.rows) * seq_length, 1) if packing else None,
         )
 
+    @property
+    def extras(self) -> tuple[ExtraColumns, ...]:
+        """What the documents have beside their tokens."""
+        return self.columns.extras
+
     def extra(self, kind: type[Extra]) -> Extra | None:
         """Returns the extras of exactly this class; None where the documents have none."""
-        return next((extra for extra in self.extras if type(extra) is kind), None)
+        return extra_of(self.extras, kind)
 
     def put(self, extra: ExtraColumns) -> None:
         """Adds extras, in place of those of the same class; the number of targets stays."""
-        self.extras = (*(other for other in self.extras if type(other) is not type(extra)), extra)
+        extras = {type(one): one for one in (*self.extras, extra)}
+        self.columns = replace(self.columns, extras=tuple(extras.values()))
 
     @property
     def feature_counts(self) -> NDArray[np.int64]:
@@ -113,8 +109,8 @@ class TokenDataset:
             decoded: where images are kept, for few of them that are read often; None keeps none.
         """
         self.family, self.decoded = family, decoded
-        if self.mismatched is not None:
-            self.mismatched.read_with(family, decoded)
+        for companion in self.companions.values():
+            companion.read_with(family, decoded)
 
     def most_features(self) -> int:
         """Returns how many tokens features of images replace in the row where they are most."""
@@ -141,25 +137,23 @@ class TokenDataset:
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         arrays = [self.starts, self.lengths, self.rows.documents, self.rows.offsets]
-        if self.columns.identity is not None:
-            digest.update(self.columns.identity.encode())
+        identity = self.columns.identity
+        if identity is not None:
+            digest.update(identity.encode())
         else:
             assert self.targets is not None
             arrays += [self.tokens, self.targets]
-        if self.compares:
-            arrays.append(self.signs)
-        if self.columns.identity is None:
-            arrays += [array for extra in self.extras for array in extra.identity()]
+        hashed = [extra for extra in self.extras if identity is None or extra.hashed_again]
+        arrays += [array for extra in hashed for array in extra.identity()]
         for array in arrays:
             digest.update(f"{array.dtype.str}{len(array)};".encode())
             digest.update(np.ascontiguousarray(array).data)
-        if self.mismatched is not None:
-            digest.update(self.mismatched.fingerprint().encode())
+        for companion in self.companions.values():
+            digest.update(companion.fingerprint().encode())
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """Returns a hash of everything that training reads: tokens, targets, documents, rows, preferences, and what is
-        known of completions since they were sampled."""
+        """Returns a hash of everything that training reads: tokens, targets, documents, rows, extras, companions."""
         return self._digest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,22 +20,17 @@ class Document:
         place: the record it came from.
         tokens: int32 ids.
         targets: bool; whether the token is a target. The first never is.
-        extras: what it has beside its tokens; None where it has nothing.
-        sign: 1 for an answer that was preferred, -1 for one that was not, 0 for anything else.
+        extras: what it has beside its tokens.
     """
 
     place: Place
     tokens: NDArray[np.int32]
     targets: NDArray[np.bool_]
-    extras: DocumentExtras | None = None
-    sign: int = 0
+    extras: tuple[DocumentExtras, ...] = ()
 
     def beginning(self, length: int) -> Document | None:
         """Returns the first tokens of the document; None where its extras must not be cut there."""
-        extras = self.extras
-        if extras is not None and len(self.tokens) > length and (extras := extras.cut(length)) is None:
-            return None
-        return replace(self, tokens=self.tokens[:length], targets=self.targets[:length], extras=extras)
+        return self if len(self.tokens) <= length else self._part(0, length)
 
     def cut(self, length: int) -> Iterator[Document]:
         """Yields pieces of the document, each target of which is a target of exactly one piece.
@@ -44,7 +39,15 @@ class Document:
         none.
         """
         for start in range(0, max(len(self.tokens) - 1, 1), length - 1):
-            part = slice(start, start + length)
-            targets = self.targets[part].copy()
-            targets[:1] = False
-            yield Document(self.place, self.tokens[part], targets)
+            piece = self._part(start, start + length)
+            assert piece is not None, "extras of the document cannot be cut into several"
+            yield piece
+
+    def _part(self, start: int, end: int) -> Document | None:
+        """Returns some tokens, the first of which is no target; None where extras must not be cut there."""
+        extras = tuple(extra.cut(start, end) for extra in self.extras)
+        if None in extras:
+            return None
+        targets = self.targets[start:end].copy()
+        targets[:1] = False
+        return Document(self.place, self.tokens[start:end], targets, extras)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""What documents have beside their tokens, for runs that have such: images of a model, what is known of completions.
+"""What documents have beside their tokens, for runs that have such: images of a model, judgements of answers, what is
+known of completions.
 
 The core carries it from records to batches without knowing it: a class beside the code that reads it says how it is
 cut, stored and collated.
@@ -8,26 +9,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Span = tuple[int, int]
 """[start, end) of tokens of a document."""
-Extra = TypeVar("Extra", bound="ExtraColumns")
+Extra = TypeVar("Extra")
 
 
-class DocumentExtras(Protocol):
-    """What one document has beside its tokens."""
+class DocumentExtras(ABC):
+    """What one document has beside its tokens; of each class at most one."""
 
-    def cut(self, length: int) -> Self | None:
-        """Returns what the first tokens of the document have; None where they must not be cut there."""
-        ...
+    __slots__ = ()
+    has_images: ClassVar[bool] = False
+    """Whether these are images, with which a document cannot be cut into several, nor concatenated."""
 
-    def columns(self, documents: Sequence[Any]) -> ExtraColumns:
+    @property
+    def spans(self) -> list[Span]:
+        """The tokens of the document that features replace."""
+        return []
+
+    @abstractmethod
+    def cut(self, start: int, end: int) -> Self | None:
+        """Returns what tokens [start, end) of the document have; None where they must not be cut there."""
+
+    @classmethod
+    @abstractmethod
+    def columns(cls, documents: Sequence[Self | None]) -> ExtraColumns:
         """Returns the extras of some documents as columns; of each its extras, or None where it has none."""
-        ...
 
 
 class ExtraColumns(ABC):
@@ -38,7 +49,9 @@ class ExtraColumns(ABC):
     """Collects it into batches, as "module:NAME"; see `engine.data.parts.PartCollector`. None for what the family of a
     vision-language model collects, which places features also where no document has images."""
     counts_documents: bool = False
-    """Whether a row's weight in the loss is the number of its documents."""
+    """Whether a row's weight in the loss is the number of its documents, or of its groups of them."""
+    hashed_again: ClassVar[bool] = False
+    """Whether a data set's fingerprint hashes it also where `Columns.identity` stands for the documents."""
 
     @abstractmethod
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -66,16 +79,32 @@ class ExtraColumns(ABC):
 
     @classmethod
     def joined(cls, parts: Sequence[Any], counts: Sequence[int]) -> Self:
-        """Returns the columns of several data sets, one after another.
+        """Returns several columns, one after another.
 
         Args:
-            parts: of each; None where documents have tokens alone.
+            parts: of each; None where documents have none.
             counts: documents of each.
         """
-        raise NotImplementedError(f"{cls.__name__} of several data sets")
+        raise NotImplementedError(f"several {cls.__name__}, one after another")
 
 
-def extra_columns(documents: Sequence[DocumentExtras | None]) -> tuple[ExtraColumns, ...]:
+def extra_columns(documents: Sequence[tuple[DocumentExtras, ...]]) -> tuple[ExtraColumns, ...]:
     """Returns the extras of some documents as columns."""
-    first = next((extras for extras in documents if extras is not None), None)
-    return () if first is None else (first.columns(documents),)
+    kinds = {type(extra): None for extras in documents for extra in extras}
+    return tuple(kind.columns([extra_of(extras, kind) for extras in documents]) for kind in kinds)
+
+
+def joined_extras(parts: Sequence[Sequence[ExtraColumns]], counts: Sequence[int]) -> tuple[ExtraColumns, ...]:
+    """Returns the extras of several columns, one after another.
+
+    Args:
+        parts: of each.
+        counts: documents of each.
+    """
+    kinds = {type(extra): None for extras in parts for extra in extras}
+    return tuple(kind.joined([extra_of(extras, kind) for extras in parts], counts) for kind in kinds)
+
+
+def extra_of(extras: Sequence[Any], kind: type[Extra]) -> Extra | None:
+    """Returns the extras of exactly this class; None where there are none."""
+    return next((extra for extra in extras if type(extra) is kind), None)

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from engine.batch import IGNORE_LABEL
 from engine.config.data import FORMATS
-from engine.data.chat import Message
-from engine.data.named_templates import ALPACA_TASK
+from engine.data.chat import ALPACA_TASK, Message
 from engine.data.record_files import Place, Record, read_records, read_text
 from engine.errors import UserError
 from engine.seams import resolve
@@ -46,6 +45,8 @@ ALPACA_RESPONSE = "### Response:\n"
 
 IMAGE_FIELDS = ("image", "images")
 """Fields that name images."""
+LABELS, LABELLED = ("label", "kto_tag"), "kto"
+"""Fields that say whether a record's answer was liked, and the objective that learns from it."""
 _IMAGE_SAMPLE = "engine.vision.data.records:image_sample"
 _FIELDS = {
     "messages": ("messages",),
@@ -205,10 +206,11 @@ def detect_format(place: Place, record: Record) -> str:
             "the record is a pair of answers (chosen, rejected), but objective.name language_modeling trains on all of "
             "it: set objective.name to dpo."
         )
-    if isinstance(record.get("label", record.get("kto_tag")), bool) and "text" not in record:
+    label = next((record[field] for field in LABELS if field in record), None)
+    if isinstance(label, bool) and "text" not in record:
         raise place.error(
             "the record has a label that says whether its answer was liked, but objective.name language_modeling "
-            "trains on all it is given: set objective.name to kto, or remove the label."
+            f"trains on all it is given: set objective.name to {LABELLED}, or remove the label."
         )
     for data_format, fields in _FIELDS.items():
         if all(field in record for field in fields):
@@ -260,9 +262,14 @@ def _alpaca(place: Place, record: Record) -> CompletionSample:
     output = string_field(place, record, "output", "alpaca")
     # Many sets write null or omit the field where there is no input.
     given = string_field(place, record, "input", "alpaca") if record.get("input") is not None else ""
+    return CompletionSample(place, alpaca_prompt(instruction, given), output)
+
+
+def alpaca_prompt(instruction: str, given: str) -> str:
+    """Returns a question in the Alpaca template; `given` is its input, or empty."""
     # One pass of str.format each, so that braces in the record's own text stay unchanged.
     prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
-    return CompletionSample(place, prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, output)
+    return prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE
 
 
 def _tokens(place: Place, record: Record) -> TokenSample:

@@ -51,7 +51,7 @@ def _rows(dataset: TokenDataset, rows: NDArray[np.int64]) -> TokenDataset:
         packs.of_groups(group),
         seq_length=dataset.seq_length,
         packing=dataset.packing,
-        mismatched=None if dataset.mismatched is None else _rows(dataset.mismatched, rows),
+        companions={name: _rows(companion, rows) for name, companion in dataset.companions.items()},
         report=DatasetReport(unit=dataset.report.unit, documents=int(offsets[-1])),
     )
     part.read_with(dataset.family)

@@ -15,8 +15,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from engine.batch import Batch
 from engine.config.train import LastBatch
@@ -211,3 +214,23 @@ class EvalLoader:
     def target_count(self) -> float:
         """Returns the sum of the loss weights of all micro-batches of all data ranks."""
         return float(self.dataset.target_counts[: self.num_samples].sum())
+
+
+class RowMeanLoader(EvalLoader):
+    """An `EvalLoader` in which the targets of a row have weights that add up to 1.
+
+    The mean over all of them is then the mean over rows of each row's own mean over its targets. Rows without targets
+    have weight 0.
+    """
+
+    def batch(self, number: int) -> Batch:
+        """Builds the micro-batch of this number, from 0."""
+        batch = super().batch(number)
+        # fillers have row numbers after the last, and weights of 0
+        rows = (batch.token_index_BS[:, :1] // self.dataset.seq_length).clamp(max=self.num_samples - 1)
+        counts = torch.from_numpy(self.dataset.target_counts)[rows].clamp(min=1).float()
+        return replace(batch, loss_weights_BS=batch.loss_weights_BS / counts)
+
+    def target_count(self) -> float:
+        """Returns the number of rows with targets."""
+        return float((self.dataset.target_counts[: self.num_samples] > 0).sum())

@@ -20,7 +20,9 @@ from engine.data.dataset import TokenDataset
 from engine.data.packing import Packs
 from engine.seams import resolve
 
-_FACTS, _MISMATCHED, _EXTRA = "facts.json", "mismatched", "extra-"
+_FACTS, _COMPANION, _EXTRA = "facts.json", "companion-", "extra-"
+_COLUMNS = ("tokens", "targets", "starts", "lengths", "target_counts")
+"""Arrays of `Columns`, each in the file of its name."""
 
 
 def save_dataset(dataset: TokenDataset, folder: Path) -> None:
@@ -34,16 +36,10 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
     """
     assert dataset.targets is not None, "a token store is mapped already"
     arrays: dict[str, NDArray[Any]] = {
-        "tokens": dataset.tokens,
-        "targets": dataset.targets,
-        "starts": dataset.starts,
-        "lengths": dataset.lengths,
-        "document_targets": dataset.document_targets,
+        **{name: getattr(dataset.columns, name) for name in _COLUMNS},
         "row_offsets": dataset.rows.offsets,
         "row_documents": dataset.rows.documents,
     }
-    if dataset.compares:
-        arrays["signs"] = dataset.signs
     for number, extra in enumerate(dataset.extras):
         arrays |= {f"{_EXTRA}{number}-{name}": array for name, array in extra.arrays().items()}
     for name, array in arrays.items():
@@ -55,11 +51,12 @@ def save_dataset(dataset: TokenDataset, folder: Path) -> None:
         "max_token": dataset.max_token,
         "report": asdict(dataset.report),
         "extras": [f"{type(extra).__module__}:{type(extra).__qualname__}" for extra in dataset.extras],
+        "companions": list(dataset.companions),
     }
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    if dataset.mismatched is not None:
-        (folder / _MISMATCHED).mkdir()
-        save_dataset(dataset.mismatched, folder / _MISMATCHED)
+    for number, companion in enumerate(dataset.companions.values()):
+        (own := folder / f"{_COMPANION}{number}").mkdir()
+        save_dataset(companion, own)
 
 
 def map_dataset(folder: Path) -> TokenDataset:
@@ -70,21 +67,15 @@ def map_dataset(folder: Path) -> TokenDataset:
     """
     arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) for path in folder.glob("*.npy")}
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-    mismatched = folder / _MISMATCHED
     extras = []
     for number, kind in enumerate(facts["extras"]):
         prefix = f"{_EXTRA}{number}-"
         named = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         extras.append(resolve(kind)(**named))
     columns = Columns(
-        tokens=arrays["tokens"],
-        targets=arrays["targets"],
-        starts=arrays["starts"],
-        lengths=arrays["lengths"],
-        target_counts=arrays["document_targets"],
+        **{name: arrays[name] for name in _COLUMNS},
         max_token=facts["max_token"],
         group=facts["group"],
-        signs=arrays.get("signs"),
         extras=tuple(extras),
     )
     return TokenDataset(
@@ -92,6 +83,8 @@ def map_dataset(folder: Path) -> TokenDataset:
         Packs(offsets=arrays["row_offsets"], documents=arrays["row_documents"]),
         seq_length=facts["seq_length"],
         packing=facts["packing"],
-        mismatched=map_dataset(mismatched) if mismatched.is_dir() else None,
+        companions={
+            name: map_dataset(folder / f"{_COMPANION}{number}") for number, name in enumerate(facts["companions"])
+        },
         report=DatasetReport(**facts["report"]),
     )

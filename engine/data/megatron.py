@@ -25,28 +25,18 @@ class Indexed(NamedTuple):
     """Megatron's indexed data, opened.
 
     Args:
-        data: the `.bin`.
+        path: of the `.bin`.
         tokens: its ids.
         offsets: int64 [D + 1], where documents begin; none is empty.
         max_token: the largest id.
         identity: of the `.idx`.
     """
 
-    data: Path
+    path: Path
     tokens: CheckedFile
     offsets: NDArray[np.int64]
     max_token: int
     identity: str
-
-
-def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """Returns the `.bin` and the `.idx` that `path` names: one of them, or their common prefix; None where
-    neither exists."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    pair = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    if prefix == path:
-        return pair if all(file.is_file() for file in pair) else None
-    return pair if path.is_file() else None
 
 
 def open_indexed(data: Path, index: Path) -> Indexed:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.data.chat import ALPACA_TASK
 from engine.errors import UserError
 from engine.files.documents import read_text
 from engine.files.refusals import shown
-
-ALPACA_TASK = "Below is an instruction. Write a response that fulfils it."
-"""The text before the instruction, in records of Alpaca's fields too."""
 
 _END_TOKEN = "eos_token or raise_exception('it ends answers with the end token, and the tokenizer has none')"
 _WRONG_ROLE = "raise_exception('this format has no turns of ' + message.role)"

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config.hub import instead_of
-from engine.data.chat import Message, covered_tokens, without_tail
+from engine.data.chat import Learn, Message, covered_tokens, without_tail
 from engine.data.named_templates import template_text
 from engine.data.placeholders import Placeholders
 from engine.data.processor_template import processor_template
 from engine.data.sentencepiece_model import SentencePieceTokenizer, with_special
-from engine.data.template import ChatTemplate, Learn, no_template
+from engine.data.template import ChatTemplate, no_template
 from engine.data.tokenizer import ChatOptions, Conversation, EncodedChat, encoded_chat
 from engine.data.tokenizer_calls import MOST_TEMPLATE
 from engine.errors import UserError

@@ -15,6 +15,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.columns import sum_rows
 from engine.data.data_report import DatasetReport, Unit
 from engine.data.document import Document
 
@@ -118,30 +119,25 @@ class Measures:
     def of_documents(cls, documents: Sequence[Document], limit: int, width: int) -> Measures:
         """Returns the measures of documents, `width` of which are a record."""
         lengths = np.array([len(one.tokens) for one in documents], dtype=np.int64)
-        first = np.array([_first_target(one.targets) for one in documents], dtype=np.int64)
-        extras = [one.extras for one in documents]
-        has_images = np.array([own is not None for own in extras], dtype=bool)
-        cuts_image = np.zeros(len(documents), dtype=bool)
-        for at in (has_images & (lengths > limit)).nonzero()[0].tolist():
-            cuts_image[at] = extras[at].cut(limit) is None
+        targets = np.concatenate([one.targets for one in documents])
+        has_targets = sum_rows(targets, np.concatenate([[0], np.cumsum(lengths)])) > 0
+        has_images = np.array([any(extra.has_images for extra in one.extras) for one in documents], dtype=bool)
+        keeps_targets, cuts_image = has_targets.copy(), np.zeros(len(documents), dtype=bool)
+        for at in (lengths > limit).nonzero()[0].tolist():
+            keeps_targets[at] = documents[at].targets[:limit].any()
+            cuts_image[at] = documents[at].beginning(limit) is None
         alike = np.zeros(len(documents) // width, dtype=bool)
         if width > 1:
             alike[:] = [_alike(documents[at : at + width], limit) for at in range(0, len(documents), width)]
         shape = (-1, width)
         return cls(
             lengths=lengths.reshape(shape),
-            has_targets=(first < lengths).reshape(shape),
-            keeps_targets=(first < np.minimum(lengths, limit)).reshape(shape),
+            has_targets=has_targets.reshape(shape),
+            keeps_targets=keeps_targets.reshape(shape),
             has_images=has_images.reshape(shape),
             cuts_image=cuts_image.reshape(shape),
             alike=alike,
         )
-
-
-def _first_target(targets: BoolArray) -> int:
-    """Returns the place of the first target; their number where there is none."""
-    first = int(targets.argmax()) if len(targets) else 0
-    return first if first or targets[:1].any() else len(targets)
 
 
 def _alike(documents: Sequence[Document], limit: int) -> bool:
@@ -205,10 +201,15 @@ class LongRecords:
         if not documents:
             return []
         limit, width = self._limit, self._kind.width
-        if self._continues(documents[0]):
-            limit = sys.maxsize
+        is_stream = documents[0].place.path.suffix.lower() == ".txt"
+        if self._concatenates and (is_stream or self._overlong in ("truncate", "cut")):
+            limit = sys.maxsize  # documents of this file continue in the next row
+        measures = Measures.of_documents(documents, limit, width)
+        fates = self.decide(measures, limit)
+        if not fates.any() and measures.lengths.max() <= limit:
+            self._pieces += len(documents)
+            return list(documents)
         kept: list[Document] = []
-        fates = self.decide(Measures.of_documents(documents, limit, width), limit)
         for number, fate in enumerate(fates.tolist()):
             record = documents[number * width : (number + 1) * width]
             if fate == Fate.KEPT:
@@ -246,11 +247,6 @@ class LongRecords:
             dropped_in_image=counts[Fate.IN_IMAGE],
             first_in_image=self._first_in_image,
         )
-
-    def _continues(self, document: Document) -> bool:
-        """Returns whether documents of this file continue in the next row."""
-        is_stream = document.place.path.suffix.lower() == ".txt"
-        return self._concatenates and (self._overlong in ("truncate", "cut") or is_stream)
 
     def _drop(self, fate: int, record: Sequence[Document]) -> None:
         """Notes where a record would be cut in an image, and refuses one that must not be dropped."""

@@ -78,8 +78,6 @@ def collectors(dataset: TokenDataset, input_rank: InputRank) -> list[PartCollect
     assert dataset.family is not None or len(found) == len(dataset.extras), "images need a family that reads them"
     if dataset.family is not None:
         found.append(dataset.family.collector)
-    if dataset.compares:
-        found.append("engine.preferences.data.row_answers:RowAnswers")
     return [resolve(name)(dataset, input_rank) for name in found]
 
 

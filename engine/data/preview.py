@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 from engine.data.document import Document
 from engine.data.extras import Span
-from engine.data.formats import Sample, parse_record
+from engine.data.formats import Sample
 from engine.data.tokenize import ConversationReader, tokenize_samples
 from engine.data.tokenizer import Tokenizer
-from engine.data.work_units import plan_units, unit_records
+from engine.data.work_units import plan_units, unit_samples
 from engine.errors import UserError
 
 MOST_TOKENS = 2000
@@ -49,10 +50,10 @@ def first_documents(
 
 def _samples(files: Sequence[Path], data_format: str) -> Iterator[Sample]:
     for unit in plan_units(files):
-        for item in unit_records(unit, data_format):
+        for item in unit_samples(unit, data_format):
             if isinstance(item, UserError):
                 raise item
-            yield parse_record(*item) if isinstance(item, tuple) else item
+            yield item
 
 
 def preview(
@@ -77,7 +78,9 @@ def preview(
     kinds = np.asarray(targets[:MOST_TOKENS]).astype(np.int64)
     for number, (start, end) in enumerate(images):
         kinds[start:end] = -1 - number  # tiles side by side are shown apart
-    for kind, run in groupby(zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), kinds.tolist(), strict=True), _kind):
+    for kind, run in groupby(
+        zip(np.asarray(tokens[:MOST_TOKENS]).tolist(), kinds.tolist(), strict=True), itemgetter(1)
+    ):
         part = [token for token, _ in run]
         if kind < 0:
             text += f"{given}⟨{len(part)} features⟩{plain}"
@@ -90,10 +93,6 @@ def preview(
         text += f"{mark}{piece}{plain or '⟧'}" if kind else f"{given}{piece}{plain}"
     left = len(tokens) - MOST_TOKENS
     return text + (f" ... {left:,} more tokens" if left > 0 else "")
-
-
-def _kind(pair: tuple[int, int]) -> int:
-    return pair[1]
 
 
 def _printable(text: str) -> str:

@@ -83,7 +83,7 @@ def read_records(path: Path) -> tuple[int, Iterator[tuple[Place, Record]]]:
     with open_file(path) as file:
         if first_byte(file) == b"[":
             records = _load_array(path)
-            return len(records), _array_records(path, records)
+            return len(records), (_checked(Place(path, "index", index), one) for index, one in enumerate(records))
         # Counted in a separate pass, which takes a fraction of parsing, so that lines need not stay in memory.
         return sum(1 for line in file if line.strip(_WHITE_SPACE)), _line_records(path)
 
@@ -112,11 +112,6 @@ def _load_array(path: Path) -> list[Any]:
         raise UserError(f"{path}: the array cannot be read ({error}); correct the file.") from error
     assert isinstance(records, list)
     return records
-
-
-def _array_records(path: Path, records: list[Any]) -> Iterator[tuple[Place, Record]]:
-    for index, record in enumerate(records):
-        yield _checked(Place(path, "index", index), record)
 
 
 def _line_records(path: Path) -> Iterator[tuple[Place, Record]]:

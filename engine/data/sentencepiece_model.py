@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.placeholders import Placeholders
-from engine.data.template import Learn, no_template
+from engine.data.template import no_template
 from engine.errors import UserError
 from engine.files.documents import read_bytes
 

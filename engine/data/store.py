@@ -27,17 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.checked_file import CheckedFile, file_checksum, mapped, num_blocks
-from engine.data.megatron import open_indexed, pair_of
+from engine.data.megatron import open_indexed
 from engine.data.store_manifest import (
     BLOCKS,
     DTYPES,
-    MANIFEST,
     OFFSETS,
     TARGETS,
     TOKENS,
     StoreManifest,
     read_store_manifest,
 )
+from engine.data.store_paths import pair_of
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
@@ -88,12 +88,6 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
 
-def is_store(path: str | Path) -> bool:
-    """Returns whether `path` is a token store, one of Megatron's two files, or their common prefix."""
-    path = Path(path)
-    return (path / MANIFEST).is_file() or pair_of(path) is not None
-
-
 def open_store(path: str | Path) -> TokenStore:
     """Maps a store.
 
@@ -104,15 +98,7 @@ def open_store(path: str | Path) -> TokenStore:
     pair = None if path.is_dir() else pair_of(path)
     if pair is None:
         return _open_folder(path)
-    found = open_indexed(*pair)
-    return TokenStore(
-        path=found.data,
-        tokens=found.tokens,
-        targets=None,
-        offsets=found.offsets,
-        identity=found.identity,
-        max_token=found.max_token,
-    )
+    return TokenStore(**open_indexed(*pair)._asdict(), targets=None)
 
 
 def _open_folder(path: Path) -> TokenStore:

@@ -7,17 +7,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.data.store_paths import MANIFEST
 from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.sentences import as_written
 
-MANIFEST = "manifest.json"
 FORMAT, VERSION = "token-store", 2
 DTYPES: dict[str, type[np.uint16 | np.int32]] = {"uint16": np.uint16, "int32": np.int32}
 TOKENS, TARGETS, OFFSETS, BLOCKS = "tokens.bin", "targets.bin", "offsets.bin", "blocks.bin"
@@ -70,19 +70,11 @@ def manifest_text(manifest: StoreManifest, sources: list[str]) -> str:
     Args:
         sources: names of the files that were tokenised, for people.
     """
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": manifest.dtype,
-        "tokens": manifest.tokens,
-        "documents": manifest.documents,
-        "max_token": manifest.max_token,
-        "tokenizer": manifest.tokenizer,
-        "checksums": manifest.checksums,
-        "sources": sources,
-    }
-    if manifest.chat_template is not None:
-        data[_TEMPLATE] = manifest.chat_template
+    facts = asdict(manifest)
+    template = facts.pop(_TEMPLATE)
+    data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **facts, "sources": sources}
+    if template is not None:
+        data[_TEMPLATE] = template
     return json.dumps({**data, "digest": _digest(data)}, indent=2) + "\n"
 
 

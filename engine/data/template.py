@@ -16,29 +16,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from engine.data.chat import MARK, Message, Span, assistant_spans, turn_opening
 from engine.data.named_templates import TEMPLATES
-from engine.data.tokenizer_calls import LIMITS
+from engine.data.tokenizer_calls import LIMITS, Runaway
 from engine.data.training_form import BEGIN, END, training_form
 from engine.errors import UserError
 from engine.sentences import on_one_line
 
 FORMATS_WITHOUT_TEMPLATE = "text, completion or alpaca"
 
-Learn = Literal["answers", "last", "all"]
-"""The targets of a conversation: all answers of the assistant, the last one, or everything."""
-
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = (BEGIN, END, MARK)
 _ANSWER = "An answer"
 _ALWAYS = 2**20
 """Maximum characters that a template may write for any conversation."""
-
-
-class Runaway(UserError):
-    """Raised where a template or a tokenizer exceeds its limits. It would again with the next text: none is tried."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,8 @@ class ChatTemplate:
                 text, spans = self._run(self.source, messages, tracked=True)
                 if any(end > len(text) for _, end in spans):
                     raise UserError(
-                        f"the chat template of {self.where} marks what it does not write as the assistant's; write "
-                        "what is between generation and endgeneration where it stands."
+                        f"the chat template of {self.where} marks text that it does not write as the assistant's; "
+                        "write the text between generation and endgeneration where it stands."
                     )
             elif self._training_form is not None:
                 text, spans = _unmarked(self._run(self._training_form, messages)[0])

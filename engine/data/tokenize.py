@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample, FamilySample, Sample, TextSample, TokenSample
 from engine.data.record_files import Place
-from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 
@@ -88,36 +87,30 @@ def tokenize_samples(
     conversations = [one.messages for one in samples if isinstance(one, ChatSample)] if images is None else []
     chats = iter(tokenizer.apply_chats(conversations, learn=learn) if conversations else ())
     for sample in samples:
-        if isinstance(sample, FamilySample):
-            yield from _reader(sample, images).documents(sample, learn)
-            continue
-        if isinstance(sample, ChatSample) and images is not None:
-            yield from images.text_documents(sample.place, sample.messages, learn)
-            continue
         if isinstance(sample, TokenSample):
             yield _document(sample.place, sample.ids, sample.answers, mask_prompt)
-            continue
-        if isinstance(sample, ChatSample):
+        elif isinstance(sample, ChatSample) and images is not None:
+            yield from images.text_documents(sample.place, sample.messages, learn)
+        elif isinstance(sample, ChatSample):
             if isinstance(chat := next(chats), UserError):
                 raise sample.place.error(str(chat)) from chat
             yield _document(sample.place, *chat, mask_prompt)
-            continue
-        if isinstance(sample, CompletionSample):
+        elif isinstance(sample, CompletionSample):
             if not end:
                 raise UserError(
                     f"the tokenizer has no end token, so a model trained on the completions of {sample.place.path} "
                     "would never stop; name eos_token in its tokenizer_config.json."
                 )
             prompt, completion = begin + next(encoded), next(encoded) + end
-            ids, answers = (prompt + completion, [False] * len(prompt) + [True] * len(completion))
-        elif sample.is_stream:
-            tokens = np.array([*begin, *_encode_stream(sample.text, tokenizer), *end], dtype=np.int32)
-            yield from Document(sample.place, tokens, np.ones(len(tokens), dtype=bool)).cut(stream_length)
-            continue
+            ids = np.array(prompt + completion, dtype=np.int32)
+            yield _document(sample.place, ids, np.arange(len(ids)) >= len(prompt), mask_prompt)
+        elif isinstance(sample, FamilySample):
+            yield from _reader(sample, images).documents(sample, learn)
         else:
-            ids = begin + next(encoded) + end
-            answers = [True] * len(ids)
-        yield _document(sample.place, np.array(ids, dtype=np.int32), np.array(answers, dtype=bool), mask_prompt)
+            text = _encode_stream(sample.text, tokenizer) if sample.is_stream else next(encoded)
+            ids = np.array([*begin, *text, *end], dtype=np.int32)
+            whole = Document(sample.place, ids, np.arange(len(ids)) > 0)
+            yield from whole.cut(stream_length) if sample.is_stream else (whole,)
 
 
 def _document(place: Place, ids: NDArray[np.int32], answers: NDArray[np.bool_], mask_prompt: bool) -> Document:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from engine.config.rollout import KEY_VARIABLE
 from engine.data import tokenizer_calls as calls
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.placeholders import Placeholders
-from engine.data.template import Learn, Runaway
+from engine.data.tokenizer_calls import Runaway
 from engine.errors import UserError
 from engine.foreign.limited_process import Crashed, LimitedProcess, OutOfTime
 from engine.telemetry.torchrun import without_rank
@@ -346,7 +346,7 @@ def _json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except RecursionError:
-        raise UserError("a message nests too deeply; remove what is nested in it.") from None
+        raise UserError("a message nests too deeply; flatten its content.") from None
 
 
 def _plain(value: object) -> object:

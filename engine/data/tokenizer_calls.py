@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import UserError
+
 OPEN, CALL, ENCODE, CHATS = b"O", b"M", b"E", b"C"
 VALUE, TEXT_IDS, CHAT_IDS, REFUSAL, DEFECT = b"V", b"I", b"J", b"R", b"D"
 TEMPLATE, TOKENIZER = b"T", b"K"
@@ -30,6 +32,10 @@ REQUEST_CHARACTERS = 1 << 22
 """Characters in one request of several texts or conversations."""
 MOST_TEMPLATE = 1 << 22
 """Maximum characters of a chat template's own text."""
+
+
+class Runaway(UserError):
+    """Raised where a template or a tokenizer exceeds its limits. It would again with the next text: none is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 from engine.data import tokenizer_calls as calls
 from engine.data.opened_tokenizer import open_tokenizer
 from engine.data.placeholders import Placeholders
-from engine.data.template import Runaway
 from engine.data.tokenizer import ChatOptions, encoded_chat
+from engine.data.tokenizer_calls import Runaway
 from engine.errors import UserError
 from engine.foreign.limited_process import MOST_BYTES, Messages
 from engine.foreign.limits import limited, start_limits

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.data.formats import Sample, detect_format, read_samples
+from engine.data.formats import Sample, detect_format, parse_record, read_samples
 from engine.data.record_files import Place, Record, first_byte, line_record, read_records
 from engine.errors import UserError
 from engine.files.documents import open_file
@@ -55,8 +55,8 @@ def _units(file: Path) -> Iterable[Unit]:
     return _line_runs(file)
 
 
-def unit_records(unit: Unit, data_format: str) -> Iterator[tuple[Place, Record, str] | Sample | UserError]:
-    """Yields the records of a unit with their places and format, samples of a text, or what is wrong with a record.
+def unit_samples(unit: Unit, data_format: str) -> Iterator[Sample | UserError]:
+    """Yields the samples of a unit, and in place of a record that gives none its refusal.
 
     Args:
         data_format: "auto" looks at the first record of the whole file.
@@ -71,7 +71,10 @@ def unit_records(unit: Unit, data_format: str) -> Iterator[tuple[Place, Record, 
             continue
         if data_format == "auto":
             data_format = _first_format(file)
-        yield (*item, data_format)
+        try:
+            yield parse_record(*item, data_format)
+        except UserError as error:
+            yield error
 
 
 def _raw(unit: Unit) -> Iterator[tuple[Place, Record] | UserError]:

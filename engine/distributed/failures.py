@@ -54,7 +54,7 @@ def raise_if_lost(
 
     Args:
         operation: such as all_reduce.
-        axis: its axis; None where it is everybody's.
+        axis: its axis; None for all ranks.
         group: the ranks that take part; None for all.
         peer: the one of the group at the other end of a send or a receive.
 

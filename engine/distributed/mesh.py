@@ -106,8 +106,8 @@ class Mesh:
     def experts(self) -> ExpertAxes:
         """The placement of experts."""
         grid = self.grid
-        tp = self.tp if grid.cuts_experts else Axis("tp")
-        return ExpertAxes(ep=self.ep, tp=tp, data="edp" if grid.folds_experts else "dp_cp")
+        tp = self.tp if grid.shards_experts else Axis("tp")
+        return ExpertAxes(ep=self.ep, tp=tp, data="edp" if grid.has_expert_mesh else "dp_cp")
 
     @property
     def is_writer(self) -> bool:
@@ -133,34 +133,21 @@ def single_process_mesh() -> Mesh:
 
 def shape_mesh(grid: RankGrid, rank: int = 0, num_kv_heads: int | None = None) -> Mesh:
     """Returns a mesh without process groups: enough for the shapes that `rank` would hold and work on."""
-    place = grid.coordinates(rank)
-    copies = 1 if num_kv_heads is None else max(1, grid.tp // num_kv_heads)
-    return Mesh(
-        grid=grid,
-        tp=Axis("tp", grid.tp, place["tp"]),
-        cp=Axis("cp", grid.cp, place["cp"]),
-        dp=Axis("dp", grid.dp, place["dp"]),
-        pp=Axis("pp", grid.pp, place["pp"]),
-        dp_cp=Axis("dp_cp", grid.dp * grid.cp, place["dp"] * grid.cp + place["cp"]),
-        kv_replica=Axis("kv_replica", copies, place["tp"] % copies),
-        pp_ends=_ends(place["pp"], grid.pp),
-        **{name: _shape_axis(name, sets, rank) for name, sets in _expert_sets(grid).items()},
-    )
+    axes = {}
+    for name, groups in _axis_sets(grid, num_kv_heads).items():
+        ranks = next((ranks for ranks in groups if rank in ranks), [rank])
+        axes[name] = Axis(name, len(ranks), ranks.index(rank))
+    return Mesh(grid=grid, **axes)
 
 
-def _shape_axis(name: str, sets: list[list[int]], rank: int) -> Axis:
-    ranks = next(ranks for ranks in sets if rank in ranks)
-    return Axis(name, len(ranks), ranks.index(rank))
-
-
-def _expert_sets(grid: RankGrid) -> dict[str, list[list[int]]]:
-    """Returns the sets of ranks of the experts' axes, none where the rest of the model has the same."""
-    return grid.expert_groups() if grid.folds_experts else {}
-
-
-def _ends(rank: int, size: int) -> Axis:
-    is_end = size > 1 and rank in (0, size - 1)
-    return Axis("pp_ends", 2, int(rank > 0)) if is_end else Axis("pp_ends")
+def _axis_sets(grid: RankGrid, num_kv_heads: int | None) -> dict[str, list[list[int]]]:
+    """Returns the sets of ranks of each axis; those of experts only where the rest of the model has others."""
+    sets = {name: grid.groups(name) for name in AXES}
+    sets["dp_cp"] = grid.groups("dp", "cp")
+    replicas = kv_replica_ranks(grid.tp, num_kv_heads or grid.tp)
+    sets["kv_replica"] = [[ranks[place] for place in replica] for ranks in sets["tp"] for replica in replicas]
+    sets["pp_ends"] = [[ranks[0], ranks[-1]] for ranks in sets["pp"]] if grid.pp > 1 else []
+    return sets | (grid.expert_groups() if grid.has_expert_mesh else {})
 
 
 def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
@@ -173,11 +160,7 @@ def build_mesh(grid: RankGrid, *, device_type: str, num_kv_heads: int) -> Mesh:
     """
     if grid.world_size == 1:
         return single_process_mesh()
-    sets = {name: grid.groups(name) for name in AXES}
-    sets["dp_cp"] = grid.groups("dp", "cp")
-    sets["kv_replica"] = _kv_groups(grid, num_kv_heads)
-    sets["pp_ends"] = _end_groups(grid)
-    sets |= _expert_sets(grid)
+    sets = _axis_sets(grid, num_kv_heads)
     with communicating("making the process groups"):
         groups = _Groups(sets, _default_timeout(device_type), alone=_groups_alone(grid))
         axes = {name: groups.axis(name) for name in sets}
@@ -201,15 +184,6 @@ def _connect(axis: Axis, device_type: str) -> None:
     """
     if axis.size > 1:
         dist.all_reduce(torch.zeros(1, device=device_type), group=axis.group)
-
-
-def _kv_groups(grid: RankGrid, num_kv_heads: int) -> list[list[int]]:
-    places = kv_replica_ranks(grid.tp, num_kv_heads)
-    return [[tensor_group[place] for place in replica] for tensor_group in grid.groups("tp") for replica in places]
-
-
-def _end_groups(grid: RankGrid) -> list[list[int]]:
-    return [[ranks[0], ranks[-1]] for ranks in grid.groups("pp")] if grid.pp > 1 else []
 
 
 def _groups_alone(grid: RankGrid) -> frozenset[str]:
@@ -240,10 +214,10 @@ class _Groups:
             for ranks in groups:
                 if len(ranks) > 1:
                     names.setdefault(self._key(name, ranks), []).append(name)
-        everybody = dist.get_world_size()
+        world_size = dist.get_world_size()
         self._made = {
             key: dist.group.WORLD
-            if len(key[1]) == everybody and not key[0]
+            if len(key[1]) == world_size and not key[0]
             else dist.new_group(list(key[1]), timeout=timeout, group_desc=", ".join(sharing))
             for key, sharing in names.items()
         }

@@ -16,8 +16,8 @@ class RankGrid:
     Args:
         tp, cp, dp, pp: of the axes on which every rank has its own position.
         ep: ranks that hold different experts of a mixture, taken from those of a pipeline stage.
-        cuts_experts: tensor ranks share each expert's inner features, and `ep` is taken from dp x cp. Otherwise experts
-            are whole, tensor ranks have tokens of their own before them, and `ep` is taken from dp x cp x tp.
+        shards_experts: tensor ranks share each expert's inner features, and `ep` is taken from dp x cp. Otherwise
+            experts are whole, tensor ranks have tokens of their own before them, and `ep` is taken from dp x cp x tp.
     """
 
     tp: int = 1
@@ -25,7 +25,7 @@ class RankGrid:
     dp: int = 1
     pp: int = 1
     ep: int = 1
-    cuts_experts: bool = True
+    shards_experts: bool = True
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -49,9 +49,9 @@ class RankGrid:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     @property
-    def folds_experts(self) -> bool:
+    def has_expert_mesh(self) -> bool:
         """Whether experts are spread over other ranks than the rest of the model."""
-        return self.ep > 1 or (self.tp > 1 and not self.cuts_experts)
+        return self.ep > 1 or (self.tp > 1 and not self.shards_experts)
 
     def expert_groups(self) -> dict[str, list[list[int]]]:
         """Returns the sets of ranks that hold different experts ("ep") and those that hold the same ("edp"), in rank
@@ -59,7 +59,7 @@ class RankGrid:
 
         Experts are folded into the ranks of a stage, neighbours first (MoE Parallel Folding, arXiv 2504.14960).
         """
-        pools = self.groups("dp", "cp") if self.cuts_experts else self.groups("dp", "cp", "tp")
+        pools = self.groups("dp", "cp") if self.shards_experts else self.groups("dp", "cp", "tp")
         assert all(len(ranks) % self.ep == 0 for ranks in pools), self
         return {
             "ep": [ranks[start : start + self.ep] for ranks in pools for start in range(0, len(ranks), self.ep)],
@@ -79,7 +79,8 @@ class RankGrid:
 def kv_replica_ranks(tensor_size: int, num_kv_heads: int) -> list[list[int]]:
     """Returns the tensor-parallel ranks that hold the same key/value heads, when there are fewer heads than ranks."""
     copies = max(1, tensor_size // num_kv_heads)
-    return [list(range(start, start + copies)) for start in range(0, tensor_size, copies)]
+    starts = range(0, tensor_size, copies)  # sizes that do not divide are refused by the layers, in a sentence
+    return [list(range(start, min(start + copies, tensor_size))) for start in starts]
 
 
 SPELLED_RANKS = 8

@@ -2,8 +2,7 @@
 
 Mixtures count the rows of each expert on the device (`RoutedMLP.rows_E`). A step sums these counts over the ranks that
 have other tokens or other layers, and makes a few numbers of them, without waiting for the device. The counts
-themselves are added up there until somebody asks. Rows are all that the router sent: padding's and those of tokens
-without a loss too.
+themselves are accumulated on the device until read. They include padding and tokens without a loss.
 
 Legend: L layers with a mixture, E experts.
 """
@@ -28,7 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.optim.loss_scale import LossScale
 from engine.telemetry.metrics import MetricsWriter, Value
-from engine.training.observer import Observer, StepReport, StepSeen
+from engine.training.observer import LaunchedStep, Observer, StepReport
 
 _BY_LAYER = ("expert_entropy", "expert_imbalance", "idle_experts")
 """Names of the figures that each layer has: the entropy of experts' shares over that of equal ones; the rows of the
@@ -78,9 +77,9 @@ class RouterLoad(Observer):
         for _, mixture in self._mixtures:
             mixture.rows_E.zero_()
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Launches the figures of the step. Collective."""
-        self._copies.append((seen.step, HostCopy(self.measured())))
+        self._copies.append((launched.step, HostCopy(self.measured())))
 
     def figures(self, report: StepReport) -> dict[str, Value]:
         """Returns the figures of the step by name."""
@@ -100,7 +99,7 @@ class RouterLoad(Observer):
         rows_LE = torch.zeros_like(self._total_LE)
         for place, mixture in self._mixtures:
             rows_LE[place] = mixture.rows_E
-        apart = () if self._mesh.grid.cuts_experts else (self._mesh.tp,)  # tensor ranks have tokens of their own
+        apart = () if self._mesh.grid.shards_experts else (self._mesh.tp,)  # tensor ranks have tokens of their own
         for axis in (self._mesh.dp_cp, *apart, self._mesh.pp):
             all_reduce(rows_LE, axis)
         self._total_LE += rows_LE
@@ -183,7 +182,7 @@ def build_balance(
         say(sentence)
     if not decoder.num_experts or not config.train.router_aux_loss_coef:
         return None
-    apart = () if mesh.grid.cuts_experts else (mesh.tp,)
+    apart = () if mesh.grid.shards_experts else (mesh.tp,)
     return LoadBalance(
         config.train.router_aux_loss_coef,
         decoder.num_experts,

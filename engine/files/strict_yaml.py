@@ -71,7 +71,7 @@ def _flaws(kind: str) -> Iterator[None]:
 
 def _composed(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
     if len(text) > _MOST_CHARACTERS:
-        raise YamlFlaw(f"has {len(text):,} characters, too many for a configuration: leave out what is none")
+        raise YamlFlaw(f"has {len(text):,} characters, too many for a configuration: keep its options alone")
     node: yaml.Node | None = loader.get_single_node()
     if node is not None:
         _check(node, {})

@@ -108,11 +108,6 @@ class KeyValues:
         pools = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
         return pools + sum(_num_bytes(kept) for layer in self._beside.values() for kept in layer.values())
 
-    @property
-    def used_bytes(self) -> int:
-        """Those of the pages that hold tokens now."""
-        return sum(2 * layer.table.used * PAGE * layer.keys[0].nbytes for layer in self.layers.values())
-
     def bytes_read(self, lengths: Sequence[int]) -> int:
         """Returns the bytes that attention reads to continue rows of these lengths by one token each."""
         total = 0

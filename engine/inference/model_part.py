@@ -110,7 +110,7 @@ class InferenceStage:
         first = next(iter(self._parts.values()))
         self.config, self._splits_tokens = first.config, first.layout.splits_tokens
         self.tp, self.pp, self.device = tp, pp, device
-        divides = self._splits_tokens or first.layout.routes_apart
+        divides = self._splits_tokens or first.layout.routes_local_tokens
         self._multiple = math.lcm(tokens_multiple, tp.size if divides else 1)
         layers = [layer for part in self._parts.values() for layer in part.layers]
         self.cache = KeyValues(
@@ -136,17 +136,7 @@ class InferenceStage:
         """The newest token of the row in each slot."""
         last = self._parts[max(self._parts)]
         if last.head is not None:
-            pieces = last.vocab_spec.pieces
-            self._chooser = Chooser(
-                sampling,
-                tp=tp,
-                first_id=pieces[0].global_offset if pieces else last.config.vocab_size,
-                num_ids=pieces[0].length if pieces else 0,
-                vocab_size=last.config.vocab_size,
-                slots=slots,
-                device=device,
-                gumbel_argmax=last.layout.kernels.gumbel_argmax,
-            )
+            self._chooser = chooser_of(last, sampling, slots=slots, device=device)
             self._loss_kernels = last.layout.kernels.loss
 
     @torch.no_grad()  # not inference mode, whose tensors training could not take where both share a buffer
@@ -345,6 +335,21 @@ class InferenceStage:
         self.finish()  # the buffer of the previous pass
         x = x.contiguous()
         self._sent = x, post_async([(True, x, target)], self.pp)
+
+
+def chooser_of(model: Decoder, sampling: Sampling, *, slots: int, device: torch.device) -> Chooser:
+    """Returns the choice of tokens by a part of the model that has the head; arguments as for `Chooser`."""
+    pieces, size = model.vocab_spec.pieces, model.config.vocab_size
+    return Chooser(
+        sampling,
+        tp=model.layout.tp,
+        first_id=pieces[0].global_offset if pieces else size,
+        num_ids=pieces[0].length if pieces else 0,
+        vocab_size=size,
+        slots=slots,
+        device=device,
+        gumbel_argmax=model.layout.kernels.gumbel_argmax,
+    )
 
 
 def _batch(tokens_BS: Tensor, positions_BS: Tensor, lengths: tuple[int, ...]) -> Batch:

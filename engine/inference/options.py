@@ -45,8 +45,7 @@ class ModelChoice:
         if self.path is None and self.adapter is None:
             raise UserError("there is no --model: give the folder of a Hugging Face model or of a partitioned base.")
         for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert)):
-            if value is not None and value < 1:
-                raise UserError(f"--{name} is {value}, but at least 1 was expected: change it.")
+            _require(value is None or value >= 1, name, value, "at least 1")
         if self.step is not None and self.adapter is None:
             raise UserError("--step chooses a checkpoint of the run in --adapter, which is not given: leave it out.")
 
@@ -146,7 +145,6 @@ class Limits:
             ("batch", self.slots),
             ("prefill-tokens", self.prefill_tokens),
         ):
-            if value < 1:
-                raise UserError(f"--{name} is {value}, but at least 1 was expected: change it.")
+            _require(value >= 1, name, value, "at least 1")
         if not all(self.stop_texts):
             raise UserError("--stop is an empty text, which every answer contains: leave it out.")

@@ -108,9 +108,7 @@ class Chooser:
             penalty = self._settings.repetition_penalty
             repeated = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(self._seen[slots, : self._num_ids], repeated, scores)
-        return (
-            scores if self._settings.greedy or self._settings.temperature == 1 else scores / self._settings.temperature
-        )
+        return self._over_temperature(scores)
 
     def logps(self, logits_NV: Tensor, ids: Tensor, kernels: LossKernels) -> Tensor:
         """Returns the log-probability of each row's token under softmax(logits / temperature) over the whole
@@ -126,8 +124,7 @@ class Chooser:
         Returns:
             fp32 [N].
         """
-        held = logits_NV[:, : self._num_ids]
-        held = self._over_temperature(held)
+        held = self._over_temperature(logits_NV[:, : self._num_ids])
         targets = ids - self._first_id
         targets = torch.where((targets >= 0) & (targets < self._num_ids), targets, -1)
         local = kernels.shard_statistics(held, targets)

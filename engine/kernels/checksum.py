@@ -59,6 +59,11 @@ class Checksum:
         return f"{self._value:08x}"
 
 
+def checksum_of(data: bytes | memoryview) -> str:
+    """Returns the checksum of contiguous bytes, format "B", as eight hexadecimal digits."""
+    return f"{crc32c(memoryview(data)):08x}"
+
+
 def joined_checksum(parts: Iterable[tuple[str, int]]) -> str:
     """Returns the checksum of concatenated bytes, from (checksum, number of bytes) of each part."""
     value = 0

@@ -94,7 +94,7 @@ class InputUpdate:
 
 
 class SeenWhole(Protocol):
-    """Spans of tokens that see all of themselves; see `BidirectionalSpans`."""
+    """Spans of tokens that see all of themselves, as the part of the batch that has them keeps them."""
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]: ...
@@ -116,13 +116,13 @@ class Documents:
         offsets: int32 [D + 1] cumulative lengths on the device, from 0 to T; None where no attention here reads them.
             The last one may be repeated: the repeats are documents of no tokens.
         max_length: no document is longer.
-        bidirectional: tokens that see later tokens too; None where none does.
+        seen_whole: tokens that see later tokens too; None where none does.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor | None
     max_length: int
-    bidirectional: SeenWhole | None = None
+    seen_whole: SeenWhole | None = None
 
     @classmethod
     def of_rows(cls, lengths: tuple[int, ...], offsets: Tensor | None = None, *, row_length: int) -> Documents:

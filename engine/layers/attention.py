@@ -14,12 +14,8 @@ from engine.layers.context import LayerContext, TensorLayout
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.layers.norm import QueryKeyNorm, RMSNorm
-from engine.ops.attention.bidirectional import with_spans
 from engine.ops.attention.context_parallel import context_attention
-from engine.ops.attention.masked import MaskedAttention
-from engine.ops.attention.sinks import Sinks, with_sinks
 from engine.ops.attention.token_context import TokenContext
-from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.head_norm import norm_rotate
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Attention as AttentionOp
@@ -121,7 +117,7 @@ def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: b
 
 def _check_method(kind: AttentionKind, layout: TensorLayout) -> None:
     if layout.cp.size > 1 and layout.context_method == "ring":
-        what = "tokens of images that see what comes after them"
+        what = "tokens of images that see later tokens"
         if kind.softcap is not None:
             what = f"a soft cap of {kind.softcap:g} on scores"
         elif kind.window is not None:
@@ -138,6 +134,8 @@ def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | 
     if is_masked or kind.bidirectional:
         _check_method(kind, layout)
     if sinks is not None:
+        from engine.ops.attention.sinks import Sinks, with_sinks
+
         assert kind.softcap is None and not kind.bidirectional, "sinks with a soft cap or spans"
         return with_sinks(
             plain,
@@ -147,8 +145,14 @@ def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | 
             cp=layout.cp,
         )
     if kind.bidirectional:
+        from engine.ops.attention.bidirectional import with_spans
+
         plain = with_spans(plain, layout.attention_blocks)
-    return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap) if is_masked else plain
+    if is_masked:
+        from engine.ops.attention.masked import MaskedAttention
+
+        return MaskedAttention(plain=plain, window=kind.window, softcap=kind.softcap)
+    return plain
 
 
 def attention_linears(
@@ -231,6 +235,8 @@ class Attention(Branch):
         self.sinks = _Sinks(prefix, num_heads, build=build) if kind.sinks else None
         self.attention = attention_of(kind, layout, None if self.sinks is None else self.sinks.scores)
         if layout.cp.size > 1 and layout.context_method == "ulysses":
+            from engine.ops.attention.ulysses import check_context_heads
+
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
         heads = Heads(queries=num_heads, keys=num_kv_heads, dim=head_dim)
         self.qkv, self.o_proj = linears or attention_linears(

@@ -45,7 +45,7 @@ class Branch(nn.Module):
     """A branch of a layer: (u, source, context) -> what is added to the residual stream, [T, hidden] or [T / tp,
     hidden]. Its input is made from u, see engine.ops.inputs.LinearInput."""
 
-    routes_apart = False
+    routes_local_tokens = False
     """Whether each tensor rank has tokens of its own before whole experts."""
     has_shared = False
     """Whether all tokens share an expert beside those that a router chooses."""

@@ -122,7 +122,7 @@ class TensorLayout:
         return self.experts or ExpertAxes(ep=Axis("ep"), tp=self.tp, data="dp_cp")
 
     @property
-    def routes_apart(self) -> bool:
+    def routes_local_tokens(self) -> bool:
         """Whether each tensor rank has tokens of its own before whole experts."""
         return self.tp.size > self.expert_axes.tp.size
 
@@ -139,7 +139,7 @@ class LayerContext:
         layout: of tensors over ranks, and the backends of the ops.
         plan: what is trained.
         device, dtype: of weights and activations.
-        sums_outside: linears leave sums over tensor ranks, of a column linear's input gradient and of a row linear's
+        defers_reduce: linears leave sums over tensor ranks, of a column linear's input gradient and of a row linear's
             output, to the code around them.
         norm_readers: sets of linears that read a norm's output, and add to the gradient of its weight.
     """
@@ -148,7 +148,7 @@ class LayerContext:
     plan: TrainingPlan
     device: torch.device
     dtype: torch.dtype
-    sums_outside: bool = False
+    defers_reduce: bool = False
     norm_readers: int = 1
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
@@ -160,4 +160,4 @@ def deferred_sums(build: LayerContext) -> LayerContext:
     """Returns the arguments of modules, and of the norms before them, that leave sums over tensor ranks to the boundary
     with the residual stream."""
     layout = replace(build.layout, sequence_parallel=False, joint_reduce=False)
-    return replace(build, layout=layout, sums_outside=True)
+    return replace(build, layout=layout, defers_reduce=True)

@@ -127,7 +127,7 @@ class _ParallelLinear(ShardedModule):
             forward_way=forward_way,
             backward_way=backward_way,
             sinks=tuple(self._sinks),
-            axis=Axis(layout.tp.name) if build.sums_outside else layout.tp,
+            axis=Axis(layout.tp.name) if build.defers_reduce else layout.tp,
             sequence_parallel=layout.sequence_parallel,
             joint=joint,
             kernels=layout.kernels,
@@ -339,7 +339,7 @@ class ColumnParallelLinear(_ParallelLinear):
             bias=bias,
             site=site,
             joint=joint,
-            may_fold=joint or layout.splits_tokens or build.sums_outside or layout.tp.size == 1,
+            may_fold=joint or layout.splits_tokens or build.defers_reduce or layout.tp.size == 1,
             build=build,
             shared=shared,
         )
@@ -394,7 +394,7 @@ class RowParallelLinear(_ParallelLinear):
             may_fold=True,
             build=build,
         )
-        if build.sums_outside and tp.size > 1:
+        if build.defers_reduce and tp.size > 1:
             self._check_partial_output(name, bias=bias)
 
     def _check_partial_output(self, name: str, *, bias: bool) -> None:

@@ -46,7 +46,7 @@ class RMSNorm(ShardedModule):
                 f"model.kernels is apex, whose norms take weights of the compute dtype, but this model adds {offset:g} "
                 "to its norms' weights in float32: set model.kernels to auto."
             )
-        partial = per_head or layout.splits_tokens or build.sums_outside
+        partial = per_head or layout.splits_tokens or build.defers_reduce
         spec = replicated_spec(
             (size,), rank=layout.tp.rank, size=layout.tp.size, grad_reduce=("tp",) if partial else ()
         )

@@ -51,10 +51,6 @@ class ShardedStorage:
         self.part = self.whole[axis.rank * self.length : (axis.rank + 1) * self.length].clone()
         self.free()
 
-    @property
-    def is_here(self) -> bool:
-        return self._storage.nbytes() > 0
-
     def make(self) -> None:
         """Gives the storage memory, whose numbers are still to come."""
         self._storage.resize_(self.num_bytes)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ from engine.layers.host_copies import HostMemory
 from engine.layers.host_storage import HostFetch, HostStorage, is_kept_in_host_memory
 from engine.layers.module import ShardEntry, shard_entries
 from engine.layers.prefetch import AsyncTransfer, OpenBackward, PrefetchUnit
-from engine.layers.sharded_storage import ShardedStorage, StorageGather
+
+if TYPE_CHECKING:
+    from engine.layers.sharded_storage import ShardedStorage, StorageGather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +125,8 @@ class WeightPlacement:
         return list(dict.fromkeys(transfers))
 
     def _shard(self, storages: dict[int, list[ShardEntry]]) -> None:
+        from engine.layers.sharded_storage import ShardedStorage, StorageGather
+
         alike: dict[tuple[str, torch.dtype], dict[int, ShardedStorage]] = {}
         for key, held in storages.items():
             first = held[0]

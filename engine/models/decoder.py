@@ -30,12 +30,12 @@ from engine.layers.recompute import SELECTIVE, MemoryPlan
 from engine.layers.saved import ActivationShapes, SavedTensors
 from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
-from engine.models.decoder_config import SITES_PER_LAYER, Carried, DecoderConfig, FrontModule
+from engine.models.decoder_config import SITES_PER_LAYER, Carried, DecoderConfig, FrontModule, Rope
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
-from engine.models.rotary import rotary_frequencies
 from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
+from engine.ops.rope import inverse_frequencies, yarn_frequencies
 from engine.seams import resolve
 
 
@@ -208,7 +208,7 @@ class Decoder(nn.Module):
                 model's positions allow.
         """
         tp = self.layout.tp
-        if (self.layout.splits_tokens or self.layout.routes_apart) and batch.num_tokens % tp.size:
+        if (self.layout.splits_tokens or self.layout.routes_local_tokens) and batch.num_tokens % tp.size:
             other = "parallel.sequence false" if self.layout.splits_tokens else f"parallel.expert_tensor {tp.size}"
             raise UserError(
                 f"a micro-batch of {batch.num_rows} rows x {batch.row_length} tokens does not divide over the ranks of "
@@ -398,3 +398,31 @@ class Decoder(nn.Module):
         """Returns the token losses of the whole model. See `token_losses`."""
         context = self.context(batch, step, training=training)
         return self.token_losses(self.run_layers(self.embed(batch), context), batch, context)
+
+
+def rotary_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
+    """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
+    if rope.theta is None:
+        return torch.zeros(rotary_dim // 2)
+    scaling = rope.scaling
+    if scaling is None:
+        return inverse_frequencies(rotary_dim, rope.theta)
+    if scaling.kind == "yarn":
+        return yarn_frequencies(
+            rotary_dim,
+            rope.theta,
+            factor=scaling.factor,
+            original_length=scaling.original_length,
+            turns=(scaling.low_freq_factor, scaling.high_freq_factor),
+            whole_pairs=scaling.whole_pairs,
+        )
+    return inverse_frequencies(
+        rotary_dim,
+        rope.theta,
+        kind=scaling.kind,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_length=scaling.original_length,
+        factors=scaling.factors,
+    )

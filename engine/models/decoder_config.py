@@ -364,7 +364,7 @@ class Front:
         raise NotImplementedError
 
     def num_levels(self, batch: Batch, layer: int) -> int:
-        """Returns how many features for this layer and later ones lie below each token of the stream."""
+        """Returns how many features of each token, for this layer and later ones, are stacked after the stream."""
         return 0
 
     def num_carried(self, batch: Batch) -> int:

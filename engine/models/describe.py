@@ -24,14 +24,14 @@ def meta_model(
     *,
     tensor_rank: int = 0,
     tensor_size: int = 1,
-    cuts_experts: bool = True,
+    shards_experts: bool = True,
     plan: TrainingPlan | None = None,
     base: BaseEncoding | None = None,
     part: Part | None = None,
 ) -> Decoder:
     """Returns the model of one tensor-parallel rank, or a part of it, on the meta device: shapes, names and specs, no
     memory. Of experts it has all."""
-    mesh = shape_mesh(RankGrid(tp=tensor_size, cuts_experts=cuts_experts), tensor_rank, config.num_kv_heads)
+    mesh = shape_mesh(RankGrid(tp=tensor_size, shards_experts=shards_experts), tensor_rank, config.num_kv_heads)
     layout = TensorLayout.over(mesh, base=base)
     return build_decoder(
         config,

@@ -292,9 +292,6 @@ class NameMap:
     def to_hf(self, name: str) -> HfLocation:
         """Returns the place of the logical tensor `name`."""
         module, _, leaf = name.rpartition(".")
-        hf_name = f"{self.module_to_hf(module)}.{leaf}"
-        if self.is_parameter(module):
-            hf_name = self.module_to_hf(module)
         match = _LAYER.match(module)
         part = self._place(match[2]) if match else None
         if isinstance(part, StackedPart):
@@ -303,6 +300,7 @@ class NameMap:
             ending = "_bias" if leaf == "bias" else ""
             whole = f"{self.body}layers.{match[1]}.{part.module}.{part.leaf}{ending}"
             return HfLocation(whole, expert=ExpertPart(int(found[1]), part))
+        hf_name = self.module_to_hf(module) + ("" if self.is_parameter(module) else f".{leaf}")
         return HfLocation(hf_name, part.first, part.num_rows) if isinstance(part, FusedPart) else HfLocation(hf_name)
 
     def module_from_hf(self, hf_module: str) -> str | None:

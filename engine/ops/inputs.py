@@ -78,9 +78,15 @@ class LinearInput(Protocol):
 
 
 class _MadeFirst:
-    """An input that is made before H, and recomputed before dA."""
+    """An input of u's width without leaves, made before H and recomputed before dA, unless a subclass differs."""
 
     __slots__ = ()
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1]
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return ()
 
     def fuses_h(self, kernels: Kernels) -> bool:
         return False
@@ -114,15 +120,22 @@ class _MadeFirst:
         raise AssertionError("dA is made from x")
 
 
+class _Gated(_MadeFirst):
+    """An input made from u = [gate | up], of half its width."""
+
+    __slots__ = ()
+
+    def features(self, u: Tensor) -> int:
+        return u.shape[1] // 2
+
+    def room(self, u: Tensor, out: Tensor | None) -> Tensor:
+        """Returns where x is written: `out`, or a new tensor [T, I]."""
+        return u.new_empty(u.shape[0], self.features(u)) if out is None else out
+
+
 @dataclass(frozen=True, slots=True)
 class GivenInput(_MadeFirst):
     """x is u itself."""
-
-    def features(self, u: Tensor) -> int:
-        return u.shape[1]
-
-    def leaves(self) -> tuple[Tensor, ...]:
-        return ()
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         return (u, None) if out is None else (out.copy_(u), None)
@@ -152,9 +165,6 @@ class NormInput(_MadeFirst):
     sink: GradientSink | None
     offset: float = 0.0
     divisor: float = 1.0
-
-    def features(self, u: Tensor) -> int:
-        return u.shape[1]
 
     def leaves(self) -> tuple[Tensor, ...]:
         return () if self.sink is None else (self.weight,)
@@ -202,17 +212,11 @@ class NormInput(_MadeFirst):
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLUInput(_MadeFirst):
+class SwiGLUInput(_Gated):
     """x = silu(gate) * up for u = [gate | up]."""
 
-    def features(self, u: Tensor) -> int:
-        return u.shape[1] // 2
-
-    def leaves(self) -> tuple[Tensor, ...]:
-        return ()
-
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        x = self.room(u, out)
         kernels.swiglu_forward(u, x)
         return x, None
 
@@ -223,14 +227,14 @@ class SwiGLUInput(_MadeFirst):
         self, u: Tensor, out: Tensor | None, mask: Tensor | None, low_rank: LowRank, kernels: Kernels, h_out: Tensor
     ) -> Tensor:
         assert kernels.swiglu_project is not None
-        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        x = self.room(u, out)
         kernels.swiglu_project(u, x, low_rank.a_RI, mask, low_rank.scale_of(mask), low_rank.adapters, h_out)
         return x
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
         if kernels.row_codes is None:
             return *self.make(u, None, kernels), None
-        x = u.new_empty(u.shape[0], self.features(u))
+        x = self.room(u, None)
         return x, None, RowCodes(*kernels.row_codes.swiglu(u, x))
 
     def gradient(
@@ -263,21 +267,15 @@ class SwiGLUInput(_MadeFirst):
 
 
 @dataclass(frozen=True, slots=True)
-class GeGLUInput(_MadeFirst):
+class GeGLUInput(_Gated):
     """x = gelu(gate) * up for u = [gate | up], gelu by its tanh approximation (Shazeer, arXiv 2002.05202).
 
     Plain torch whatever the backend, which only makes the adapters' update.
     """
 
-    def features(self, u: Tensor) -> int:
-        return u.shape[1] // 2
-
-    def leaves(self) -> tuple[Tensor, ...]:
-        return ()
-
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         gate, up = u.chunk(2, dim=1)
-        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        x = self.room(u, out)
         return torch.mul(torch.nn.functional.gelu(gate, approximate="tanh"), up, out=x), None
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
@@ -297,7 +295,7 @@ class GeGLUInput(_MadeFirst):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClampedGLUInput(_MadeFirst):
+class ClampedGLUInput(_Gated):
     """x = (up + 1) gate sigmoid(alpha gate) for u = [gate | up], with gate <= limit and |up| <= limit (gpt-oss).
 
     Plain torch whatever the backend, in fp32; the backend only makes the adapters' update.
@@ -310,12 +308,6 @@ class ClampedGLUInput(_MadeFirst):
     alpha: float
     limit: float
 
-    def features(self, u: Tensor) -> int:
-        return u.shape[1] // 2
-
-    def leaves(self) -> tuple[Tensor, ...]:
-        return ()
-
     def _parts(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns gate and up + 1 within their limits, and the gate's sigmoid, in fp32."""
         gate, up = u.to(torch.float32).chunk(2, dim=1)
@@ -324,7 +316,7 @@ class ClampedGLUInput(_MadeFirst):
 
     def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
         gate, up, sigmoid = self._parts(u)
-        x = u.new_empty(u.shape[0], self.features(u)) if out is None else out
+        x = self.room(u, out)
         return x.copy_(gate.mul_(sigmoid).mul_(up)), None
 
     def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:

@@ -18,42 +18,24 @@ from engine.distributed.boxes import part_shards
 from engine.distributed.sharding import NamedShard
 from engine.layers.host_copies import HostMemory
 from engine.layers.module import ShardEntry
-from engine.optim.flat_layout import (
-    ALIGNMENT,
-    OwnedRange,
-    Region,
-    Slot,
-    owned_ranges,
-    plan_buckets,
-    plan_regions,
-    same_rate,
-)
+from engine.optim.flat_layout import OwnedRange, Region, Slot, owned_ranges, plan_buckets, plan_regions, same_rate
 from engine.optim.publish import AllGatherPublish, AllToAllPublish, CopyPublish, Publish, target
 from engine.optim.state_sharding import Sharding
-
-__all__ = ["ALIGNMENT", "FlatParameters", "Region", "Slot", "Span"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A range of the masters that is treated alike, and its gradient.
+    """A range of the masters that is updated together: masters[start : stop], of one region.
 
     Args:
         start, stop: in the masters and in buffers laid out like them.
         gradient: the summed gradient of the range; a view that stays valid.
-        owner: whether this rank counts it in the gradient norm.
-        decays: whether weight decay applies.
-        lr_factor: the range's learning rate as a multiple of the optimizer's.
-        data: name of the axis that the gradient was summed over.
     """
 
     start: int
     stop: int
     gradient: Tensor
-    owner: bool
-    decays: bool
-    lr_factor: float = 1.0
-    data: str = "dp_cp"
+    region: Region
 
 
 class FlatParameters:
@@ -146,27 +128,16 @@ class FlatParameters:
     def _make_spans(self) -> Iterable[Span]:
         for region in self.regions:
             own = region.own
-
-            def span(own: slice, gradient: Tensor, region: Region = region) -> Span:
-                return Span(
-                    start=own.start,
-                    stop=own.stop,
-                    gradient=gradient,
-                    owner=region.owner,
-                    decays=region.decays,
-                    lr_factor=region.lr_factor,
-                    data=region.data,
-                )
-
             if not self.is_sharded or self.sharding.shards_gradients:
-                yield span(own, self.gradient[own])
+                yield Span(start=own.start, stop=own.stop, gradient=self.gradient[own], region=region)
                 continue
             for bucket in self.buckets:  # own parts lie apart in a gradient that is whole
                 if region.start <= bucket.start < region.stop:
                     own = bucket.own
                     rank = self.sharding.rank(bucket.data) if bucket.num_parts > 1 else 0
                     begin = bucket.start + rank * (own.stop - own.start)
-                    yield span(own, self.gradient[begin : begin + own.stop - own.start])
+                    gradient = self.gradient[begin : begin + own.stop - own.start]
+                    yield Span(start=own.start, stop=own.stop, gradient=gradient, region=region)
 
     def _start_from_parameters(self) -> None:
         if not self.is_sharded:

@@ -36,51 +36,43 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """Slots treated alike, flat[start : stop].
+class Bucket:
+    """Slots whose gradients are reduced together, flat[start : stop].
 
     Args:
-        grad_reduce: groups over which the gradients are still partial sums.
-        owner: whether this rank counts them in the gradient norm.
-        decays: whether weight decay applies; see `decays`.
-        lr_factor: their learning rate as a multiple of the optimizer's.
         data: name of the axis over which the gradients are summed, see `ShardSpec.data`.
-        num_parts: parts into which its buckets divide, one a rank of that axis; 1 where they are not sharded.
+        num_parts: parts into which it divides, one a rank of that axis; 1 where it is not sharded.
         own_start: where the part of a rank begins in the rank's own buffers.
     """
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
-    grad_reduce: tuple[str, ...]
-    owner: bool
-    decays: bool
-    lr_factor: float = 1.0
     data: str = "dp_cp"
     num_parts: int = 1
     own_start: int = 0
 
     @property
     def own(self) -> slice:
-        """The place of a rank's part of the region in the rank's own buffers."""
+        """The place of a rank's part in the rank's own buffers."""
         return slice(self.own_start, self.own_start + (self.stop - self.start) // self.num_parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """Slots whose gradients are reduced together, flat[start : stop]; see `Region` for the rest."""
+class Region(Bucket):
+    """Buckets, one after the other, whose slots are treated alike.
 
-    start: int
-    stop: int
-    slots: tuple[Slot, ...]
-    data: str = "dp_cp"
-    num_parts: int = 1
-    own_start: int = 0
+    Args:
+        grad_reduce: groups over which the gradients are still partial sums.
+        owner: whether this rank counts them in the gradient norm.
+        decays: whether weight decay applies; see `decays`.
+        lr_factor: their learning rate as a multiple of the optimizer's.
+    """
 
-    @property
-    def own(self) -> slice:
-        """The place of a rank's part of the bucket in the rank's own buffers."""
-        return slice(self.own_start, self.own_start + (self.stop - self.start) // self.num_parts)
+    grad_reduce: tuple[str, ...]
+    owner: bool
+    decays: bool
+    lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

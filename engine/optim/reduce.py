@@ -24,8 +24,6 @@ from engine.layers.module import ShardEntry
 from engine.optim.flat import FlatParameters
 from engine.optim.flat_layout import Bucket, plan_buckets
 
-__all__ = ["GradientReducer", "gradient_norm", "plain_square_sum", "plan_buckets"]
-
 MAX_IN_FLIGHT = 2
 """Buckets of a sharded gradient whose reduce-scatter may be in flight, with their whole memory, while later ones
 fill."""
@@ -178,7 +176,7 @@ def gradient_norm(
         square_sum: 0-dim fp64 sum of the squares of a slice.
     """
     total = _square_sum(flat, mesh, "dp_cp", (mesh.tp,), square_sum)
-    if mesh.grid.folds_experts:
+    if mesh.grid.has_expert_mesh:
         total = total + _square_sum(flat, mesh, "edp", (mesh.experts.tp, mesh.ep), square_sum)
     return all_reduce(total, mesh.pp).sqrt().float()
 
@@ -193,7 +191,7 @@ def _square_sum(
     """
     total = flat.gradient.new_zeros((), dtype=torch.float64)
     for span in flat.spans:
-        if span.data == data and span.owner:
+        if span.region.data == data and span.region.owner:
             total = total + square_sum(span.gradient)
     if flat.is_sharded:
         total = all_reduce(total, mesh.axis(data))

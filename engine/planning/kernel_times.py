@@ -102,12 +102,10 @@ def _timed(part: tuple[str, str], launch: Launch, count: int, machine: Machine) 
     )
 
 
-def lora_tax(
-    workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine, plan: TrainingPlan
-) -> float | None:
+def lora_tax(workload: Workload, layout: Layout, memory: MemoryPlan, machine: Machine) -> float | None:
     """Returns how many times as long the layers take as those of a model without adapters, through whose layers
     backward goes nevertheless; None where nothing has an adapter."""
-    bare = replace(workload, plan=replace(plan, adapter=TrainingPlan().adapter))
+    bare = replace(workload, plan=replace(workload.plan, adapter=TrainingPlan().adapter))
     lowest = rank_model(workload, layout.parallel).shape.first_trainable_layer
     with_adapters, without = (
         sum(one.seconds for one in kernel_times(each, layout, memory, machine, lowest) if one.part[0] == "layers")

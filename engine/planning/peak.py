@@ -35,8 +35,7 @@ from engine.planning.ledger import (
     total,
     without,
 )
-from engine.planning.messages import messages_held
-from engine.planning.pipeline_parts import PipelinePlan, pipeline_plan
+from engine.planning.pipeline_parts import PipelinePlan, messages_held, pipeline_plan
 from engine.planning.rank_layout import Layout, Workload
 from engine.planning.shapes import WIDE, Parameters, RegionKey
 from engine.planning.stage_bytes import StageBytes, stage_bytes
@@ -125,9 +124,7 @@ def predict_layout(workload: Workload, layout: Layout, memory: MemoryPlan) -> li
         UserError: the model's sizes do not fit the layout, or its layers cannot be split over the stages.
     """
     memory.check_layers(workload.decoder.num_layers)
-    model = rank_model(workload, layout.parallel)
-    plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
-    return [_Rank(workload, layout, memory, model, plan, rank).estimate() for rank in range(layout.parallel.pipeline)]
+    return [rank.estimate() for rank in _ranks(workload, layout, memory)]
 
 
 def predict_static(workload: Workload, layout: Layout) -> list[PeakEstimate]:
@@ -136,10 +133,13 @@ def predict_static(workload: Workload, layout: Layout) -> list[PeakEstimate]:
     Raises:
         UserError: as of `predict_layout`.
     """
+    return [rank.estimate(traced=False) for rank in _ranks(workload, layout, MemoryPlan())]
+
+
+def _ranks(workload: Workload, layout: Layout, memory: MemoryPlan) -> list[_Rank]:
     model = rank_model(workload, layout.parallel)
     plan = pipeline_plan(workload.decoder, model.shape, layout.parallel, workload.num_microbatches(layout))
-    ranks = range(layout.parallel.pipeline)
-    return [_Rank(workload, layout, MemoryPlan(), model, plan, rank).estimate(traced=False) for rank in ranks]
+    return [_Rank(workload, layout, memory, model, plan, rank) for rank in range(layout.parallel.pipeline)]
 
 
 class _Rank:

@@ -12,8 +12,7 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import backend_name
 from engine.planning.memory_plan import memory_plan_of
 from engine.planning.peak import PeakEstimate, fullest, predict_layout
-from engine.planning.planned_rows import Routing
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, Routing, Workload
 
 
 def workload_of(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan, *, device_type: str) -> Workload:

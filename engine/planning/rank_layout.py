@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from engine.config.parallel import ParallelOptions
 from engine.layers.context import TrainingPlan
 from engine.models.decoder_config import DecoderConfig
-from engine.planning.planned_rows import Routing
+
+Routing = Literal["balanced", "worst"]
+"""How tokens choose among experts that are divided over ranks; see engine.planning.traced_batch.expert_rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +41,8 @@ class Layout:
         """The number of ranks that hold copies of parameters for different tokens, by the name that `ShardSpec.data`
         has for them: of experts that are spread over other ranks than the rest "edp"."""
         parallel, ranks = self.parallel, self.data_and_context
-        whole = ranks if parallel.cuts_experts else ranks * parallel.tensor
-        return {"dp_cp": ranks, "edp": whole // parallel.expert if parallel.folds_experts else 1}
+        whole = ranks if parallel.shards_experts else ranks * parallel.tensor
+        return {"dp_cp": ranks, "edp": whole // parallel.expert if parallel.has_expert_mesh else 1}
 
     def label(self) -> str:
         """Returns a label such as "tensor 2, pipeline 4x2, data 1"."""
@@ -50,10 +53,10 @@ class Layout:
         if parallel.context > 1:
             parts.append(f"context {parallel.context}")
         parts.append(f"data {self.data}")
-        if parallel.folds_experts:
+        if parallel.has_expert_mesh:
             parts.append(f"expert {parallel.expert}")
-        if parallel.folds_experts and parallel.tensor > 1:
-            parts.append("experts cut" if parallel.cuts_experts else "experts whole")
+        if parallel.has_expert_mesh and parallel.tensor > 1:
+            parts.append("experts cut" if parallel.shards_experts else "experts whole")
         if parallel.shard != "none":
             parts.append(f"shard {parallel.shard}")
         return ", ".join(parts)
@@ -79,7 +82,7 @@ class Workload:
         device_type: "cuda" or "cpu".
         beside: frozen parameters of other parts than the decoder, in `dtype`; their computation is not counted.
         kernels: the backend of the ops, see engine.ops.kernels.
-        polls_sends: whether completed sends can be found without waiting; see engine.planning.messages.
+        polls_sends: whether completed sends can be found without waiting; see engine.planning.pipeline_parts.
         square_sum_writes: whether the gradient's norm writes the squares of a region, as plain torch does.
         offload_weights: whether frozen weights are kept in host memory.
         offload_optimizer: whether masters and moments do.

@@ -27,8 +27,7 @@ from engine.ops.attention.ulysses import check_context_heads
 from engine.optim.state_sharding import ShardLevel
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import PeakEstimate, fullest, predict_layout, predict_static
-from engine.planning.planned_rows import Routing
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, Routing, Workload
 from engine.planning.step_time import StepTime, predict_time
 from engine.telemetry.format import counted
 
@@ -45,7 +44,7 @@ class SearchRequest:
         recompute: the levels to try; all by default.
         offload: kinds of memory that may be offloaded to the host: "weights", "optimizer" and "activations".
         stored: the dtypes to try for kept activations; None is their own.
-        routing: under which a layout must fit where experts are divided over ranks; see engine.planning.planned_rows.
+        routing: under which a layout must fit where experts are divided over ranks; see engine.planning.traced_batch.
     """
 
     config: RunConfig

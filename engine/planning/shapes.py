@@ -21,7 +21,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import layer_kinds
 from engine.ops.quantized_products import require_product_sizes
-from engine.optim.flat import ALIGNMENT
+from engine.optim.flat_layout import ALIGNMENT
 
 WIDE = 4
 """Bytes of statistics, and of the numbers in which norms, losses and the optimizer compute."""
@@ -39,7 +39,7 @@ class LayerShape:
         attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
-        routes_apart: each tensor rank has tokens of its own before whole experts; see
+        routes_local_tokens: each tensor rank has tokens of its own before whole experts; see
             engine.experts.layers.routed_experts.
         has_shared: whether all tokens share an expert beside those that a router chooses.
     """
@@ -49,7 +49,7 @@ class LayerShape:
     kv_width: int
     trains: bool
     between: tuple[LinearShape, ...] = ()
-    routes_apart: bool = False
+    routes_local_tokens: bool = False
     has_shared: bool = False
 
     @property
@@ -155,7 +155,7 @@ class ModelShape:
 def model_shape(
     config: DecoderConfig, plan: TrainingPlan, layout: TensorLayout, device_type: str, dtype: torch.dtype
 ) -> ModelShape:
-    """Builds the two ends and one layer of each kind on the meta device, and reads them.
+    """Builds the two ends and one layer of each kind on the meta device, the first beside the ends, and reads them.
 
     Args:
         config, plan: of the model.
@@ -173,9 +173,11 @@ def model_shape(
         )
     build = partial(build_decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
     kinds = layer_kinds(config, plan)
-    parts = {kind: build(part=Part(first=kind, last=kind + 1, embedding=False, head=False)) for kind in set(kinds)}
-    ends = build(part=Part(first=0, last=0))
-    for part in (ends, *parts.values()):
+    ends = build(part=Part(first=0, last=1))
+    parts = {0: ends}
+    for kind in sorted({*kinds} - {0}):
+        parts[kind] = build(part=Part(first=kind, last=kind + 1, embedding=False, head=False))
+    for part in parts.values():
         _check_products(part, device_type)
     layers = {kind: _layer(part.layers[0]) for kind, part in parts.items()}
     parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}
@@ -208,7 +210,7 @@ def _layer(layer: DecoderLayer) -> LayerShape:
         between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
         kv_width=attention.num_kv_heads * attention.head_dim,
         trains=any(entry.sink is not None for entry in shard_entries(layer)),
-        routes_apart=mlp.routes_apart,
+        routes_local_tokens=mlp.routes_local_tokens,
         has_shared=mlp.has_shared,
     )
 

@@ -2,7 +2,8 @@
 
 Beside a piece's own memory a stage holds the tensors that the pieces before it keep for backward, the residual stream
 between two pieces or its gradient, and, until its backward ends, its input and output and the gradient that the next
-stage sends. Features of images for later layers lie below the stream that enters a stage, in one memory with it.
+stage sends. Features of images for later layers are stacked after the stream that enters a stage, in one memory with
+it.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ def stage_bytes(
     if stage.embedding and model.encoded:
         encoder = model.encoder(memory.level(0), saved=trains and shape.carried_trains)
     needs = shape.embedding_trains if stage.embedding else gives_gradient
+    # before the layers: the head is traced on the model that the positions and the embedding were
+    head_needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
+    last = model.head(needs=head_needs and trains, saved=trains, defers=defers) if stage.head else None
     runs = list(_layer_groups(model, stage, memory, needs=needs and trains, trains=trains, defers=defers))
-    needs = needs or any(map(shape.needs_backward, range(stage.first, stage.last)))
-    last = model.head(needs=needs and trains, saved=trains, defers=defers) if stage.head else None
     below = _Below(*(model.levels(layer) * stream for layer in (stage.first, stage.last)))
     forward, kept = _forward([tables, encoder], images, first, runs, last, stream, below, trains)
     away = sum(run.trace.away * run.count for run in runs)

@@ -158,7 +158,7 @@ class _Times:
 
     def _mlp_links(self, layer: LayerShape, *, last: bool = True) -> float:
         """Returns the seconds of the collectives around the MLP (not recomputed: `last`)."""
-        if layer.routes_apart:
+        if layer.routes_local_tokens:
             # a shared expert is an ordinary MLP; tokens that were not apart before meet again behind the experts
             joins = self.sequence_links(1) if last and not self._splits else 0.0
             return joins + (self.sequence_links(1 + last) if layer.has_shared else 0.0)
@@ -174,7 +174,7 @@ class _Times:
             sizes: bytes of each that arrive, those of this rank's own tokens among them.
         """
         ranks = self._parallel.expert
-        apart = self._ranks if self._parallel.cuts_experts else 1
+        apart = self._ranks if self._parallel.shards_experts else 1
         near = min(ranks, max(1, self._machine.node_size // apart))
         rank = sum(sizes) / ranks / 1e9
         return max((near - 1) * rank / self._machine.link, (ranks - near) * rank / self._machine.network)
@@ -187,7 +187,7 @@ class _Times:
             for each in (launches.forward, launches.backward)
         )
         links = self.sequence_links(4 if layer.between else 2)
-        links += self._mlp_links(layer) if layer.routes_apart else self.sequence_links(2)
+        links += self._mlp_links(layer) if layer.routes_local_tokens else self.sequence_links(2)
         links += self._exchange(launches.exchanged_backward)
         recomputed = _RECOMPUTED.get(level, ())
         ahead_links = self._attention_links(layer) + self._mlp_links(layer) + self._exchange(launches.exchanged_forward)

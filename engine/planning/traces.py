@@ -35,12 +35,11 @@ from engine.ops.kernels import shape_backend
 from engine.planning import traced_batch
 from engine.planning.launches import LaunchCounter, PieceLaunches, TorchAttention, counted_base, counted_kernels
 from engine.planning.ledger import ACTIVATIONS, COMMUNICATION, Parts
-from engine.planning.planned_rows import expert_rows
 from engine.planning.rank_layout import Workload
 from engine.planning.recording import Recording
 from engine.planning.shapes import ModelShape, model_shape
 from engine.planning.stand_ins import shape_base, shape_blocks
-from engine.planning.traced_batch import META
+from engine.planning.traced_batch import META, expert_rows
 from engine.zigzag import rank_columns
 
 
@@ -135,7 +134,7 @@ class RankModel:
     """
 
     def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
-        check_expert_ranks(workload.decoder, expert=parallel.expert, folds=parallel.folds_experts)
+        check_expert_ranks(workload.decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
         self._workload, self._parallel = workload, parallel
         self.shape = _rank_shape(replace(workload, routing="balanced"), parallel)
         columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
@@ -177,9 +176,11 @@ class RankModel:
         memory: MemoryPlan = SELECTIVE,
         defers: bool = False,
         decoder: DecoderConfig | None = None,
+        has_logits: bool = False,
     ) -> Trace:
         workload = self._workload if decoder is None else replace(self._workload, decoder=decoder)
-        return _tracer(workload, self._parallel, part, memory, saved, defers).trace(body, needs=needs)
+        tracer = _tracer(workload, self._parallel, part, memory)
+        return tracer.trace(body, needs=needs, saved=saved, defers=defers, has_logits=has_logits)
 
     def layer(self, kind: int, memory: MemoryPlan, *, needs: bool, saved: bool = True, defers: bool = False) -> Trace:
         """Traces a decoder layer.
@@ -237,10 +238,9 @@ class RankModel:
 
     def _front(self, name: str, decoder: DecoderConfig, body: _Body, level: Level, *, saved: bool) -> Trace:
         """Traces the piece before the layers; where it keeps nothing, recomputation makes no difference."""
-        part = Part(first=0, last=0, embedding=True, head=False)
         memory = MemoryPlan(recompute=level if saved else "selective")
         options = {"memory": memory, "needs": False, "saved": saved, "decoder": decoder}
-        return self._once((name, memory, saved), part, body, **options)
+        return self._once((name, memory, saved), Part(first=0, last=0), body, **options)
 
     def head(self, *, needs: bool, saved: bool, defers: bool) -> Trace:
         """Traces norm, head and loss; of an objective's loss, the part that grows with the tokens.
@@ -257,9 +257,8 @@ class RankModel:
                 losses = torch.where(batch.tokens_BS.flatten() == numbers[:, None], losses, 0.0)
             return losses.sum()
 
-        last = self._workload.decoder.num_layers
-        part = Part(first=last, last=last, embedding=False, head=True)
-        return self._once(("the head", needs, saved, defers), part, body, needs=needs, saved=saved, defers=defers)
+        options = {"needs": needs, "saved": saved, "defers": defers, "has_logits": True}
+        return self._once(("the head", needs, saved, defers), self._ends_part, body, **options)
 
     def tables(self) -> Trace:
         """Traces the rotary tables of a micro-batch, which all layers share."""
@@ -270,24 +269,19 @@ class RankModel:
             made.append(model.context(batch, context.step, training=True))
             return x.new_empty(())
 
-        part = Part(first=0, last=0, embedding=False, head=False)
-        return self._once(("the positions",), part, body, needs=False, saved=False)
+        return self._once(("the positions",), self._ends_part, body, needs=False, saved=False)
+
+    @property
+    def _ends_part(self) -> Part:
+        """The model without layers, and without an embedding that a vision model stands behind: that is built apart."""
+        return Part(first=0, last=0, embedding=not self._workload.decoder.fronts)
 
 
 class _Tracer:
-    """Builds one piece, and runs it forward and backward."""
+    """Builds a part of the model, and runs pieces of it forward and backward."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        parallel: ParallelOptions,
-        part: Part,
-        memory: MemoryPlan,
-        saved: bool,
-        defers: bool,
-    ) -> None:
+    def __init__(self, workload: Workload, parallel: ParallelOptions, part: Part, memory: MemoryPlan) -> None:
         self._workload, self._part, self._memory = workload, part, memory
-        self._saved, self._defers = saved, defers
         self._away, self._recording = _UncountedTransfer(), Recording()
         self._exchanged: list[int] = []
         """Bytes of each exchange of rows for experts since the last look."""
@@ -297,18 +291,20 @@ class _Tracer:
         with self._recording:
             self._model = self._build()
 
-    def trace(self, body: _Body, *, needs: bool) -> Trace:
+    def trace(self, body: _Body, *, needs: bool, saved: bool, defers: bool, has_logits: bool) -> Trace:
         """Traces forward and, where there is one, backward.
 
         Args:
-            needs: whether the input needs a gradient.
+            needs, saved, defers: as of `RankModel.layer`.
+            has_logits: whether matrices as wide as the vocabulary are logits.
         """
         recording, counter, model, arrived = self._recording, self._counter, self._model, []
         attention = TorchAttention(counter)
         self._away.nbytes = 0
+        recording.widths = _logit_widths(model) if has_logits else frozenset()
         counter.weights.clear()
         for sink in self._sinks:
-            sink.deferred = [] if self._defers else counter.deferred
+            sink.deferred = [] if defers else counter.deferred
         # one thread, which the recording sees
         with recording, counter, attention, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             batch = self._batch()
@@ -319,9 +315,9 @@ class _Tracer:
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
             counter.launches.clear()
             self._exchanged.clear()
-            with nullcontext() if self._saved else torch.no_grad():
+            with nullcontext() if saved else torch.no_grad():
                 y = body(model, batch, context, x)
-            goes_back = self._saved and y.requires_grad
+            goes_back = saved and y.requires_grad
             forward = PieceLaunches(forward=tuple(counter.launches), exchanged_forward=tuple(self._exchanged))
             end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))
             made = {recording.number(y), recording.number(end)}
@@ -356,7 +352,7 @@ class _Tracer:
             return replace(trace, backward=backward, left=left, launches=launches)
 
     def _build(self) -> Decoder:
-        """Builds the piece, with everything that a second micro-batch would find."""
+        """Builds the part, with everything that a second micro-batch would find."""
         workload, memory = self._workload, self._memory
         model = build_decoder(
             workload.decoder,
@@ -370,8 +366,6 @@ class _Tracer:
         model.inverse_frequencies = tuple(one.to(META) for one in model.inverse_frequencies)
         if memory.offload:
             model.saved = SavedTensors(memory, META, model.saved.shapes, self._away)
-        if model.head is not None:
-            self._recording.widths = _logit_widths(model)
         self._sinks = _bind_buffers(shard_entries(model))
         if self._layout.base is not None:
             self._layout.base.scratch.take((0,), torch.uint8, META)
@@ -446,8 +440,8 @@ def _layout(
         rows = expert_rows(workload.routing, per_token=decoder.experts_per_token, ranks=parallel.expert)
         experts = ExpertAxes(
             ep=joined(Axis("ep", parallel.expert), rows),
-            tp=tp if parallel.cuts_experts else Axis("tp"),
-            data="edp" if parallel.folds_experts else "dp_cp",
+            tp=tp if parallel.shards_experts else Axis("tp"),
+            data="edp" if parallel.has_expert_mesh else "dp_cp",
         )
     return TensorLayout.over(
         mesh,
@@ -494,7 +488,7 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
         context_method=parallel.context_method,
         lora_reduce=parallel.lora_reduce,
         expert=parallel.expert,
-        expert_tensor=parallel.tensor if parallel.cuts_experts else 1,
+        expert_tensor=parallel.tensor if parallel.shards_experts else 1,
     )
     return _rank_model(alike, ends if workload.decoder.tied_embeddings else replace(ends, pipeline=1))
 
@@ -512,4 +506,5 @@ def _end_traces(workload: Workload, parallel: ParallelOptions) -> dict[tuple[obj
 
 _rank_model = lru_cache(maxsize=256)(RankModel)
 _tracer = lru_cache(maxsize=1)(_Tracer)
-"""A layer is traced twice in a row: as the first one, whose input needs no gradient, and as any other."""
+"""A layer is traced twice in a row, as the first one, whose input needs no gradient, and as any other; so are the
+positions and the ends."""

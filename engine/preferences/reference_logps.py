@@ -23,6 +23,7 @@ from engine.data.loader import EvalLoader
 from engine.distributed.collectives import all_reduce, barrier, broadcast_object
 from engine.errors import UserError
 from engine.layers.host_copies import sent
+from engine.preferences.data.answer_columns import answer_columns, put_reference
 from engine.preferences.objectives.likelihood import answers_of
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
@@ -54,20 +55,27 @@ def load_references(
         UserError: the log-likelihoods are absent, belong to other data, or are not finite.
     """
     others = {
-        f"{name}-mismatched": dataset.mismatched for name, dataset in sets.items() if dataset.mismatched is not None
+        f"{name}-{companion_name(part)}": companion
+        for name, dataset in sets.items()
+        for part, companion in dataset.companions.items()
     }
     for name, dataset in (sets | others).items():
         path = run_dir / f"{REFERENCE}{name}.safetensors"
         if resumed is None:
-            dataset.reference_logps = compute_references(config, training, dataset, log, name)
+            put_reference(dataset, compute_references(config, training, dataset, log, name))
         else:
             found = _found(path, resumed)
-            dataset.reference_logps = _read(found, dataset)
+            put_reference(dataset, _read(found, dataset))
             if found == path:
                 continue
             barrier()  # all have read before anything is written
         if rank == 0:
             _write(path, dataset)
+
+
+def companion_name(part: str) -> str:
+    """Returns the name of a companion, in files and in the log, from that of the part that holds it."""
+    return part.partition(":")[2].lower()
 
 
 def compute_references(
@@ -116,8 +124,8 @@ def _found(path: Path, resumed: Path) -> Path:
     found = broadcast_object(next((str(one) for one in (path, other) if one.is_file()), None))
     if found is None:
         raise UserError(
-            f"{path} is missing, which holds what the model this run started from says of the data: put it back, or "
-            "start a new run from the checkpoint's adapter with lora.init_from."
+            f"{path} is missing, which holds the data's log-likelihoods under the model that this run started from: "
+            "put it back, or start a new run from the checkpoint's adapter with lora.init_from."
         )
     return Path(str(found))
 
@@ -126,8 +134,9 @@ def _write(path: Path, dataset: TokenDataset) -> None:
     """Writes a file that gets its name only when it is whole: a run may be killed at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    assert dataset.reference_logps is not None
-    logps = torch.from_numpy(dataset.reference_logps)
+    known = answer_columns(dataset).reference_logps
+    assert known is not None
+    logps = torch.from_numpy(known)
     save_file({"logps": logps}, part, metadata={"data": dataset.fingerprint()})
     os.replace(part, path)
 

@@ -25,9 +25,6 @@ from engine.choices import BASE_DTYPES
 from engine.errors import UserError
 from engine.kernels.codec import PLAIN, Arithmetic
 from engine.quantization.encoded_parts import WholeMatrix
-from engine.quantization.fp8 import fp8
-from engine.quantization.int8 import int8
-from engine.quantization.nf4 import Nf4
 
 
 class Encoding(Protocol):
@@ -104,9 +101,15 @@ def encoding(name: str, arithmetic: Arithmetic = PLAIN) -> Encoding:
         UserError: there is none of that name.
     """
     if name == "nf4":
+        from engine.quantization.nf4 import Nf4
+
         return Nf4(arithmetic)
     if name == "int8":
+        from engine.quantization.int8 import int8
+
         return int8(arithmetic)
     if name in ("fp8", "fp8_row"):
+        from engine.quantization.fp8 import fp8
+
         return fp8(arithmetic, per_matrix=name == "fp8")
     raise UserError(f"there is no encoding {name!r}: choose one of {', '.join(ENCODING_NAMES)}.")

@@ -1,8 +1,10 @@
-"""Reports on completions: figures of a step, and a few completions with their rewards."""
+"""Reports on completions: figures of a step, a few completions with their rewards, and the distance between a server's
+log-probabilities and the trainer's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +79,7 @@ def _mean_and_deviation(values: NDArray[np.float64]) -> tuple[float, float]:
     return mean, float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
 
-def told(samples: Sequence[Sample], buffer: Buffer, names: Sequence[str], count: int) -> list[str]:
+def format_completions(samples: Sequence[Sample], buffer: Buffer, names: Sequence[str], count: int) -> list[str]:
     """Returns lines on some completions: the first of each of the first prompts.
 
     Args:
@@ -103,3 +105,42 @@ def _shown(reward: float) -> str:
 def _text(given: object) -> str:
     """Returns a text, or the last message's."""
     return given if isinstance(given, str) else str(given[-1]["content"])  # type: ignore[index]
+
+
+class Distance(NamedTuple):
+    """The distance between the two log-probabilities of each token, in nats.
+
+    Args:
+        mean, largest: of |trainer's - server's|.
+        ratio: mean of exp(trainer's - server's).
+        outside: share of the tokens whose distance is above a bound.
+    """
+
+    mean: float
+    largest: float
+    ratio: float
+    outside: float
+
+    def sentence(self, bound: float) -> str:
+        """Returns a sentence for the log."""
+        return (
+            f"the server's log-probabilities lie {self.mean:.3g} from the trainer's on average, {self.largest:.3g} at "
+            f"most (mean ratio {self.ratio:.3g}; {self.outside:.1%} of the tokens above {bound:g})"
+        )
+
+
+def mismatch(buffer: Buffer, prompts: range, *, bound: float) -> Distance:
+    """Returns the distance over all tokens of a buffer's completions that have the trainer's log-probabilities.
+
+    Args:
+        prompts: of the buffer, whose completions are compared.
+        bound: of the share outside.
+    """
+    assert buffer.old_logps is not None
+    places = slice(prompts.start * buffer.group, prompts.stop * buffer.group)
+    sampled = np.concatenate([one.logps for one in buffer.completions[places]])
+    differences = np.concatenate(buffer.old_logps[places]).astype(np.float64) - sampled
+    sizes = np.abs(differences)
+    return Distance(
+        float(sizes.mean()), float(sizes.max()), float(np.exp(differences).mean()), float((sizes > bound).mean())
+    )

@@ -85,21 +85,15 @@ def _check_prompts(config: RunConfig) -> None:
         f"rollout.max_completion_length {rollout.max_completion_length}, which leaves no room for a prompt: raise "
         "data.seq_length.",
     )
-    for given, wanted in (
-        (f"data.mix is {list(data.mix)}", not data.mix),
-        (f"data.validation is {data.validation}", data.validation is None),
-        (f"data.validation_split is {data.validation_split}", data.validation_split is None),
-        (f"data.format is {data.format}", data.format == "auto"),
-        ("data.mask_prompt is false", data.mask_prompt),
-        ("data.overlong is cut", data.overlong != "cut"),
-    ):
-        require(
-            wanted,
-            f"{given} and objective.name is {name}, whose data are the prompts of data.train, without answers and each "
-            "whole: remove it.",
-        )
+    alone = "whose data are the prompts of data.train, without answers and each whole"
     train = config.train
     for given, wanted, why in (
+        (f"data.mix is {list(data.mix)}", not data.mix, alone),
+        (f"data.validation is {data.validation}", data.validation is None, alone),
+        (f"data.validation_split is {data.validation_split}", data.validation_split is None, alone),
+        (f"data.format is {data.format}", data.format == "auto", alone),
+        ("data.mask_prompt is false", data.mask_prompt, alone),
+        ("data.overlong is cut", data.overlong != "cut", alone),
         ("data.learn_after_end is false", data.learn_after_end, "whose completions end where sampling ends"),
         (f"data.show is {data.show}", data.show == 0, "whose rows are not there before the first step: rollout.show "
          "logs completions"),

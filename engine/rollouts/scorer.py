@@ -1,34 +1,23 @@
-"""Scores completions on rank 0 and tells all ranks.
-
-The other ranks wait in broadcasts of a few seconds each, so that functions may outlast a collective's timeout.
-"""
+"""Scores completions on rank 0 and tells all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
-from engine.distributed.operations import LOG
 from engine.errors import UserError
+from engine.rollouts.rank_zero import broadcast_result
 from engine.rollouts.rewards.built_in import compared_column
 from engine.rollouts.rewards.pool import RewardPool, Sample, Scores
 from engine.runtime.launch import Launch
 from engine.sentences import listed
 
-_BEAT_SECONDS = 5.0
-"""Maximum seconds of a broadcast, which is also at most a quarter of train.collective_timeout."""
 _SAID = 100
 """Maximum number of sentences on failures in a whole run."""
-
-
-def beat_seconds(config: RunConfig) -> float:
-    """Returns the longest duration of a broadcast in which ranks wait for work of rank 0 alone."""
-    return min(_BEAT_SECONDS, config.train.collective_timeout / 4)
 
 
 def reward_pool(config: RunConfig, columns: Sequence[str]) -> RewardPool:
@@ -77,8 +66,7 @@ class Scorer:
 
     def __init__(self, config: RunConfig, launch: Launch, *, columns: Sequence[str]) -> None:
         self._pool = reward_pool(config, columns) if launch.rank == 0 else None
-        self._beat = beat_seconds(config)
-        self._said = 0
+        self._config, self._said = config, 0
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Returns the scores of completions, the same on all ranks.
@@ -87,12 +75,7 @@ class Scorer:
             UserError: none of them has a reward, of any function.
         """
         scoring = None if self._pool is None else self._pool.begin(samples)
-        found = None
-        while found is None:
-            if scoring is not None and scoring.wait(self._beat):
-                found = scoring.result()
-            found = cast(Scores | None, broadcast_object(found))
-            LOG.progressed()
+        found: Scores = broadcast_result(scoring, self._config)
         if np.isnan(found.rewards).all():
             reason = found.problems[0] if found.problems else "every function returned None for all of them"
             raise UserError(

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,14 @@ from engine.config.rollout import KEY_VARIABLE, RolloutOptions
 from engine.config.run import RunConfig
 from engine.data.tokenizer import Tokenizer
 from engine.distributed.collectives import broadcast_object
-from engine.distributed.operations import LOG
 from engine.errors import UserError
 from engine.files.durable import write_durably
 from engine.files.refusals import reading, writing
 from engine.files.staging import partial_folder
 from engine.rollouts.data.prompts import Prompt, PromptSet
 from engine.rollouts.ends import completion_ends
+from engine.rollouts.rank_zero import broadcast_result
 from engine.rollouts.sampler import Sampled
-from engine.rollouts.scorer import beat_seconds
 from engine.rollouts.served_adapter import FILES, gather_trained, write_adapter
 from engine.rollouts.servers.dialects import Answer, Question, SamplingSettings
 from engine.rollouts.servers.server import Asked, Shown
@@ -46,15 +45,6 @@ _COMPARED = 16
 """Prompts whose text is given to both tokenizers."""
 _LAST_SECONDS = 10.0
 """Seconds that the server may take for each of the last calls."""
-_Result = TypeVar("_Result", covariant=True)
-
-
-class _Work(Protocol[_Result]):
-    """Work that rank 0 has begun."""
-
-    def wait(self, seconds: float) -> bool: ...
-
-    def result(self) -> _Result: ...
 
 
 class Begun(NamedTuple):
@@ -176,7 +166,6 @@ class ServedSampler:
         rollout = config.rollout
         self._config, self._training, self._ends = config, training, ends
         self._settings = sampling_settings(rollout, ends)
-        self._beat = beat_seconds(config)
         self._parent = Path(rollout.adapter_dir or run_dir / _FOLDER).absolute()
         run = hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=4).hexdigest()
         self._prefix = f"rankfold-{run}-"
@@ -198,7 +187,7 @@ class ServedSampler:
             self.begin(prompts, generation=generation, step=step)
         begun, self._begun = self._begun, None
         assert begun is not None and begun.generation == generation, (begun, generation)
-        answers: list[Answer] = self._told(begun.asked)
+        answers: list[Answer] = broadcast_result(begun.asked, self._config)
         return [self._sampled(one) for one in answers], begun.step
 
     def begin(self, prompts: Sequence[Prompt], *, generation: int, step: int) -> None:
@@ -282,7 +271,7 @@ class ServedSampler:
                 server.unload(self._name(before[0]))
                 shutil.rmtree(before[1], ignore_errors=True)
 
-        self._told(None if server is None else _InThread.begin(publish))
+        broadcast_result(None if server is None else _InThread.begin(publish), self._config)
         self._loaded = step, folder
 
     def _clear(self) -> None:
@@ -301,26 +290,6 @@ class ServedSampler:
             ]
             asked = self._server.ask(self._name(step), questions, self._settings)
         self._begun = Begun(generation, step, asked)
-
-    def _told(self, work: _Work[Any] | None) -> Any:
-        """Returns the result of rank 0's work on all ranks, which wait in broadcasts of a few seconds each.
-
-        Raises:
-            UserError: it failed; on all ranks.
-        """
-        found: tuple[Any, str | None] | None = None
-        while found is None:
-            if work is not None and work.wait(self._beat):
-                try:
-                    found = work.result(), None
-                except UserError as error:
-                    found = None, str(error)
-            found = cast(tuple[Any, str | None] | None, broadcast_object(found))
-            LOG.progressed()
-        result, problem = found
-        if problem is not None:
-            raise UserError(problem)
-        return result
 
     def _sampled(self, answer: Answer) -> Sampled:
         return Sampled(

@@ -36,7 +36,7 @@ _NOT_READ = {
     "alpha_pattern": "adapters of several scales",
 }
 _ADVICE = (
-    "train adapters of one rank and alpha alone, on what the server has them for, or remove rollout.server, so that "
+    "train adapters of one rank and alpha alone, on linears that the server adapts, or remove rollout.server, so that "
     "the engine samples"
 )
 _BUCKET = 16 << 20

@@ -28,16 +28,20 @@ from engine.rollouts.buffer import FILE, Buffer, OpenBuffer
 from engine.rollouts.data.completions import Completion, CompletionColumns, completion_columns
 from engine.rollouts.data.prompts import Prompt, PromptLoader
 from engine.rollouts.ends import completion_ends
-from engine.rollouts.figures import OVERLONG, SHOWN, step_figures, told
-from engine.rollouts.mismatch import mismatch
-from engine.rollouts.objective.advantages import Advantages, advantages, advantages_of_each
+from engine.rollouts.figures import OVERLONG, SHOWN, format_completions, mismatch, step_figures
+from engine.rollouts.objective.advantages import (
+    Advantages,
+    advantages,
+    advantages_of_each,
+    overlong_penalties,
+    total_rewards,
+)
 from engine.rollouts.objective.policy import row_weight
 from engine.rollouts.rewards.pool import Sample
 from engine.rollouts.sampler import Sampled, Sampler
 from engine.rollouts.scorer import Scorer
 from engine.rollouts.served import ServedSampler
 from engine.rollouts.token_logps import token_logps
-from engine.rollouts.totals import overlong_penalties, total_rewards
 from engine.rollouts.trained_sampler import TrainedSampler
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
@@ -344,7 +348,7 @@ class RolloutSource:
         )
 
     def _show(self, step: int, samples: Sequence[Sample], buffer: Buffer) -> None:
-        for number, line in enumerate(told(samples, buffer, self._names(), self._config.rollout.show), 1):
+        for number, line in enumerate(format_completions(samples, buffer, self._names(), self._config.rollout.show), 1):
             self._metrics.text(step=step + 1, name=f"completion/{number}", text=line)
             self._say(f"step {step + 1}: {line}")
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from engine.config.rollout import KEY_VARIABLE
 from engine.distributed.failures import communicating
 from engine.runtime.network import interface_towards, name_is_usable
-from engine.runtime.rendezvous import meet
 from engine.runtime.secrets import take_secret
 from engine.telemetry.ending import end_with_parent, joins_others
 
@@ -228,6 +227,8 @@ def start(timeout_seconds: float = 600.0, *, deterministic: bool = False) -> Lau
         joins_others()
         if device.type == "cpu":
             choose_interface(world_size)
+        from engine.runtime.rendezvous import meet
+
         with communicating("joining the process group"):
             store, meeting = meet(rank, world_size, timeout_seconds)
             dist.init_process_group(

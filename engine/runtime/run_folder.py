@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from engine.checkpoint.manifest import MANIFEST
-from engine.checkpoint.run.training_state import latest_checkpoint, open_run
+from engine.checkpoint.run.step_folders import latest_checkpoint
+from engine.checkpoint.run.training_state import open_run
 from engine.config.checkpoint import CheckpointOptions
 from engine.config.run_files import FILES, FOLDERS, LOCK
 from engine.distributed.collectives import all_reduce, broadcast_object
@@ -82,7 +83,7 @@ class RunFolder:
         found = int(all_reduce(torch.tensor(blind, device=launch.device), everyone, dist.ReduceOp.MAX))
         if found == 0:
             return
-        what = f"{self.path} is not one folder for all nodes: rank {found} does not see what rank 0 wrote there"
+        what = f"{self.path} is not one folder for all nodes: rank {found} does not see rank 0's files there"
         if several_write:
             raise UserError(
                 f"{what}, and under this layout both write parts of a checkpoint: give a checkpoint.dir on a file "

@@ -102,8 +102,8 @@ def _memory_sentence(error: BaseException) -> str | None:
         return None
     size = "" if found is None else f" for {format_bytes(int(found[1])) if found[1] else found[2] or found[3]} more"
     return (
-        f"there is not enough memory{size}: use a smaller train.micro_batch_size, data.seq_length or lora.rank, or see "
-        "what fits with `rankfold plan memory`."
+        f"there is not enough memory{size}: use a smaller train.micro_batch_size, data.seq_length or lora.rank, or "
+        "find settings that fit with `rankfold plan memory`."
     )
 
 

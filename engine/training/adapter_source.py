@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.untied import SHARED
-from engine.checkpoint.weight_source import TIED_HEAD
+from engine.checkpoint.weight_source import SHARED, TIED_HEAD
 from engine.config.run import RunConfig
 from engine.conversion.merged_model import adapted_modules, fully_trained
 from engine.conversion.peft_read import AdapterSource
@@ -35,18 +34,17 @@ def adapter_source(config: RunConfig, source: ModelSource, plan: ModelPlan) -> T
     if source.weights is not None:
         found.require_base(source.weights)
     _check_tying(found, config, source)
-    settings = {module: own for module in modules if (own := plan.modules.adapter(module)) is not None}
+    settings = {module: adapter for module in modules if (adapter := plan.modules.adapter(module)) is not None}
     found.require_matching({module: (own.rank, own.scale) for module, own in settings.items()})
-    if found.settings.dora != lora.dora:
-        raise UserError(
-            f"lora.dora is {str(lora.dora).lower()}, but the adapter in {lora.init_from} has use_dora "
-            f"{str(found.settings.dora).lower()}: set lora.dora to {str(found.settings.dora).lower()}."
-        )
-    if found.settings.bias != lora.bias:
-        raise UserError(
-            f"lora.bias is {str(lora.bias).lower()}, but the adapter in {lora.init_from} has lora_bias "
-            f"{str(found.settings.bias).lower()}: set lora.bias to {str(found.settings.bias).lower()}."
-        )
+    for option, key, stored, asked in (
+        ("dora", "use_dora", found.settings.dora, lora.dora),
+        ("bias", "lora_bias", found.settings.bias, lora.bias),
+    ):
+        if stored != asked:
+            raise UserError(
+                f"lora.{option} is {str(asked).lower()}, but the adapter in {lora.init_from} has {key} "
+                f"{str(stored).lower()}: set lora.{option} to {str(stored).lower()}."
+            )
     for name in fully_trained(found.tensor_names()):
         if name not in plan.trained and name in (*plan.shapes, TIED_HEAD):
             raise UserError(

@@ -22,7 +22,6 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import meta_model
 from engine.models.initialise import initialise_weights
 from engine.ops.encoded_weight import BaseEncoding
-from engine.ops.quantized_backends import choose_quantized
 from engine.quantization.encoding import encoding
 from engine.telemetry.format import counted, format_bytes
 from engine.telemetry.log import Log
@@ -58,6 +57,8 @@ def named_encoding(name: str, kernels: str, device: torch.device) -> BaseEncodin
                 f"model.base_dtype is {name}, which needs a GPU of compute capability {needed[0]}.{needed[1]}, but "
                 f"this one has {found[0]}.{found[1]}: set model.base_dtype to int8 or nf4."
             )
+    from engine.ops.quantized_backends import choose_quantized
+
     backend = choose_quantized(kernels, device)
     return BaseEncoding(encoding=encoding(name, backend.arithmetic), operands=backend.operands)
 
@@ -72,7 +73,9 @@ def check_base(config: RunConfig, decoder: DecoderConfig, plan: TrainingPlan) ->
     if base is None:
         return
     parallel = config.parallel
-    model = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan, base=base)
+    model = meta_model(
+        decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan, base=base
+    )
     if not any(True for _ in encoded_entries(model)):
         raise UserError(
             f"model.base_dtype is {config.model.base_dtype} and trainable is {list(config.trainable)}, which trains "

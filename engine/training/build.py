@@ -14,20 +14,21 @@ from engine.models.decoder import Decoder
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
 from engine.optim.adamw import FlatAdamW
+from engine.optim.reduce import GradientReducer
 from engine.runtime.launch import Launch
 from engine.seams import resolve
 from engine.telemetry.log import Log
 from engine.training.base_encoding import fill_base
 from engine.training.build_optimizer import (
+    bucket_bytes,
     build_flat,
     build_loss_scale,
     build_optimizer,
-    build_reducer,
+    host_places,
     weight_placement,
 )
 from engine.training.build_stages import build_stages
 from engine.training.device_choices import choose_for_device
-from engine.training.host_places import host_places
 from engine.training.rank_stages import Stages
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.step import TrainStep
@@ -97,7 +98,7 @@ def build_training(
         fill_parameters(config, source, plan, entries, flat, weights, mesh, log)
         fill_base(config, source.model, source.weights, stages.models(), weights, log)
     optimizer = build_optimizer(config.optim, flat, mesh, choices.optimizer, loss_scale)
-    reducer = build_reducer(config, flat, mesh)
+    reducer = GradientReducer(flat, mesh, bucket_bytes=bucket_bytes(config))
     step = TrainStep(stages, reducer, optimizer, mesh)
     graphs = _graphs(config, launch, mesh, stages, step, documents_per_row, log)
     return Training(
@@ -120,7 +121,7 @@ def _grid(config: RunConfig, world_size: int) -> RankGrid:
         dp=data_parallel_size(config, world_size),
         pp=config.parallel.pipeline,
         ep=config.parallel.expert,
-        cuts_experts=config.parallel.cuts_experts,
+        shards_experts=config.parallel.shards_experts,
     )
 
 
@@ -133,7 +134,7 @@ def _graphs(
     documents_per_row: int | None,
     log: Log,
 ) -> Graphs | None:
-    """Builds and logs what replays the step, where graphs are asked for."""
+    """Builds and logs the graphs that replay the step, where graphs are asked for."""
     if config.memory.cuda_graph == "none":
         return None
     graphs: Graphs = resolve("engine.training.cuda_graph.build:build_graphs")(

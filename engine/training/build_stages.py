@@ -48,7 +48,12 @@ def build_stages(
         loss_scale: of float16; None without one.
     """
     layout = _layout(config, mesh, plan.partition, choices, splits_tokens=decoder.splits_tokens)
-    _log_choices(config, choices, decoder, log)
+    for sentence in choices.sentences:
+        log.info(sentence)
+    if not decoder.splits_tokens and config.parallel.sequence_parallel:
+        log.info("sequence parallelism is off: layers that are transformers' own modules see all tokens")
+    if (plain := plain_torch_parts(decoder)) is not None:
+        log.warning(plain)
     balance = _load_balance(config, launch, decoder, mesh, loss_scale, log)
     partition, first_trained = plan.partition, plan.partition.choice.first_trainable_stage
     step = torch.zeros((), dtype=torch.int64, device=launch.device)
@@ -98,15 +103,6 @@ def _layout(
         attention_blocks=choices.blocks,
         base=choices.base,
     )
-
-
-def _log_choices(config: RunConfig, choices: DeviceChoices, decoder: DecoderConfig, log: Log) -> None:
-    for sentence in choices.sentences:
-        log.info(sentence)
-    if not decoder.splits_tokens and config.parallel.sequence_parallel:
-        log.info("sequence parallelism is off: layers that are transformers' own modules see all tokens")
-    if (plain := plain_torch_parts(decoder)) is not None:
-        log.warning(plain)
 
 
 def _load_balance(

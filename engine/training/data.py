@@ -9,7 +9,7 @@ from engine.checkpoint.tokenizer_files import TrainedTokenizer
 from engine.config.data import split_mix
 from engine.config.run import RunConfig
 from engine.data.processor_template import processor_template
-from engine.data.store import is_store, open_store
+from engine.data.store_paths import is_store
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.models.families import vision_left_out
@@ -77,7 +77,12 @@ def _stored_templates(config: RunConfig) -> set[str]:
     """Returns the chat templates that the token stores of the training data were rendered with, where they record
     it."""
     mixed = [split_mix(entry)[0] for entry in config.data.mix]
-    stores = [open_store(path) for path in (config.data.train, *mixed) if path is not None and is_store(path)]
+    paths = [path for path in (config.data.train, *mixed) if path is not None and is_store(path)]
+    if not paths:
+        return set()
+    from engine.data.store import open_store
+
+    stores = [open_store(path) for path in paths]
     return {store.chat_template for store in stores if store.chat_template is not None}
 
 

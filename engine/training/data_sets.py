@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any
 
 from engine.config.data import split_mix
 from engine.config.run import RunConfig
-from engine.data.blend import blend
-from engine.data.build import Advance
+from engine.data.build import RecordReader, build_dataset
 from engine.data.dataset import TokenDataset
-from engine.data.hold_out import hold_out
-from engine.data.preview import preview
-from engine.data.store import is_store
-from engine.data.stored_rows import stored_dataset
+from engine.data.store_paths import is_store
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
@@ -23,28 +19,6 @@ from engine.telemetry.format import counted
 from engine.telemetry.log import Log
 from engine.telemetry.progress import Progress
 from engine.training.node_data import NodeData
-
-
-class _ReaderOptions(TypedDict):
-    """The options that every reader of records takes; see `engine.data.build.build_dataset`."""
-
-    tokenizer: Tokenizer
-    seq_length: int
-    overlong: str
-    progress: Advance
-    images: Any
-
-
-class BuildDataset(Protocol):
-    """The function that `engine.config.objective.ObjectiveKind.records` names."""
-
-    def __call__(self, paths: str, *, packing: bool, **common: Unpack[_ReaderOptions]) -> TokenDataset:
-        """Reads and tokenises files of records.
-
-        Raises:
-            UserError: a file or record cannot be used, or no row is left to train on.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +47,8 @@ class DataSets:
         whole, held_out = self.dataset(path, "training"), None
         share, seed = config.data.validation_split, config.train.seed
         if share is not None:
+            from engine.data.hold_out import hold_out
+
             whole, held_out = hold_out(whole, share, seed)
             self.log.info(
                 f"validation data: {counted(len(held_out), 'row')} held out of data.train (data.validation_split "
@@ -81,6 +57,8 @@ class DataSets:
             )
         if not config.data.mix:
             return whole, held_out
+        from engine.data.blend import blend
+
         entries = [split_mix(entry) for entry in config.data.mix]
         more = [self.dataset(path, f"training ({path})") for path, _ in entries]
         parts = [whole, *more]
@@ -109,41 +87,44 @@ class DataSets:
         return dataset
 
     def _stored(self, path: str) -> TokenDataset:
-        data, objective = self.config.data, self.config.objective
+        objective = self.config.objective
         if objective.kind.records is not None:
             why = "compares answers" if objective.kind.answers else "has records of another form"
             raise UserError(f"{path} is a token store, but objective.name {objective.name} {why}: give their records.")
-        return stored_dataset(
-            path,
-            tokenizer=self.tokenizer,
-            seq_length=data.seq_length,
-            packing=data.packing,
-            overlong=data.overlong,
-        )
+        from engine.data.stored_rows import stored_dataset
+
+        return stored_dataset(path, tokenizer=self.tokenizer, **self._rows)
+
+    @property
+    def _rows(self) -> dict[str, Any]:
+        """The options that say how documents become rows."""
+        data = self.config.data
+        return {"seq_length": data.seq_length, "packing": data.packing, "overlong": data.overlong}
 
     def _read(self, path: str, what: str) -> TokenDataset:
         with Progress(self.log, f"reading {what} data", None, "records") as progress:
             data, records = self.config.data, self.config.objective.kind.records
-            common = _ReaderOptions(
-                tokenizer=self.tokenizer,
-                seq_length=data.seq_length,
-                overlong=data.overlong,
-                progress=progress.advance,
-                images=self.images,
-            )
             if records is None:
                 return build_texts(
-                    path, data_format=data.format, mask_prompt=data.mask_prompt, packing=data.packing, **common
+                    path,
+                    tokenizer=self.tokenizer,
+                    data_format=data.format,
+                    mask_prompt=data.mask_prompt,
+                    images=self.images,
+                    progress=progress.advance,
+                    **self._rows,
                 )
             assert data.packing != "concatenate", "which would tear answers apart"
-            read: BuildDataset = resolve(records)
-            return read(path, packing=data.packing, **common)
+            reader: RecordReader[Any] = resolve(records)(self.tokenizer, images=self.images)
+            return build_dataset(path, reader, progress=progress.advance, **self._rows)
 
 
 def show_samples(config: RunConfig, dataset: TokenDataset, tokenizer: Tokenizer, log: Log) -> None:
     """Prints the first rows of a data set, as many as data.show says."""
-    if not log.enabled:
+    if not (log.enabled and config.data.show):
         return
+    from engine.data.preview import preview
+
     for row in range(min(config.data.show, len(dataset))):
         for document, (tokens, targets) in zip(dataset.rows.row(row).tolist(), dataset.documents(row), strict=True):
             spans = dataset.feature_spans(document)

@@ -1,22 +1,67 @@
-"""The evaluations of a run: their steps, their records, and whether one ends the run."""
+"""The evaluations of a run: their steps, their records, the best loss, and whether one ends the run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from engine.config.run import RunConfig
 from engine.data.loader import EvalLoader
 from engine.objectives.objective import Objective, figures_to_show
 from engine.telemetry.format import format_duration
 from engine.telemetry.metrics import MetricsWriter
-from engine.training.best import BestLoss
 from engine.training.build import Training
 from engine.training.evaluate import evaluate, is_due
 
 Ending = Literal["target", "patience"]
 """The option by which an evaluation ends a run: train.target_eval_loss, or train.early_stopping_patience."""
+
+
+@dataclass(slots=True)
+class BestLoss:
+    """The outcome of the evaluations so far, part of a checkpoint's state.
+
+    Args:
+        loss: the lowest.
+        step: after which it was found; -1 before the first evaluation.
+        last: the newest loss.
+        seen: step of the newest evaluation; -1 before the first.
+        misses: evaluations in a row whose loss was not lower than `mark` by the margin that counts.
+        mark: the loss that they are compared with.
+    """
+
+    loss: float = float("inf")
+    step: int = -1
+    last: float = float("inf")
+    seen: int = -1
+    misses: int = 0
+    mark: float = float("inf")
+
+    def take(self, step: int, loss: float, *, min_delta: float) -> bool:
+        """Counts an evaluation, and returns whether it is the best so far. An evaluation is counted only once."""
+        if step <= self.seen:
+            return False
+        self.seen, self.last = step, loss if loss == loss else float("inf")  # JSON has no NaN
+        if loss < self.mark - min_delta:
+            self.mark, self.misses = loss, 0
+        else:  # NaN is no improvement either
+            self.misses += 1
+        if not loss < self.loss:
+            return False
+        self.loss, self.step = loss, step
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint: numbers that JSON has; empty before the first evaluation."""
+        finite = {key: value for key, value in asdict(self).items() if abs(value) < float("inf")}
+        return finite if self.seen >= 0 else {}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any] | None) -> BestLoss:
+        """Restores a saved state; checkpoints that were saved before an evaluation have none."""
+        return cls(**(state or {}))
 
 
 class Evaluations:
@@ -74,9 +119,8 @@ class Evaluations:
         self.best.take(step, loss, min_delta=self._options.early_stopping_min_delta)
         self.losses.append((step, loss))
         self._metrics.evaluation(step=step, eval_loss=loss, seconds=seconds, **more)
-        self._say(
-            f"step {step}: evaluation loss {loss:.4f}{_told(training.objective, more)} ({format_duration(seconds)})"
-        )
+        shown = _format_metrics(training.objective, more)
+        self._say(f"step {step}: evaluation loss {loss:.4f}{shown} ({format_duration(seconds)})")
         if self.ending == "patience":
             self._say(
                 f"step {step}: the evaluation loss has not come below {self.best.mark:.4f} for {self.best.misses} "
@@ -92,6 +136,6 @@ def ending(best: BestLoss, *, target: float | None, patience: int | None) -> End
     return "patience" if patience is not None and best.misses >= patience else None
 
 
-def _told(objective: Objective, more: dict[str, float]) -> str:
+def _format_metrics(objective: Objective, more: dict[str, float]) -> str:
     text = "".join(f", {name} {value:.4g}" for name, value in figures_to_show(objective, more).items())
     return f"{text} (the model still equals its reference)" if more.get("margin") == 0 else text

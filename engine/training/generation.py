@@ -102,10 +102,10 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
         parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline, expert=choice.expert),
     )
     parallel = options.parallel
-    check_expert_ranks(live.config, expert=parallel.expert, folds=parallel.folds_experts)
+    check_expert_ranks(live.config, expert=parallel.expert, folds=parallel.has_expert_mesh)
     check_base(options, live.config, live.plan)
-    cuts = options.parallel.cuts_experts
-    grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, cuts_experts=cuts)
+    cuts = options.parallel.shards_experts
+    grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, shards_experts=cuts)
     part_of = _parts(live.config, choice.pipeline)
     mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=live.config.num_kv_heads)
     decoder = build_decoder(

@@ -161,9 +161,8 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
 def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[str]:
     """Returns the modules, such as `layers.3.attention.qkv_proj`, that one adapter is to stand for."""
     if lora.fused == "auto" and lora.init_from is not None:
-        adapter_source = resolve("engine.conversion.peft_read:AdapterSource")
-        start = adapter_source(lora.init_from, names=names, decoder=decoder, fused=None, with_saved_modules=True)
-        return [module for module in start.modules() if fused_parts(module) != [module]]
+        found: list[str] = resolve("engine.conversion.peft_read:fused_modules")(lora.init_from, names, decoder)
+        return found
     qkv, gate_up = (QKV, VISION_QKV), (GATE_UP, VISION_GATE_UP)
     every = (*qkv, *gate_up, KEY_VALUE)
     asked = {"auto": names.fused, "none": (), "qkv": qkv, "gate_up": gate_up, "all": every}[lora.fused]

@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.data.dataset import TokenDataset
-from engine.data.mapped_dataset import map_dataset, save_dataset
 from engine.errors import UserError
 from engine.files.durable import delete_folder
 from engine.files.holder import take_system_lock
@@ -87,6 +86,8 @@ class NodeData:
             with suppress(OSError):  # where it cannot be reported, the other ranks are ended with this one
                 self._tell(folder, _PROBLEM, str(error))
             raise
+        from engine.data.mapped_dataset import save_dataset
+
         try:
             save_dataset(dataset, folder)
             (folder / _READY).touch()
@@ -131,6 +132,8 @@ class NodeData:
             pause = min(2 * pause, _LAST_LOOK)
 
     def _mapped(self, folder: Path) -> TokenDataset:
+        from engine.data.mapped_dataset import map_dataset
+
         dataset = map_dataset(folder)
         self._seen(folder)
         return dataset

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from engine.batch import Batch
 from engine.telemetry.metrics import Value
 from engine.training.guards.spikes import NO_LIMIT
-from engine.training.step import StepResult
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class StepSeen:
+class LaunchedStep:
     """A step that was handed to the device.
 
     Args:
@@ -79,7 +78,7 @@ class Observer:
     def before(self, step: int) -> None:
         """Called when `step`, counted from 1, is about to be handed to the device."""
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Called when a step was handed to the device. May launch work; waits for nothing."""
 
     def figures(self, report: StepReport) -> Mapping[str, Value]:
@@ -87,7 +86,7 @@ class Observer:
         return {}
 
     def read(self, report: StepReport) -> None:
-        """Called when a step has been reported, to judge what was read."""
+        """Called when a step has been reported, to judge its figures."""
 
     def save(self, step: int) -> None:
         """Called before a checkpoint is written, after `step` steps; may wait for the device."""

@@ -9,30 +9,35 @@ What a phase opens it hands to the ExitStack of the caller, who closes all of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
+from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.seams import resolve
+from engine.telemetry.format import counted
 from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
-from engine.telemetry.metrics import MetricsWriter
-from engine.telemetry.trackers import Trackers
 from engine.training.build import Training, build_training
-from engine.training.course_data import read_course
-from engine.training.prepared_run import PreparedRun, assemble
+from engine.training.data import build_data
+from engine.training.prepared_run import PreparedRun
 from engine.training.reports.run_metrics import open_metrics, open_run_trackers
 from engine.training.resuming import RunComplete
 from engine.training.run_data import RunData
+from engine.training.saving import tidy
 from engine.training.start import Start, find_start, refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.state import load_state
+from engine.training.step_plan import PlannedData, plan_steps
 from engine.training.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from engine.training.samples import SamplePrompt
 
 
 def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, opened: ExitStack) -> PreparedRun:
@@ -40,7 +45,7 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
 
     Args:
         listener: hears when things happen.
-        opened: gets what must be closed when the run ends, also where this raises.
+        opened: gets everything that must be closed when the run ends, also where this raises.
 
     Raises:
         UserError: something in the configuration, the model or the data cannot work.
@@ -57,23 +62,59 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     folder.check_shared(launch, several_write=several_write, warn=log.warning)
     start = find_start(config, launch, log, folder, source, plan)
     data_comes_last = bool(config.train.synthetic_steps)
-    read = None if data_comes_last else read_course(config, launch, log, folder, source.model, start)
+    read = None if data_comes_last else _read_data(config, launch, log, folder, source.model, start)
     trackers = open_run_trackers(config, folder.path, log)
-    opened.push(_closing(trackers))
+    # a run that does not come as far as closing them itself failed, or was complete
+    opened.push(lambda kind, error, trace: trackers.close("finished" if kind is RunComplete else "failed"))
     training = _build_warm(config, launch, log, source, plan, None if read is None else read.data)
     listener.run_started()
     if read is None:
-        read = read_course(config, launch, log, folder, source.model, start)
-    _load_start(config, launch, log, folder, training, read.data, start)
-    metrics = _open_metrics(config, log, folder, trackers, start, opened)
-    prepared = assemble(config, launch, log, listener, folder, start, read, training, metrics, opened)
+        read = _read_data(config, launch, log, folder, source.model, start)
+    if start.resume is not None:
+        load_state(start.resume, config, training)
+    read.data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
+    metrics = open_metrics(config, folder.path, log, trackers)
+    opened.callback(metrics.close, "failed")  # without effect once a finished run has closed them
+    metrics.truncate_after(start.step if start.resume is not None else -1)
+    prepared = PreparedRun(config, launch, log, listener, folder, start, read, training, metrics, opened)
     listener.data_read(
         train_samples=read.data.train.num_samples,
         eval_samples=0 if read.data.validation is None else read.data.validation.num_samples,
-        total_steps=read.course.steps,
+        total_steps=read.step_plan.steps,
         accumulation=read.data.train.num_micro_batches,
     )
     return prepared
+
+
+def _read_data(
+    config: RunConfig, launch: Launch, log: Log, folder: RunFolder, model: ModelFolder, start: Start
+) -> PlannedData:
+    """Reads the data, plans the run's steps, and logs changes where the run resumes.
+
+    Raises:
+        RunComplete: nothing is left to do.
+    """
+    data = build_data(config, launch, model, log)
+    prompts: list[SamplePrompt] = []
+    if config.train.sample_prompts or config.train.sample_chat:
+        read_prompts = resolve("engine.training.samples:read_prompts")
+        prompts = read_prompts(config, data.tokenizer, model.decoder, data.train.family)
+    read = PlannedData(
+        data=data,
+        fingerprint=data.train.fingerprint(),
+        prompts=prompts,
+        step_plan=plan_steps(config, data.train.order, step=start.step, consumed=start.consumed),
+    )
+    if (point := start.point) is None:
+        return read
+    if (sentence := point.completion(config, read.step_plan, start.best)) is not None:
+        if launch.rank == 0:
+            tidy(folder.path, config.checkpoint, log.info)
+        raise RunComplete(sentence, step=start.step, run_dir=folder.path)
+    log.info(f"resuming from {point.path} after step {point.step}, {counted(point.consumed, 'sample')} consumed")
+    for difference in point.differences(config, read.step_plan, data, read.fingerprint):
+        log.warning(difference)
+    return read
 
 
 def _build_warm(
@@ -87,37 +128,3 @@ def _build_warm(
     warm_up(config, launch, training, log)
     barrier()
     return training
-
-
-def _closing(trackers: Trackers) -> Callable[[type[BaseException] | None, object, object], None]:
-    """Closes the trackers of a run that does not come as far as closing them itself: it failed, or was complete."""
-
-    def close(kind: type[BaseException] | None, error: object, trace: object) -> None:
-        trackers.close("finished" if kind is RunComplete else "failed")
-
-    return close
-
-
-def _load_start(
-    config: RunConfig,
-    launch: Launch,
-    log: Log,
-    folder: RunFolder,
-    training: Training,
-    data: RunData,
-    start: Start,
-) -> None:
-    """Loads the checkpoint to resume from, and what answers are compared with. Collective."""
-    if start.resume is not None:
-        load_state(start.resume, config, training)
-    data.know_reference(config, training, log, run_dir=folder.path, rank=launch.rank, resumed=start.resume)
-
-
-def _open_metrics(
-    config: RunConfig, log: Log, folder: RunFolder, trackers: Trackers, start: Start, opened: ExitStack
-) -> MetricsWriter:
-    """Opens the metrics; what has not been closed as finished by the end of the run is closed as failed."""
-    metrics = open_metrics(config, folder.path, log, trackers)
-    opened.callback(metrics.close, "failed")
-    metrics.truncate_after(start.step if start.resume is not None else -1)
-    return metrics

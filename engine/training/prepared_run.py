@@ -1,9 +1,8 @@
-"""A run that is ready to take its first step, put together from the model, the data and the place where it starts."""
+"""A run that is ready to take its first step: the objects that the loop calls, over the model and the data."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.checkpoint.run.training_state import TrainingCheckpoint
@@ -18,143 +17,115 @@ from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
-from engine.training.course import Course
-from engine.training.course_data import CourseData
 from engine.training.data import trained_tokenizer
 from engine.training.evaluations import Evaluations
-from engine.training.observers import build_observers
+from engine.training.guards.run_guards import build_guards
+from engine.training.observer import Observer
+from engine.training.reports.notes import RoundingNote, StuckNote
+from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
-from engine.training.run_data import RunData
 from engine.training.saving import StateSaver
 from engine.training.start import Start
-from engine.training.step_source import StepSource
+from engine.training.step_plan import PlannedData
 
 if TYPE_CHECKING:
     from engine.training.samples import TextSamples
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run that is ready to take its first step, on this rank.
+    """A run that is ready to take its first step, on this rank. To construct it is collective.
 
     Args:
         config, launch, log, listener: as given.
         folder: of the run, locked by it.
         start: where the run begins.
-        data, course: the training data, and the steps.
-        source: of these steps.
+        read: the data, and the steps.
         training: the model with its weights, and its optimizer.
-        metrics, progress: the destinations of figures and lines.
-        clock: of the run.
-        reporter: reports the steps to the observers of the run too.
-        forecast: the line about the predicted memory; None on other ranks than 0.
-        evaluations, samples: run between the steps; None where no samples are asked for.
-        saver: saves checkpoints.
-        supervision: notices signals and hangs; not started yet.
+        metrics: the destination of figures.
+        opened: gets everything that must be closed when the run ends.
     """
 
-    config: RunConfig
-    launch: Launch
-    log: Log
-    listener: RunListener
-    folder: RunFolder
-    start: Start
-    data: RunData
-    source: StepSource
-    course: Course
-    training: Training
-    metrics: MetricsWriter
-    progress: TrainProgress
-    clock: RunClock
-    reporter: StepReporter
-    forecast: str | None
-    evaluations: Evaluations
-    samples: TextSamples | None
-    saver: StateSaver
-    supervision: Supervision
-
-
-def assemble(
-    config: RunConfig,
-    launch: Launch,
-    log: Log,
-    listener: RunListener,
-    folder: RunFolder,
-    start: Start,
-    read: CourseData,
-    training: Training,
-    metrics: MetricsWriter,
-    opened: ExitStack,
-) -> PreparedRun:
-    """Makes the objects that the loop calls. Collective."""
-    data, clock = read.data, RunClock()
-    progress = TrainProgress(log, read.course.steps, start.step)
-    say = progress.info
-    saver = opened.enter_context(
-        StateSaver(
-            folder.path,
-            config,
-            training,
-            launch,
-            data=read.fingerprint,
-            tokenizer=trained_tokenizer(config, data.tokenizer),
-            say=say,
-            metrics=metrics,
+    def __init__(
+        self,
+        config: RunConfig,
+        launch: Launch,
+        log: Log,
+        listener: RunListener,
+        folder: RunFolder,
+        start: Start,
+        read: PlannedData,
+        training: Training,
+        metrics: MetricsWriter,
+        opened: ExitStack,
+    ) -> None:
+        self.config, self.launch, self.log, self.listener = config, launch, log, listener
+        self.folder, self.start, self.training, self.metrics = folder, start, training, metrics
+        self.data, self.step_plan = read.data, read.step_plan
+        self.clock = RunClock()
+        self.progress = TrainProgress(log, read.step_plan.steps, start.step)
+        data, say = read.data, self.progress.info
+        self.saver = opened.enter_context(
+            StateSaver(
+                folder.path,
+                config,
+                training,
+                launch,
+                data=read.fingerprint,
+                tokenizer=trained_tokenizer(config, data.tokenizer),
+                say=say,
+                metrics=metrics,
+            )
         )
-    )
-    evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
-    samples = _text_samples(config, training, read)
-    source = opened.enter_context(data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path))
-    if start.resume is not None:
-        source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
-    observers = build_observers(
-        config,
-        launch,
-        training,
-        data.rows,
-        opened,
-        run_dir=folder.path,
-        steps=read.course.steps,
-        metrics=metrics,
-        say=say,
-    )
-    opened.callback(progress.close)
-    supervision = Supervision(config.train, launch, folder.path)
-    opened.callback(supervision.close)  # closed first: while a last save is waited for, a signal ends the process
-    reporter = StepReporter(
-        config.log,
-        training,
-        source,
-        clock,
-        metrics=metrics,
-        progress=progress,
-        listener=listener,
-        observers=observers.all,
-    )
-    return PreparedRun(
-        config=config,
-        launch=launch,
-        log=log,
-        listener=listener,
-        folder=folder,
-        start=start,
-        data=data,
-        source=source,
-        course=read.course,
-        training=training,
-        metrics=metrics,
-        progress=progress,
-        clock=clock,
-        reporter=reporter,
-        forecast=observers.forecast,
-        evaluations=evaluations,
-        samples=samples,
-        saver=saver,
-        supervision=supervision,
-    )
+        self.evaluations = Evaluations(config, training, data.validation, metrics=metrics, say=say, best=start.best)
+        self.samples = _text_samples(config, training, read)
+        """Run between the steps; None where no samples are asked for."""
+        self.source = opened.enter_context(
+            data.source(config, launch, training, metrics=metrics, say=say, run_dir=folder.path)
+        )
+        """The source of the steps."""
+        if start.resume is not None:
+            self.source.restore(TrainingCheckpoint(start.resume, looks_at_files=False), start.consumed)
+        self.forecast: str | None = None
+        """The line about the predicted memory; None on other ranks than 0."""
+        observers = self._observers(opened)
+        opened.callback(self.progress.close)
+        self.supervision = Supervision(config.train, launch, folder.path)
+        """Notices signals and hangs; not started yet."""
+        # closed first: while a last save is waited for, a signal ends the process
+        opened.callback(self.supervision.close)
+        self.reporter = StepReporter(
+            config.log,
+            training,
+            self.source,
+            self.clock,
+            metrics=metrics,
+            progress=self.progress,
+            listener=listener,
+            observers=observers,
+        )
+
+    def _observers(self, opened: ExitStack) -> tuple[Observer, ...]:
+        """Builds the observers of the steps, in the order in which they are called."""
+        config, launch, training, say = self.config, self.launch, self.training, self.progress.info
+        decoder, stages = training.source.model.decoder, training.stages
+        found: list[Observer] = []
+        if decoder.num_experts:
+            router_load = resolve("engine.experts.router_load:RouterLoad")
+            parts = stages.models()
+            found.append(router_load(decoder, parts, training.mesh, launch.device, stages.balance, self.metrics))
+        observation = Observation(config, launch, training, self.folder.path, steps=self.step_plan.steps, say=say)
+        opened.callback(observation.close)
+        found += [observation, RoundingNote(training.parts, say), StuckNote(training.objective.loss_at_chance, say)]
+        guards = build_guards(config, training, launch, say=say)
+        if launch.rank == 0:
+            memory_forecast = resolve("engine.training.reports.forecast:MemoryForecast")
+            forecast = memory_forecast(config, launch, training, self.data.rows, say=say)
+            self.forecast = forecast.line()
+            found.append(forecast)
+        return (*found, guards)
 
 
-def _text_samples(config: RunConfig, training: Training, read: CourseData) -> TextSamples | None:
+def _text_samples(config: RunConfig, training: Training, read: PlannedData) -> TextSamples | None:
     """Makes the sampler that continues train.sample_prompts; None where there are none.
 
     Raises:

@@ -17,16 +17,16 @@ from engine.ops.attention.token_context import AuxiliaryLoss
 from engine.pipeline.runner import Runner
 from engine.pipeline.schedule import Action
 from engine.pipeline.schedules import ScheduleChoice
-from engine.training.passes import (
+from engine.training.stage import (
     BASE_REFERENCE,
     COUNTING_PASS,
     EVALUATION,
     REFERENCE,
     TRAINING,
+    ModelStage,
     Pass,
     ReadHead,
 )
-from engine.training.stage import ModelStage
 
 if TYPE_CHECKING:
     from engine.training.cuda_graph.capture import Capture
@@ -190,7 +190,7 @@ class Stages:
         balance.begin(counts_alone=not one_pass)
         if not one_pass:
             self._forward(batches, COUNTING_PASS)
-            balance.settle()
+            balance.finish_counts()
 
     def _baseline_sums(self, batches: list[Batch]) -> Tensor:
         """Returns the fp32 [2] baseline sums of these micro-batches on the last stage's rank, 0 elsewhere."""

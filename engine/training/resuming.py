@@ -10,11 +10,10 @@ from engine.config.load import to_yaml
 from engine.config.resume_rules import changes
 from engine.config.run import RunConfig
 from engine.errors import UserError
-from engine.training.best import BestLoss
-from engine.training.course import Course, rate_change
 from engine.training.evaluate import is_due
-from engine.training.evaluations import ending
+from engine.training.evaluations import BestLoss, ending
 from engine.training.run_data import RunData
+from engine.training.step_plan import StepPlan, rate_change
 
 
 class RunComplete(Exception):
@@ -70,25 +69,25 @@ class StartingPoint:
             run_config=checkpoint.run_config,
         )
 
-    def differences(self, config: RunConfig, course: Course, data: RunData, fingerprint: str) -> list[str]:
+    def differences(self, config: RunConfig, step_plan: StepPlan, data: RunData, fingerprint: str) -> list[str]:
         """Returns a sentence for everything that has changed and changes the results.
 
         Args:
-            config, course, data: of the run now.
+            config, step_plan, data: of the run now.
             fingerprint: of its training data.
         """
         found = [f"changed since {self.path.name}: {change}" for change in changes(self.run_config, to_yaml(config))]
-        rate = rate_change(self.run_config, course, data, step=self.step) if self.step else None
+        rate = rate_change(self.run_config, step_plan, data, step=self.step) if self.step else None
         if rate is not None:
             found.append(rate)
         if fingerprint != self.data:
             found.append(
-                f"data.train differs from what {self.path} was trained on; the run continues at sample "
+                f"data.train differs from the data that {self.path} was trained on; the run continues at sample "
                 f"{self.consumed} of it"
             )
         return found
 
-    def completion(self, config: RunConfig, course: Course, best: BestLoss) -> str | None:
+    def completion(self, config: RunConfig, step_plan: StepPlan, best: BestLoss) -> str | None:
         """Returns the reason why nothing is left to do; None where steps are left.
 
         Args:
@@ -97,7 +96,7 @@ class StartingPoint:
         Raises:
             UserError: nothing is left to do, and no step was applied.
         """
-        train, ends = config.train, self.step >= course.steps
+        train, ends = config.train, self.step >= step_plan.steps
         why = ending(best, target=train.target_eval_loss, patience=train.early_stopping_patience)
         if not ends and why is None:
             return None
@@ -108,7 +107,7 @@ class StartingPoint:
         reason = {
             "target": f"step {self.step}, train.target_eval_loss {train.target_eval_loss} reached",
             "patience": f"step {self.step}, early stopping after {best.misses} evaluations without improvement",
-            None: f"step {self.step} of {course.steps}",
+            None: f"step {self.step} of {step_plan.steps}",
         }[why]
         more = f", or raise {'train.steps' if train.steps else 'train.epochs'} to go on" if why is None else ""
         return f"this run is complete ({reason}): nothing to do; choose another checkpoint.dir to train anew{more}"

@@ -12,9 +12,8 @@ from engine.config.rules import check_warmup
 from engine.config.run import RunConfig
 from engine.data.data_report import context_warning
 from engine.data.dataset import TokenDataset
-from engine.data.loader import DataLoader, EvalLoader
+from engine.data.loader import DataLoader, EvalLoader, RowMeanLoader
 from engine.data.order import DataOrder
-from engine.data.row_means import RowMeanLoader
 from engine.data.tokenizer import Tokenizer
 from engine.runtime.launch import Launch
 from engine.seams import resolve

@@ -23,8 +23,8 @@ from engine.data.tokenizer import Tokenizer
 from engine.distributed.collectives import all_reduce
 from engine.errors import UserError
 from engine.inference.generate import context_limit
+from engine.inference.model_part import chooser_of
 from engine.inference.options import Sampling
-from engine.inference.sampling import Chooser
 from engine.inference.text import TextStream, push_all
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -77,7 +77,7 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, decoder: DecoderConfig
         image = options.sample_images[number - 1] if options.sample_images else ""
         # a model whose layers attend to an image has no other prompts
         if family is not None and (options.sample_chat or image or decoder.needs_images):
-            read = resolve("engine.vision.data.prompts:sample_conversation")
+            read = resolve("engine.vision.data.reader:sample_conversation")
             prompt = SamplePrompt(*read(family, config.data.image_folder, text, image, number))
         elif options.sample_chat:
             prompt = SamplePrompt(list(tokenizer.chat_prompt([{"role": "user", "content": text}])))
@@ -157,9 +157,8 @@ class TextSamples:
             logits = model.logits(x, context)
             index = batch.token_index_BS.flatten()
             here = (index == lasts[int(index[0]) // longest]).nonzero().flatten()
-            token = _chooser(model, x.device).choose(
-                logits[here if len(here) else here.new_zeros(1)], *[here.new_zeros(1)] * 3
-            )
+            chooser = chooser_of(model, Sampling(), slots=1, device=x.device)
+            token = chooser.choose(logits[here if len(here) else here.new_zeros(1)], *[here.new_zeros(1)] * 3)
             return token if len(here) else torch.zeros_like(token)
 
         found = stages.read_head(batches, choose)
@@ -168,17 +167,3 @@ class TextSamples:
             tokens = all_reduce(torch.cat(found), mesh.cp)
         chosen: list[int] = all_reduce(tokens, mesh.pp).tolist()
         return chosen
-
-
-def _chooser(model: Decoder, device: torch.device) -> Chooser:
-    """Takes the most likely of the tokens whose logits are on all tensor-parallel ranks."""
-    pieces, size = model.vocab_spec.pieces, model.config.vocab_size
-    return Chooser(
-        Sampling(),
-        tp=model.layout.tp,
-        first_id=pieces[0].global_offset if pieces else size,
-        num_ids=pieces[0].length if pieces else 0,
-        vocab_size=size,
-        slots=1,
-        device=device,
-    )

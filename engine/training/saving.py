@@ -23,8 +23,8 @@ from engine.errors import UserError
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.telemetry.format import format_bytes, short_path
 from engine.telemetry.metrics import MetricsWriter
-from engine.training.best import BestLoss
 from engine.training.build import Training
+from engine.training.evaluations import BestLoss
 from engine.training.start_model import ModelSource
 from engine.training.state import state_contents, state_tensors
 from engine.training.step_source import NOTHING, SourceState
@@ -90,9 +90,7 @@ class StateSaver:
         )
         saves_on_the_way = options.every or options.keep_best
         snapshot = self._make_room(tensors) if options.asynchronous and saves_on_the_way else None
-        self._saver = Saver(
-            group, keep=options.keep, keep_every=options.keep_every, snapshot=snapshot, keep_best=options.keep_best
-        )
+        self._saver = Saver(group, options, snapshot=snapshot)
 
     def save(
         self, *, step: int, consumed: int, best: BestLoss, source: SourceState = NOTHING, last: bool = False
@@ -169,8 +167,8 @@ class StateSaver:
         if fits_in_host_memory(needed, ranks_of_this_node()):
             return Snapshot(tensors)
         self._say(
-            f"warning: a copy of what trains takes {format_bytes(needed)} of host memory per rank, which is not free: "
-            "training will wait while a checkpoint is written"
+            f"warning: a copy of the training state takes {format_bytes(needed)} of host memory per rank, which is not "
+            "free: training will wait while a checkpoint is written"
         )
         return None
 

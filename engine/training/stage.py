@@ -1,10 +1,12 @@
-"""A part of the model as a pipeline stage: forward and backward of loaded micro-batches."""
+"""A part of the model as a pipeline stage: forward and backward of loaded micro-batches, and the kinds of pass that
+these take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -15,15 +17,45 @@ from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder
 from engine.models.head_figures import TokenFigures
 from engine.objectives.objective import Objective
-from engine.ops.attention.token_context import AuxiliaryLoss
+from engine.ops.attention.token_context import AuxiliaryLoss, TokenContext
 from engine.pipeline.schedule import Kind
 from engine.seams import resolve
-from engine.training.passes import TRAINING, Pass
 
 if TYPE_CHECKING:
     from engine.training.cuda_graph.capture import Capture
     from engine.training.cuda_graph.layer_graphs import StageGraphs
     from engine.training.cuda_graph.static_batch import StaticShape
+
+
+ReadHead = Callable[[Decoder, Tensor, Batch, TokenContext], Tensor]
+"""Computes a result from the last layer's output [T, hidden], in place of a loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """A kind of pass.
+
+    Args:
+        training: whether layers run as they do in training, with dropout and counted routers.
+        gradients: whether a backward follows.
+        adapters: False leaves them out; not in training.
+        head: the result on the last stage. The "loss" of the objective, its "reference" (which the next pass of the
+            same micro-batches is compared with), "nothing", or the result of a function of the last layer's output.
+    """
+
+    training: bool = False
+    gradients: bool = False
+    adapters: bool = True
+    head: Literal["loss", "reference", "nothing"] | ReadHead = "loss"
+
+
+TRAINING = Pass(training=True, gradients=True)
+COUNTING_PASS = Pass(training=True, head="nothing")
+"""Training's layers without a backward: routers are counted."""
+EVALUATION = Pass()
+REFERENCE = Pass(head="reference")
+BASE_REFERENCE = Pass(adapters=False, head="reference")
+"""The reference is the model without adapters."""
 
 
 class ModelStage:
@@ -176,7 +208,7 @@ class ModelStage:
         """See engine.pipeline.runner.Stage."""
         activation, out = self._alive.pop(microbatch)
         if self._balance is not None:
-            self._balance.settle()
+            self._balance.finish_counts()
         slot = self._graphs.of(microbatch) if self._graphs is not None else None
         start, self._start_reduction = self._start_reduction, None
         if start is not None:

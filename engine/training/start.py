@@ -13,8 +13,8 @@ from engine.runtime.run_folder import RunFolder
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import recorded_evaluation
 from engine.telemetry.trackers import check_trackers
-from engine.training.best import BestLoss
 from engine.training.device_choices import choose_for_device
+from engine.training.evaluations import BestLoss
 from engine.training.reports.run_metrics import tracker_choice
 from engine.training.resuming import StartingPoint
 from engine.training.start_model import ModelPlan, ModelSource, check_model, check_room, model_source, start_adapter

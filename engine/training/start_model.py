@@ -12,7 +12,6 @@ import torch
 from engine.checkpoint.model_folder import ModelFolder, open_model
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.untied import untied
 from engine.checkpoint.weight_source import WeightSource
 from engine.config.run import RunConfig
 from engine.distributed.collectives import broadcast_object
@@ -22,7 +21,6 @@ from engine.layers.module import shard_entries
 from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
 from engine.models.dtypes import TORCH_DTYPES
-from engine.ops.attention.ulysses import check_context_heads
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.seams import resolve
 from engine.telemetry.format import format_bytes
@@ -49,6 +47,8 @@ class ModelSource:
 
     def untied(self) -> ModelSource:
         """Returns the same model with a head of its own, a copy of its embedding."""
+        from engine.checkpoint.untied import untied
+
         weights = None if self.weights is None else untied(self.weights)
         return ModelSource(model=self.model.untied(), weights=weights, head_is_copy=True)
 
@@ -77,10 +77,10 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """The plan of what a run does with its model, found to fit the layout.
+    """The roles of a model's modules in a run, and their places, found to fit the layout.
 
     Args:
-        modules: what each module does.
+        modules: the role of each module.
         partition: which layers each pipeline stage holds.
         shapes: the global shape of every parameter of the whole model, adapters included, in forward order.
         trained: the same of those that train.
@@ -117,7 +117,7 @@ def model_source(config: RunConfig) -> ModelSource:
 
 
 def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> ModelPlan:
-    """Plans what the run does with the model, and checks that the model fits the layout.
+    """Plans the roles of the model's modules, and checks that the model fits the layout.
 
     Raises:
         UserError: a pattern that matches nothing, sizes that do not divide over the ranks, layers that cannot be
@@ -125,7 +125,7 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     """
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
-    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.folds_experts)
+    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
     if parallel.sequence and not decoder.splits_tokens:
         raise UserError(
             f"parallel.sequence is true, but the layers of this {decoder.family} model are transformers' own modules, "
@@ -133,13 +133,15 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
         )
     if config.train.router_aux_loss_coef:
         resolve("engine.experts.router_load:check_balance")(config, decoder)
-    model_here = meta_model(decoder, tensor_size=parallel.tensor, cuts_experts=parallel.cuts_experts, plan=plan)
+    model_here = meta_model(decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan)
     entries = list(shard_entries(model_here))
     shapes = {entry.name: tuple(entry.spec.global_shape) for entry in entries}
     trained = {entry.name: shapes[entry.name] for entry in entries if entry.sink is not None}
     check_base(config, decoder, plan)
     partition = plan_partition(config, decoder, trained, world_size)
     if parallel.context > 1 and parallel.context_method == "ulysses":
+        from engine.ops.attention.ulysses import check_context_heads
+
         heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
         check_context_heads(*heads, parallel.context)
     return ModelPlan(
@@ -178,7 +180,7 @@ _LEAST_ENCODED = 0.5
 
 
 def start_adapter(config: RunConfig, source: ModelSource, plan: ModelPlan) -> TensorReader | None:
-    """Returns the adapter of lora.init_from, found to be what the run would train; None where it starts from none.
+    """Returns the adapter of lora.init_from, found to fit the adapters that the run trains; None where there is none.
 
     Raises:
         UserError: as `engine.training.adapter_source.adapter_source`.

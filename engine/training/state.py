@@ -15,16 +15,15 @@ from engine.checkpoint.manifest import MANIFEST
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import TrainedTokenizer
-from engine.checkpoint.untied import SHARED, trained_apart
 from engine.checkpoint.verification import checked_together
-from engine.checkpoint.weight_source import TIED_HEAD
+from engine.checkpoint.weight_source import SHARED, TIED_HEAD
 from engine.config.load import to_yaml
 from engine.config.run import RunConfig
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.sentences import as_written
-from engine.training.best import BestLoss
 from engine.training.build import Training
+from engine.training.evaluations import BestLoss
 from engine.training.start_model import ModelPlan, ModelSource
 from engine.training.step_source import NOTHING, SourceState
 
@@ -128,6 +127,8 @@ def check_state(
         _check_same("lora", saved, now, path, _SAME_LORA)
         names = checkpoint.trained().tensor_names()
         if (source.head_is_copy or source.model.decoder.tied_embeddings) and {SHARED, TIED_HEAD} & set(names):
+            from engine.checkpoint.untied import trained_apart
+
             _check_same("lora", {_TYING: not trained_apart(checkpoint.lora, names)}, now, path, (_TYING,))
     _check_trained(checkpoint, plan)
     fingerprint = source.fingerprint()

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.distributed.collectives import all_reduce, all_reduce_async
 from engine.distributed.mesh import Mesh
+from engine.layers.host_copies import HostCopy
 from engine.optim.adamw import FlatAdamW
 from engine.optim.reduce import GradientReducer
 from engine.training.rank_stages import Stages
@@ -31,6 +32,32 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     metrics: Tensor
     loss_scale: Tensor
+
+
+class Figures(NamedTuple):
+    """The figures of a step in numbers; see `StepResult`."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    metrics: list[float]
+
+
+class StepFigures:
+    """The figures of a step on their way to the host; to be constructed right after its launch.
+
+    Args:
+        result: of the step.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        numbers = torch.stack((result.loss, result.grad_norm, result.loss_scale))
+        self._copy = HostCopy(torch.cat((numbers, result.metrics)))
+
+    def read(self) -> Figures:
+        """Waits for the step, but not for later launches."""
+        loss, grad_norm, loss_scale, *metrics = self._copy.read().tolist()
+        return Figures(loss, grad_norm, loss_scale, metrics)
 
 
 class TrainStep:

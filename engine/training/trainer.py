@@ -20,12 +20,12 @@ from engine.telemetry.format import counted, first_to_last, short_path
 from engine.telemetry.listener import RunListener, RunStatus
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import peak_memory_bytes
-from engine.training.observer import StepSeen
+from engine.training.observer import LaunchedStep
 from engine.training.prepare import prepare
 from engine.training.prepared_run import PreparedRun
 from engine.training.reports.summary import RunSummary, announce
 from engine.training.resuming import RunComplete, require_trained
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from engine.training.step_source import StepRows
 
 
@@ -83,7 +83,7 @@ class Trainer:
             return
         run.reporter.begin(self.step, self._consumed)
         # closed here, because an error keeps this frame, and with it the threads that build batches
-        with closing(run.source.stream(self.step, self._consumed, run.course.steps - self.step)) as stream:
+        with closing(run.source.stream(self.step, self._consumed, run.step_plan.steps - self.step)) as stream:
             for rows in stream:
                 run.supervision.check(self.step)
                 self._take(rows)
@@ -92,20 +92,20 @@ class Trainer:
                 if self._evaluate_in_turn():
                     return
                 if self._save_is_due():
-                    self._save(last=self.step == run.course.steps)
+                    self._save(last=self.step == run.step_plan.steps)
                 run.saver.report()
 
     def _take(self, rows: StepRows) -> None:
         """Hands one step to the device, which reports the step before it."""
-        run, lr = self._run, self._run.course.rate(self.step)
+        run, lr = self._run, self._run.step_plan.rate(self.step)
         run.reporter.before(self.step + 1)
         result = self._take_step(rows.batches, rows.targets, lr)
         self.step += 1
         self._consumed += rows.samples
-        seen = StepSeen(
+        launched = LaunchedStep(
             self.step, rows.batches, rows.targets, lr, self._consumed, result, StepFigures(result), rows.has_signal
         )
-        run.reporter.after(seen, rows=rows.rows, tokens=rows.tokens, figures=rows.figures)
+        run.reporter.after(launched, rows=rows.rows, tokens=rows.tokens, figures=rows.figures)
 
     def _announce(self) -> None:
         run, source = self._run, self._run.source
@@ -113,7 +113,7 @@ class Trainer:
         if run.forecast is not None:
             run.log.info(run.forecast)
         run.log.info(f"data order: {source.sentence()}")
-        run.log.info(f"run: {counted(run.course.steps, 'step')}, folder {short_path(run.folder.path)}")
+        run.log.info(f"run: {counted(run.step_plan.steps, 'step')}, folder {short_path(run.folder.path)}")
 
     def _summary(self, seconds: float, stopped: str | None) -> RunSummary:
         run = self._run
@@ -122,7 +122,7 @@ class Trainer:
             steps=self.step,
             losses=_ends(run.reporter.losses),
             loss_course=_loss_course(run.reporter.losses, run.start.step),
-            how_far=run.course.how_far(self.step),
+            how_far=run.step_plan.how_far(self.step),
             eval_losses=_ends(run.evaluations.losses),
             best=self._best_checkpoint(),
             tokens=run.reporter.tokens,
@@ -156,9 +156,9 @@ class Trainer:
     def _evaluate_in_turn(self) -> bool:
         """Evaluates where an evaluation is due, except the last one; returns whether its outcome ends the run."""
         run = self._run
-        if self.step < run.course.steps and self.step % max(1, self._config.train.sample_every) == 0:
+        if self.step < run.step_plan.steps and self.step % max(1, self._config.train.sample_every) == 0:
             self._sample()
-        if self.step < run.course.steps and run.evaluations.is_due(self.step):
+        if self.step < run.step_plan.steps and run.evaluations.is_due(self.step):
             self._evaluate()
         return run.evaluations.ending is not None
 
@@ -169,7 +169,7 @@ class Trainer:
         run.listener.evaluated(self._consumed, evaluations.losses[-1][1])
         if self._config.checkpoint.keep_best and evaluations.best.step == self.step > 0:
             run.saver.note_best(self.step, evaluations.best.loss)
-        if evaluations.ending is None and self.step < run.course.steps:
+        if evaluations.ending is None and self.step < run.step_plan.steps:
             run.listener.block_started(self._consumed)
 
     def _status(self, stopped: str | None) -> RunStatus:
@@ -185,7 +185,7 @@ class Trainer:
     def _save(self, *, last: bool) -> None:
         run = self._run
         # a run that resumes from here reports the steps after this one; whatever log.every says, the last is reported
-        run.reporter.save(self.step, last=self.step == run.course.steps)
+        run.reporter.save(self.step, last=self.step == run.step_plan.steps)
         run.folder.require_own()
         run.clock.leave_out(
             run.saver.save(

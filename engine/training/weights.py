@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.checkpoint.loading import load_copies, load_parameters
-from engine.checkpoint.untied import SHARED
-from engine.checkpoint.weight_source import TIED_HEAD
+from engine.checkpoint.weight_source import SHARED, TIED_HEAD
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec
@@ -46,9 +45,8 @@ def fill_parameters(
         (copied if is_copy else base).append(part)
     adapters = [shard for shard in masters if shard.name.rpartition(".")[2] in LORA_LEAVES]
     if source.weights is None:
-        std = float(source.model.hf_config.get("initializer_range", 0.02))
         drawn = [_as_drawn(shard, source) for shard in copied + base]
-        initialise_weights(drawn, config.train.seed, std, norm=1.0 - source.model.decoder.norm_offset)
+        initialise_weights(drawn, config.train.seed, _drawn_std(source), norm=1.0 - source.model.decoder.norm_offset)
     else:
         total = sum(shard.tensor.nbytes for shard in copied + base)
         with Progress(log, "reading weights", total, "bytes") as progress:
@@ -77,8 +75,7 @@ def _initialise_magnitudes(
 
     def fill(shard: NamedShard) -> None:
         if source.weights is None:
-            std = float(source.model.hf_config.get("initializer_range", 0.02))
-            initialise_weights([_as_drawn(shard, source)], config.train.seed, std)
+            initialise_weights([_as_drawn(shard, source)], config.train.seed, _drawn_std(source))
         else:
             source.weights.read(shard.name if shard.name in source.weights else SHARED, shard.spec, out=shard.tensor)
 
@@ -86,6 +83,10 @@ def _initialise_magnitudes(
         return shapes.get(f"{module}.weight", shapes[SHARED])[1]
 
     initialise_magnitudes([part for shard in shards for part in _by_part(shard, decoder)], width, fill, dtype)
+
+
+def _drawn_std(source: ModelSource) -> float:
+    return float(source.model.hf_config.get("initializer_range", 0.02))
 
 
 def _as_drawn(shard: NamedShard, source: ModelSource) -> NamedShard:

@@ -127,7 +127,7 @@ class BidirectionalSpans(BatchPart):
 
     def attended(self, documents: Documents) -> Documents:
         """Returns the documents with these spans."""
-        return replace(documents, bidirectional=self)
+        return replace(documents, seen_whole=self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

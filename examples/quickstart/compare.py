@@ -21,7 +21,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.checkpoint.run.training_state import latest_checkpoint
+from engine.checkpoint.run.step_folders import latest_checkpoint
 from engine.config.load import from_yaml
 from engine.config.run import RunConfig
 from engine.data.collate import build_batch

@@ -1,17 +1,19 @@
-"""A benchmark case: one op, its contestants, its expected result, and the comparison of both."""
+"""A benchmark case: one op, its contestants, its expected result, the comparison of both, and their times in turn with
+the copy and the product that give the limit."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from rankfold.benchmarking.ceilings import Demand
-from rankfold.benchmarking.timing import wait_for
+from rankfold.benchmarking.ceilings import Ceilings, ColdCache, Demand
+from rankfold.benchmarking.timing import Sample, Work, interleave, wait_for
 
 Results = Sequence[Tensor]
 TORCH = "torch"
@@ -38,7 +40,7 @@ class Contestant:
     """
 
     run: Callable[[], Results]
-    reset: Callable[[], None] | None = None
+    reset: Callable[[], object] | None = None
     error: Callable[[Results], float] | None = None
     note: str = ""
 
@@ -46,6 +48,28 @@ class Contestant:
         """Restores the initial inputs."""
         if self.reset is not None:
             self.reset()
+
+
+def calling(
+    function: Callable[..., Tensor | Results],
+    *arguments: object,
+    reset: Callable[[], object] | None = None,
+    note: str = "",
+) -> Contestant:
+    """Returns a call of a function of one result or several as a contestant."""
+
+    def run() -> Results:
+        found = function(*arguments)
+        return (found,) if isinstance(found, Tensor) else found
+
+    return Contestant(run=run, reset=reset, note=note)
+
+
+def by_autograd(function: Callable[[Tensor], Tensor | Results], x: Tensor, gradients: Tensor | Results) -> Contestant:
+    """Returns the backward pass alone of a function of `x` as a contestant, over a graph that is kept."""
+    leaf = x.clone().requires_grad_()
+    results = function(leaf)
+    return Contestant(run=lambda: torch.autograd.grad(results, leaf, gradients, retain_graph=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,3 +166,69 @@ def check(name: str, case: Case, device: torch.device, limit: float) -> dict[str
             raise Wrong(f"{name}: {who} computes something else: its error is {error:.1e} (limit {limit:.0e}).")
         found[who] = Checked(error, seconds)
     return found
+
+
+class Timed(NamedTuple):
+    """One case's samples by contestant, and its limit, one figure per turn."""
+
+    samples: dict[str, list[Sample]]
+    limits: list[float]
+
+    def seconds(self, who: str) -> list[float]:
+        return [sample.seconds for sample in self.samples[who]]
+
+
+class Turns(Protocol):
+    """The number of turns; with `repeats` 0 nothing is timed."""
+
+    repeats: int
+    warmup: int
+
+
+def time_case(case: Case, ceilings: Ceilings, turns: Turns, device: torch.device) -> Timed:
+    """Times a case that was checked, and returns its samples."""
+    if turns.repeats == 0:
+        return Timed({}, [])
+    cold = ColdCache(device)
+
+    def before(reset: Work | None) -> Work:
+        def work() -> None:
+            if reset is not None:
+                reset()
+            cold()
+
+        return work
+
+    works: dict[str, Work] = {name: each.run for name, each in case.contestants.items()}
+    resets: dict[str, Work | None] = {name: each.reset for name, each in case.contestants.items()}
+    limits = ceilings.contestants(case.demand)
+    samples = interleave(
+        {**works, **limits},
+        repeats=turns.repeats,
+        warmup=turns.warmup,
+        device=device,
+        turn=lambda done: None,
+        before={name: before(resets.get(name)) for name in (*works, *limits)},
+    )
+    return Timed(samples, ceilings.limits(case.demand, samples))
+
+
+_SHOWN = 4
+_MINOR = ("aten::empty", "aten::view", "aten::transpose", "aten::as_strided", "aten::reshape", "aten::detach")
+
+
+def kernel_names(contestant: Contestant, device: torch.device) -> tuple[str, ...]:
+    """Returns the names of the kernels (on a CPU: torch's ops) that take most of one run's time, longest first."""
+    contestant.restore()
+    wait_for(device)
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        contestant.run()
+        wait_for(device)
+    events = profiled.key_averages()
+    if device.type == "cuda":
+        times = {event.key: event.self_device_time_total for event in events}
+    else:
+        times = {event.key: event.self_cpu_time_total for event in events if not event.key.startswith(_MINOR)}
+    longest = sorted((key for key in times if times[key] > 0), key=lambda key: -times[key])
+    return tuple(key.partition("(")[0][:80] for key in longest[:_SHOWN])

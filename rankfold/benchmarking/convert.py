@@ -32,7 +32,7 @@ from torch import Tensor
 from engine.errors import UserError
 from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.sections import ConvertOptions
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 
 _SHARD_BYTES = 1 << 30
 _POLL_SECONDS = 0.02
@@ -65,7 +65,7 @@ def run(options: ConvertOptions) -> Table:
     if not Path("/proc/self/status").is_file():
         raise UserError("the convert section reads /proc, which this system does not have: run it on Linux.")
     with _work_folder(options.folder) as folder:
-        _say(f"a checkpoint of {options.gb:g} GB in {folder}")
+        progress("convert", f"a checkpoint of {options.gb:g} GB in {folder}")
         base = _make_model(folder / "hf", options)
         adapter = _make_adapter(folder / "adapter", base, options)
         rows, data = _measure_all(folder, base, adapter)
@@ -88,10 +88,6 @@ def run(options: ConvertOptions) -> Table:
     )
 
 
-def _say(what: str) -> None:
-    print(f"[convert] {what}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def _work_folder(where: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="convert-", dir=where or None))
@@ -110,11 +106,11 @@ def _measure_all(folder: Path, base: Path, adapter: Path) -> tuple[list[tuple[st
         before = _cpu_seconds()
         copied = _copy(source, folder / "copy")
         between = _cpu_seconds()
-        _say(f"{title}: cp took {copied:.1f} s")
+        progress("convert", f"{title}: cp took {copied:.1f} s")
         _forget(source)
         done = _convert(*command, "--out", out)
         cpu = (_cpu_seconds() - between, between - before)
-        _say(f"{title}: {done.seconds:.1f} s; {done.output.strip()}")
+        progress("convert", f"{title}: {done.seconds:.1f} s; {done.output.strip()}")
         speed, limit = total / 1e6 / done.seconds, total / 1e6 / copied
         cpu_used, cp_used = cpu
         samples[title] = {

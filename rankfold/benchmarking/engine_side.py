@@ -1,12 +1,15 @@
-"""The engine's side of the step, wired as in its trainer."""
+"""The engine's side of the step, wired as in its trainer, and the floor: its matrix products alone."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch
-from engine.distributed.mesh import single_process_mesh
+from engine.batch import Batch
+from engine.distributed.mesh import Mesh, single_process_mesh
 from engine.distributed.sharding import NamedShard
 from engine.experts.layers.routed_experts import GroupedLinear
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
@@ -20,6 +23,7 @@ from engine.models.names import fused_parts
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.attention.varlen import choose_attention
 from engine.ops.backends import choose_kernels
+from engine.ops.kernels import Kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.backends import choose_backend
 from engine.optim.flat import FlatParameters
@@ -28,30 +32,106 @@ from engine.training.base_encoding import named_encoding
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep
-from rankfold.benchmarking.floor import FrozenProduct
 from rankfold.benchmarking.model import (
-    BETAS,
+    ADAMW,
     CLIP_GRAD_NORM,
-    EPS,
     EXPERT_TARGETS,
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
-    WEIGHT_DECAY,
     Outcome,
     document_lengths,
     draw,
     hf_config,
+    packed_batch,
 )
 from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
+
+
+class FrozenProduct(NamedTuple):
+    """One product of a step.
+
+    Args:
+        weight: [out, in].
+        needs_gradient: whether its input's gradient is needed.
+        rows: tokens that meet it.
+    """
+
+    weight: Tensor
+    needs_gradient: bool
+    rows: int
+
+
+class GemmFloor:
+    """The necessary matrix products of one LoRA step, and nothing else.
+
+    Forward and input-gradient product of every frozen linear and of the head, with the weights of the model itself and
+    outputs made beforehand. Projections that share an input are one product (queries, keys and values; gate and up). No
+    attention, no adapters, no norms, no loss, no optimizer: a step cannot reach it, and the figure is the ratio.
+    Tokens are dealt out to experts evenly. Rows of a weight are contiguous here: the cost to its product of adapters
+    folded beside it is part of the step alone.
+
+    Args:
+        products: in forward order.
+    """
+
+    def __init__(self, products: list[FrozenProduct]) -> None:
+        copies: dict[torch.Size, Tensor] = {}
+        self._products = [one._replace(weight=_dense(one.weight, copies)) for one in products]
+        sample, most = products[0].weight, max(one.rows for one in products)
+        widths = {width for one in products for width in one.weight.shape}
+        self._operands = {w: torch.randn(most, w, dtype=sample.dtype, device=sample.device) for w in widths}
+        self._results = {w: torch.empty_like(operand) for w, operand in self._operands.items()}
+
+    def run(self) -> None:
+        """Runs all products once, in the order of a step."""
+        for weight, _, rows in self._products:
+            out_width, in_width = weight.shape
+            torch.mm(self._operands[in_width][:rows], weight.t(), out=self._results[out_width][:rows])
+        for weight, needs_gradient, rows in reversed(self._products):
+            out_width, in_width = weight.shape
+            if needs_gradient:
+                torch.mm(self._operands[out_width][:rows], weight, out=self._results[in_width][:rows])
+
+    def operations(self) -> int:
+        """Returns the floating-point operations of `run`."""
+        return sum(2 * one.rows * one.weight.numel() * (1 + one.needs_gradient) for one in self._products)
+
+
+def _dense(weight: Tensor, copies: dict[torch.Size, Tensor]) -> Tensor:
+    """Returns the weight with contiguous rows. On a GPU one copy serves all weights of its shape: a second model may
+    not fit, and a layer's weights are larger than the caches."""
+    if weight.is_contiguous() or weight.device.type == "cpu":
+        return weight.contiguous()
+    if weight.shape not in copies:
+        copies[weight.shape] = weight.contiguous()
+    return copies[weight.shape]
+
 
 _BUCKET_BYTES = 32 * 2**20
 
 
-class EngineSide:
-    """The engine's training step; see `model.Side`."""
+def _chosen_kernels(options: ModelOptions, device: torch.device) -> tuple[Kernels, str]:
+    """Returns the kernels of a run with these options, and sentences about the choice."""
+    dtype = TORCH_DTYPES[options.dtype]
+    kernels, sentence = choose_kernels(options.kernels, device=device, dtype=dtype)
+    if options.documents == 1:
+        return kernels, sentence
+    head_dim = options.hidden // options.heads
+    choice = choose_attention(kernels, "auto", device=device, dtype=dtype, head_dim=head_dim, packed=True)
+    return choice.kernels, f"{sentence}; {choice.sentence}"
 
-    def __init__(self, options: ModelOptions, device: torch.device) -> None:
+
+class EngineSide:
+    """The engine's training step; see `model.Side`.
+
+    Args:
+        options: sizes.
+        device: where it runs.
+        kernels: whose attention reads packed documents; chosen by the options where None.
+    """
+
+    def __init__(self, options: ModelOptions, device: torch.device, kernels: Kernels | None = None) -> None:
         self._options, self._device = options, device
         family, text = family_of(hf_config(options))
         self._names = family.names
@@ -62,11 +142,9 @@ class EngineSide:
             fused=lambda module: module.rpartition(".")[2] in targets,
         )
         dtype = TORCH_DTYPES[options.dtype]
-        kernels, self.kernels = choose_kernels(options.kernels, device=device, dtype=dtype)
-        if options.documents > 1:
-            head_dim = options.hidden // options.heads
-            choice = choose_attention(kernels, "auto", device=device, dtype=dtype, head_dim=head_dim, packed=True)
-            kernels, self.kernels = choice.kernels, f"{self.kernels}; {choice.sentence}"
+        self.kernels = ""
+        if kernels is None:
+            kernels, self.kernels = _chosen_kernels(options, device)
         base = None if options.base_dtype == "none" else named_encoding(options.base_dtype, options.kernels, device)
         self.model = Decoder(
             family.config_from_hf(text),
@@ -75,11 +153,12 @@ class EngineSide:
             device=device,
             dtype=dtype,
         )
-        self._entries = list(shard_entries(self.model))
-        self._fill([entry.shard for entry in self._entries])
+        self.entries = list(shard_entries(self.model))
+        self.fill([entry.shard for entry in self.entries])
         fill_encoded(encoded_entries(self.model), self._drawn)
 
-    def _fill(self, shards: list[NamedShard]) -> None:
+    def fill(self, shards: Iterable[NamedShard]) -> None:
+        """Draws parameters by their Hugging Face names; see `model.draw`."""
         for shard in shards:
             module, _, leaf = shard.name.rpartition(".")
             name = self._names.module_to_hf(fused_parts(module)[0])
@@ -90,50 +169,27 @@ class EngineSide:
     def _drawn(self, entry: EncodedEntry) -> Tensor:
         """Draws the weight that is stored encoded."""
         weight = torch.empty(entry.spec.local_shape, dtype=TORCH_DTYPES[self._options.dtype], device=self._device)
-        self._fill([NamedShard(entry.name, weight, entry.spec)])
+        self.fill([NamedShard(entry.name, weight, entry.spec)])
         return weight
 
-    def prepare(self) -> None:
-        mesh = single_process_mesh()
-        flat = FlatParameters(self._entries, self._device)
-        self._fill(flat.master_shards())  # unrounded, also where the model computes in bfloat16
+    def prepare(self, mesh: Mesh | None = None) -> None:
+        """Builds the optimizer and the step, on one process without a mesh; see `model.Side`."""
+        mesh = mesh or single_process_mesh()
+        flat = FlatParameters(self.entries, self._device)
+        self.fill(flat.master_shards())  # unrounded, also where the model computes in bfloat16
         flat.publish()
-        optimizer = FlatAdamW(
-            flat,
-            mesh,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
-            clip_grad_norm=CLIP_GRAD_NORM,
-            backend=choose_backend("auto", device=self._device)[0],
-        )
-        self.optimizer = optimizer
+        backend, _ = choose_backend("auto", device=self._device)
+        self.optimizer = FlatAdamW(flat, mesh, **ADAMW, clip_grad_norm=CLIP_GRAD_NORM, backend=backend)
         reducer = GradientReducer(flat, mesh, bucket_bytes=_BUCKET_BYTES)
         stages = Stages.whole(ModelStage(self.model, LanguageModeling(), self._device))
-        self._step = TrainStep(stages, reducer, optimizer, mesh)
+        self.train_step = TrainStep(stages, reducer, self.optimizer, mesh)
 
     def _batch(self, ids_BS: Tensor) -> Batch:
-        rows, length = ids_BS.shape
-        lengths = document_lengths(self._options)
-        ends = torch.tensor([0, *lengths], device=ids_BS.device).cumsum(0)
-        labels = ids_BS.flatten().roll(-1)
-        labels[ends[1:] - 1] = IGNORE_LABEL
-        labels = labels.view(rows, length)
-        tokens = torch.arange(rows * length, device=ids_BS.device).view(rows, length)
-        positions = torch.cat([torch.arange(one, device=ids_BS.device) for one in lengths]).view(rows, length)
-        return Batch(
-            tokens_BS=ids_BS,
-            labels_BS=labels,
-            positions_BS=positions,
-            token_index_BS=tokens,
-            loss_weights_BS=(labels != IGNORE_LABEL).float(),
-            document_offsets=ends.to(torch.int32),
-            document_lengths=lengths,
-        )
+        return packed_batch(ids_BS, document_lengths(self._options))
 
     def step(self, ids_BS: Tensor) -> Outcome:
         targets = ids_BS.shape[0] * (ids_BS.shape[1] - self._options.documents)
-        result = self._step([self._batch(ids_BS)], float(targets), LEARNING_RATE)
+        result = self.train_step([self._batch(ids_BS)], float(targets), LEARNING_RATE)
         return Outcome(result.loss, result.grad_norm)
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:

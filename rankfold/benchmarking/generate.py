@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,13 +27,12 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.model import draw, hf_config
+from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.sections import GenerateOptions, RolloutsOptions
-from rankfold.benchmarking.sides import set_up
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, wait_for
-from rankfold.benchmarking.workers import Offer, Worker
 
 ENGINE, PEER = "engine", "transformers"
 Prompts = list[list[int]]
@@ -140,7 +138,7 @@ def _case(
             whole = sides[side].ask("seconds", prompts, options.new)
             times[side]["prefill"].append(first)
             times[side]["decode"].append(max(whole - first, 1e-9))
-        print(f"[generate] {name}: {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
+        progress("generate", f"{name}: {turn + 1} of {options.repeats}")
     return times
 
 
@@ -150,9 +148,7 @@ def run(options: GenerateOptions) -> Table:
     Raises:
         UserError: a missing device, or tokens that differ.
     """
-    device = choose_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)  # the number in the table
+    device = set_up(options, keeps_freed_memory=False)
     cases = [(f"{rows} x {options.prompt}", _prompts(options, rows, mixed=False)) for rows in options.row_counts()]
     most = max(options.row_counts())
     if most > 1:

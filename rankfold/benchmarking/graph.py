@@ -7,7 +7,6 @@ step is measured beside the step itself: where the two are equal, the GPU waits.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -26,13 +25,12 @@ from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
 from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, CudaCapture
 from engine.training.step import StepResult
-from rankfold.benchmarking.case import Contestant
+from rankfold.benchmarking.case import Contestant, kernel_names
 from rankfold.benchmarking.graph_side import EAGER, GraphSide, make_batch, make_steps
-from rankfold.benchmarking.kernels.trace import kernel_names
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.model import LEARNING_RATE
 from rankfold.benchmarking.sections import GraphOptions
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, summarise, take_turns, wait_for
 
 _CHECKED_STEPS = WARMUP_STEPS + 3
@@ -96,7 +94,7 @@ def measure(
         runs,
         repeats=options.repeats,
         warmup=options.warmup,
-        turn=lambda done: _say(f"{options.length} tokens: timing {done}/{options.repeats}"),
+        turn=lambda done: progress("graph", f"{options.length} tokens: timing {done}/{options.repeats}"),
     )
     counts = {name: take.counts.line() for name, take in side.kinds.items() if name != EAGER}
     return Measured(samples, difference, kept, counts)
@@ -155,17 +153,13 @@ def run(options: GraphOptions) -> Table:
         raise UserError(f"no graph can be captured here ({choice.sentence}): use --dtype bfloat16.")
     measured = {}
     for length in options.row_lengths():
-        _say(f"{length} tokens: building")
+        progress("graph", f"{length} tokens: building")
         measured[length] = measure(
             replace(options, length=length), device, choice.kernels, lambda side: CudaCapture(side.device)
         )
     names = _attention_kernels(options, choice.kernels, device)
     findings = (sentence, choice.sentence, f"Attention ran {', '.join(names)}.")
     return table(options, measured, findings, describe(device, ("triton",)))
-
-
-def _say(what: str) -> None:
-    print(f"[graph] {what}", file=sys.stderr, flush=True)
 
 
 def _attention_kernels(options: GraphOptions, kernels: Kernels, device: torch.device) -> tuple[str, ...]:

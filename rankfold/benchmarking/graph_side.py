@@ -7,37 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.batch import IGNORE_LABEL, Batch
+from engine.batch import Batch
 from engine.data.collate import pin
 from engine.distributed.mesh import single_process_mesh
-from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
-from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder
-from engine.models.dtypes import TORCH_DTYPES
-from engine.models.families import family_of
 from engine.objectives.language_modeling import LanguageModeling
 from engine.ops.kernels import Kernels
 from engine.optim.adamw import FlatAdamW
 from engine.optim.flat import FlatParameters
 from engine.optim.reduce import GradientReducer
 from engine.training.cuda_graph.capture import Capture
-from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import DOCUMENTS_PER_ROW, StaticShape
-from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import StepResult, TrainStep
-from rankfold.benchmarking.model import (
-    BETAS,
-    CLIP_GRAD_NORM,
-    EPS,
-    LORA_ALPHA_OVER_RANK,
-    TARGETS,
-    WEIGHT_DECAY,
-    draw,
-    hf_config,
-    mixed_lengths,
-)
+from rankfold.benchmarking.engine_side import EngineSide
+from rankfold.benchmarking.model import ADAMW, CLIP_GRAD_NORM, mixed_lengths, packed_batch
 from rankfold.benchmarking.sections import GraphOptions
 
 EAGER, LAYERS, STEP = "no graph", "graphs of layers", "graph of the step"
@@ -62,24 +47,12 @@ class GraphSide:
         make_capture: Callable[[GraphSide], Capture],
     ) -> None:
         self.device = device
-        family, text = family_of(hf_config(options))
-        settings = AdapterSettings(rank=options.rank, scale=float(LORA_ALPHA_OVER_RANK), dropout=options.dropout)
-        self.model = Decoder(
-            family.config_from_hf(text),
-            layout=TensorLayout(kernels=kernels),
-            plan=TrainingPlan(adapter=lambda name: settings if name.rpartition(".")[2] in TARGETS else None),
-            device=device,
-            dtype=TORCH_DTYPES[options.dtype],
-        )
-        entries, mesh = list(shard_entries(self.model)), single_process_mesh()
-        self.flat = FlatParameters(entries, device)
-        for shard in [*(entry.shard for entry in entries), *self.flat.master_shards()]:
-            module, _, leaf = shard.name.rpartition(".")
-            draw(f"{family.names.module_to_hf(module)}.{leaf}", shard.tensor)
+        side = EngineSide(options, device, kernels)
+        self.model, mesh = side.model, single_process_mesh()
+        self.flat = FlatParameters(side.entries, device)
+        side.fill(self.flat.master_shards())
         self.flat.publish()
-        self.optimizer = FlatAdamW(
-            self.flat, mesh, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP_GRAD_NORM
-        )
+        self.optimizer = FlatAdamW(self.flat, mesh, **ADAMW, clip_grad_norm=CLIP_GRAD_NORM)
         reducer = GradientReducer(self.flat, mesh, bucket_bytes=2**25)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -127,16 +100,4 @@ def make_batch(options: GraphOptions, seed: int) -> Batch:
     lengths: list[int] = []
     for _ in range(rows):
         lengths += mixed_lengths(length, options.documents, generator)
-    tokens = torch.randint(options.vocab, (rows * length,), generator=generator)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    labels = torch.cat((tokens[1:], tokens[:1]))
-    labels[offsets[1:] - 1] = IGNORE_LABEL
-    return Batch(
-        tokens_BS=tokens.view(rows, length),
-        labels_BS=labels.view(rows, length),
-        positions_BS=torch.cat([torch.arange(one) for one in lengths]).view(rows, length),
-        token_index_BS=torch.arange(rows * length).view(rows, length),
-        loss_weights_BS=(labels != IGNORE_LABEL).float().view(rows, length),
-        document_offsets=offsets.to(torch.int32),
-        document_lengths=tuple(lengths),
-    )
+    return packed_batch(torch.randint(options.vocab, (rows, length), generator=generator), lengths)

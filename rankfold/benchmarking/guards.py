@@ -8,7 +8,6 @@ defaults, so their share of a step is their time over that many steps.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,12 +23,6 @@ from torch import Tensor
 from engine.config.guards import GuardOptions
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
-from engine.layers.module import shard_entries
-from engine.objectives.language_modeling import LanguageModeling
-from engine.optim.adamw import FlatAdamW
-from engine.optim.backends import choose_backend
-from engine.optim.flat import FlatParameters
-from engine.optim.reduce import GradientReducer
 from engine.runtime.launch import stop
 from engine.telemetry.ending import joins_others
 from engine.telemetry.errors import run_command
@@ -37,17 +30,14 @@ from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.replicas import ReplicaGuard
 from engine.training.guards.run_guards import FROZEN_EVERY, Guards
-from engine.training.observer import StepSeen
-from engine.training.rank_stages import Stages
-from engine.training.stage import ModelStage
-from engine.training.step import TrainStep
-from engine.training.step_figures import StepFigures
+from engine.training.observer import LaunchedStep
+from engine.training.step import StepFigures
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.graph_side import make_batch
 from rankfold.benchmarking.machine import describe
-from rankfold.benchmarking.model import BETAS, CLIP_GRAD_NORM, EPS, LEARNING_RATE, WEIGHT_DECAY
+from rankfold.benchmarking.model import ADAMW, LEARNING_RATE
 from rankfold.benchmarking.sections import GuardsOptions
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, summarise, take_turns
 
 PLAIN, GUARDED = "a step without guards", "a step with guards"
@@ -77,19 +67,9 @@ class _Rank:
         device, size = torch.device("cpu"), options.ranks
         mesh = build_mesh(RankGrid(dp=size), device_type="cpu", num_kv_heads=options.kv_heads)
         side = EngineSide(options, device)
-        self.kernels, entries = side.kernels, list(shard_entries(side.model))
-        flat = FlatParameters(entries, device)
-        optimizer = FlatAdamW(
-            flat,
-            mesh,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
-            clip_grad_norm=CLIP_GRAD_NORM,
-            backend=choose_backend("auto", device=device)[0],
-        )
-        stages = Stages.whole(ModelStage(side.model, LanguageModeling(), device))
-        self._step = TrainStep(stages, GradientReducer(flat, mesh, bucket_bytes=2**25), optimizer, mesh)
+        self.kernels, entries = side.kernels, side.entries
+        side.prepare(mesh)
+        self._step, optimizer = side.train_step, side.optimizer
         self._batches = [make_batch(options, seed * size + mesh.dp.rank) for seed in range(_NUM_BATCHES)]
         self._targets = [
             float(sum(make_batch(options, seed * size + rank).loss_weights_BS.sum() for rank in range(size)))
@@ -98,11 +78,11 @@ class _Rank:
         world = Axis("world", size, mesh.dp.rank)
         prints = Fingerprints(device)
         self._replicas = ReplicaGuard(entries, (), None, mesh, world, prints)
-        self._liveness = LivenessGuard(entries, optimizer, self._replicas, mesh, world, prints, beta1=BETAS[0])
+        self._liveness = LivenessGuard(entries, optimizer, self._replicas, mesh, world, prints, beta1=ADAMW["betas"][0])
         # checks that are not done in every step are timed alone
         rarely = replace(GuardOptions(), replicas_every=10**9, spike_policy="skip")
         self._guards = Guards(
-            rarely, self._step, optimizer, mesh, world, beta1=BETAS[0], seed=0, max_skipped_steps=10, say=print
+            rarely, self._step, optimizer, mesh, world, beta1=ADAMW["betas"][0], seed=0, max_skipped_steps=10, say=print
         )
         self._guards.begin(0, 0)
         self._count, self._before = 0, None
@@ -128,7 +108,7 @@ class _Rank:
         figures = StepFigures(result)
         if guarded:
             at = _now()
-            self._guards.after(StepSeen(self._count, batches, targets, LEARNING_RATE, self._count, result, figures))
+            self._guards.after(LaunchedStep(self._count, batches, targets, LEARNING_RATE, self._count, result, figures))
             own += _now() - at
         (self._before or figures).read()
         if guarded:
@@ -175,7 +155,9 @@ def _work(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
         contestant.runs(),
         repeats=options.repeats,
         warmup=options.warmup,
-        turn=lambda done: _say(f"timing {done}/{options.repeats}") if rank == 0 and done % 10 == 0 else None,
+        turn=lambda done: (
+            progress("guards", f"timing {done}/{options.repeats}") if rank == 0 and done % 10 == 0 else None
+        ),
     )
     if rank == 0:
         answers.put((samples, contestant.kernels))
@@ -183,10 +165,6 @@ def _work(rank: int, options: GuardsOptions, folder: str, answers: Any) -> None:
     answers.join_thread()  # the process ends without waiting for threads
     dist.barrier()
     stop()
-
-
-def _say(what: str) -> None:
-    print(f"[guards] {what}", file=sys.stderr, flush=True)
 
 
 def run(options: GuardsOptions) -> Table:

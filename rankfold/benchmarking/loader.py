@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from engine.data.chat import Learn
 from engine.data.dataset import TokenDataset, dataset_of
-from engine.data.extras import extra_columns
 from engine.data.loader import DataLoader
 from engine.data.row_shape import RowShape
-from engine.data.template import Learn
 from engine.telemetry.processors import available_processors
-from engine.vision.data.columns import Extras, PlacedImage
+from engine.vision.data.columns import Extras, PlacedImage, VisionColumns
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, VisionFamily
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from rankfold.benchmarking.machine import describe
@@ -47,11 +46,11 @@ class Squares(VisionFamily):
         self._size, self._norm = (side, side), Normalisation(CLIP_MEAN, CLIP_STD, _PATCH)
         self.patch_features = self._norm.features
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         """Returns that of the square."""
         return (self._norm.grid(self._size),)
 
-    def tiles(self, image: Image.Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image.Image, *, is_only_image: bool = True) -> Tiles:
         """Returns the image's patches."""
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(self._size))
 
@@ -106,7 +105,7 @@ def _dataset(files: Sequence[Path], options: LoaderOptions, family: Squares) -> 
     dataset = dataset_of(
         [([1] * length, targets)] * len(files),
         seq_length=length,
-        extras=extra_columns([Extras((image,)) for image in images]),
+        extras=[VisionColumns.of([Extras((image,)) for image in images])],
     )
     dataset.read_with(family)
     return dataset

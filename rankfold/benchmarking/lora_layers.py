@@ -26,10 +26,10 @@ from engine.ops.inputs import GivenInput, LinearInput, NormInput, SwiGLUInput
 from engine.ops.kernels import Kernels
 from rankfold.benchmarking.case import Contestant, Results, deviation
 from rankfold.benchmarking.options import Shape
+from rankfold.benchmarking.oracles import EPS, rms_norm, swiglu, with_gradients
 
 SCALE = 2.0
 """alpha / r."""
-_EPS = 1e-5
 _SEED, _SITE, _TORCH_SEED = 5, 3, 11
 Masks = list[Tensor | None]
 """A dropout mask for each section: fp64 [T, I], 0 where dropped, 1 / (1 - p) where kept; None without dropout."""
@@ -64,10 +64,9 @@ class Layer:
     def make_x(self, u: Tensor, norm: Tensor) -> Tensor:
         """Computes x [T, I] by plain torch, differentiable."""
         if self.shape.kind == "norm-column":
-            return functional.rms_norm(u, norm.shape, norm, _EPS)
+            return rms_norm(u, norm)
         if self.shape.kind == "swiglu-row":
-            gate, up = u.chunk(2, dim=-1)
-            return functional.silu(gate) * up
+            return swiglu(u)
         return u
 
     def dy_sections(self) -> tuple[Tensor, ...]:
@@ -96,18 +95,16 @@ def make_layer(shape: Shape, rank: int, dropout: float, device: torch.device, dt
 
 def answer(layer: Layer, masks: Masks) -> Results:
     """Computes y, du, dA and dB of each section, in float64."""
-    u, a, b = (
-        layer.u.double().requires_grad_(),
-        [each.double().requires_grad_() for each in layer.a],
-        [each.double().requires_grad_() for each in layer.b],
-    )
-    x = layer.make_x(u, layer.norm.double())
-    outputs = []
-    for weight, low, high, mask in zip(layer.weights, a, b, masks, strict=True):
-        dropped = x if mask is None else x * mask
-        outputs.append(x @ weight.double().t() + SCALE * (dropped @ low.t()) @ high.t())
-    y = torch.cat(outputs, dim=1)
-    return y.detach(), *torch.autograd.grad(y, [u, *a, *b], layer.dy.double())
+    count = len(masks)
+
+    def forward(u: Tensor, *factors: Tensor) -> Tensor:
+        x, outputs = layer.make_x(u, layer.norm.double()), []
+        for weight, low, high, mask in zip(layer.weights, factors[:count], factors[count:], masks, strict=True):
+            dropped = x if mask is None else x * mask
+            outputs.append(x @ weight.double().t() + SCALE * (dropped @ low.t()) @ high.t())
+        return torch.cat(outputs, dim=1)
+
+    return with_gradients(forward, (layer.u, *layer.a, *layer.b), (layer.dy,))
 
 
 def frozen(layer: Layer) -> Contestant:
@@ -122,9 +119,8 @@ def frozen(layer: Layer) -> Contestant:
 
 
 def _frozen_answer(layer: Layer) -> Results:
-    u = layer.u.double().requires_grad_()
-    y = layer.make_x(u, layer.norm.double()) @ torch.cat(layer.weights).double().t()
-    return y.detach(), *torch.autograd.grad(y, u, layer.dy.double())
+    weight = torch.cat(layer.weights).double()
+    return with_gradients(lambda u: layer.make_x(u, layer.norm.double()) @ weight.t(), (layer.u,), (layer.dy,))
 
 
 def engine(layer: Layer, kernels: Kernels, *, adapters: bool = True, fold: bool = True) -> Contestant:
@@ -176,7 +172,7 @@ def _build(layer: Layer, kernels: Kernels, *, adapters: bool, fold: bool) -> Col
 
 def _source(layer: Layer) -> LinearInput:
     if layer.shape.kind == "norm-column":
-        return NormInput(weight=layer.norm, eps=_EPS, sink=None)
+        return NormInput(weight=layer.norm, eps=EPS, sink=None)
     return SwiGLUInput() if layer.shape.kind == "swiglu-row" else GivenInput()
 
 

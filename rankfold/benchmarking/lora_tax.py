@@ -6,7 +6,6 @@ turn, and shown beside the limit by arithmetic (the low-rank products are not fr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,18 +15,15 @@ import torch
 from engine.models.dtypes import TORCH_DTYPES
 from engine.ops.backends import choose_kernels
 from engine.ops.kernels import Kernels
-from engine.runtime.launch import keep_freed_memory
 from rankfold.benchmarking import lora_layers
-from rankfold.benchmarking.backends import find_backends
-from rankfold.benchmarking.case import LIMITS, Case, Checked, Contestant, check
+from rankfold.benchmarking.case import LIMITS, Case, Checked, Contestant, Timed, check, time_case
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings, Demand
-from rankfold.benchmarking.comparison import Timed, time_case
 from rankfold.benchmarking.first_hour.targets import LORA_TAX
 from rankfold.benchmarking.lora_layers import Layer, make_layer
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.options import Shape, TaxOptions, chosen_names, for_device, read_shapes
-from rankfold.benchmarking.peers import find_peers
-from rankfold.benchmarking.table import Report, Table
+from rankfold.benchmarking.peers import find_backends, find_peers
+from rankfold.benchmarking.table import Report, Table, progress
 from rankfold.benchmarking.timing import Summary, paired_ratio, summarise
 
 FROZEN, PLAIN, PEFT = "frozen", "torch LoRA", "PEFT"
@@ -47,12 +43,8 @@ def run(options: TaxOptions) -> Report:
         UserError: a missing device.
         Wrong: a contestant computes something else.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
+    device = set_up(options)  # the allocator as in training, for all contestants
     options = for_device(options, device.type)
-    if device.type == "cpu":
-        keep_freed_memory()  # as in training, for all contestants
     dtype = TORCH_DTYPES[options.dtype]
     chosen: Kernels = choose_kernels("auto", device=device, dtype=dtype)[0]
     contestants, absent = find_contestants(options, device, chosen)
@@ -64,13 +56,13 @@ def run(options: TaxOptions) -> Report:
     ceilings = Ceilings(device, dtype, copy_mib=1, size=options.ceiling)
     checked = {}
     for (name, dropout), build in builds.items():
-        _say(f"checking {name}, dropout {dropout}")
+        progress("lora-tax", f"checking {name}, dropout {dropout}")
         checked[name, dropout] = check(name, build(), device, LIMITS[dtype])
     rows, verdicts, records, ceiling_seconds = [], [], [], []
     all_timed: dict[tuple[str, float], Timed] = {}
     for (name, dropout), build in builds.items():
         if options.repeats:
-            _say(f"timing {name}, dropout {dropout}")
+            progress("lora-tax", f"timing {name}, dropout {dropout}")
         case = build()
         timed = time_case(case, ceilings, options, device)
         ceiling_seconds += timed.seconds(PRODUCT) if timed.samples else []
@@ -96,10 +88,6 @@ def run(options: TaxOptions) -> Report:
     )
 
 
-def _say(what: str) -> None:
-    print(f"[lora-tax] {what}", file=sys.stderr, flush=True)
-
-
 def find_contestants(
     options: TaxOptions, device: torch.device, chosen: Kernels
 ) -> tuple[dict[str, Callable[[Layer], Contestant]], tuple[str, ...]]:
@@ -123,7 +111,7 @@ def find_contestants(
         found[PLAIN] = lora_layers.plain_torch
     if "peft" in peers:
         found[PEFT] = lora_layers.peft
-    return found, (*(f"Not measured: {name} ({why})." for name, why in absent.items()), *peers.sentences())
+    return found, (*absent, *peers.sentences())
 
 
 def make_case(

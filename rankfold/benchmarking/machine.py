@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from engine.errors import UserError
+from engine.runtime.launch import keep_freed_memory
 from engine.telemetry.processors import available_processors
+from rankfold.benchmarking.options import KernelOptions, ModelOptions, TaxOptions
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -24,6 +26,16 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", 0)
+
+
+def set_up(options: KernelOptions | ModelOptions | TaxOptions, *, keeps_freed_memory: bool = True) -> torch.device:
+    """Sets up threads and allocator, and returns the device."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(options.device)
+    if device.type == "cpu" and keeps_freed_memory:
+        keep_freed_memory()
+    return device
 
 
 def describe(device: torch.device, packages: tuple[str, ...]) -> dict[str, str]:

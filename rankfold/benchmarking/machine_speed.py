@@ -3,7 +3,6 @@ assumptions."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -15,7 +14,7 @@ from rankfold.benchmarking.ceilings import COPY, PRODUCT, Ceilings
 from rankfold.benchmarking.machine import choose_device, describe
 from rankfold.benchmarking.options import for_device
 from rankfold.benchmarking.sections import SpeedOptions
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import interleave, summarise
 
 _LAUNCHES = 100
@@ -48,7 +47,7 @@ def run(options: SpeedOptions) -> Table:
         repeats=options.repeats,
         warmup=options.warmup,
         device=device,
-        turn=lambda done: print(f"[machine-speed] {done}/{options.repeats}", file=sys.stderr, flush=True),
+        turn=lambda done: progress("machine-speed", f"{done}/{options.repeats}"),
     )
     seconds = {name: summarise([sample.seconds for sample in taken]).median for name, taken in samples.items()}
     assumed = machine_for(None, torch.cuda.get_device_properties(device).total_memory / 2**30) if is_gpu else None

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.batch import IGNORE_LABEL, Batch
 from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
 
 LEARNING_RATE = 1e-3
-BETAS = (0.9, 0.999)
-EPS = 1e-8
-WEIGHT_DECAY = 0.01
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Of the optimizer of every side."""
 CLIP_GRAD_NORM = 1.0
 LORA_ALPHA_OVER_RANK = 2
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -81,6 +82,29 @@ def _llama(options: ModelOptions) -> dict[str, Any]:
         "hidden_act": "silu",
         "use_cache": False,
     }
+
+
+def packed_batch(ids_BS: Tensor, lengths: Sequence[int]) -> Batch:
+    """Returns a batch of rows of documents, the last token of each without a label.
+
+    Args:
+        ids_BS: token ids.
+        lengths: tokens of all documents, in order.
+    """
+    device, (rows, length) = ids_BS.device, ids_BS.shape
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
+    labels = ids_BS.flatten().roll(-1)
+    labels[ends[1:] - 1] = IGNORE_LABEL
+    labels = labels.view(rows, length)
+    return Batch(
+        tokens_BS=ids_BS,
+        labels_BS=labels,
+        positions_BS=torch.cat([torch.arange(one, device=device) for one in lengths]).view(rows, length),
+        token_index_BS=torch.arange(rows * length, device=device).view(rows, length),
+        loss_weights_BS=(labels != IGNORE_LABEL).float(),
+        document_offsets=ends.to(torch.int32),
+        document_lengths=tuple(lengths),
+    )
 
 
 @torch.no_grad()

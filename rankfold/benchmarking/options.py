@@ -33,27 +33,32 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Name -> options that it sets, unless they are given beside it."""
+_CEILING = "size of the square product that measures the speed of arithmetic"
+_RUNS = "timed runs of each contestant; 0 checks the results and times nothing"
 FORMER_NAMES = {"pictures": "images"}
 """Earlier name of an option -> its name; both are taken."""
 
 
-def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Returns a field with the same default on every device; `text` is its help."""
-    return field(default=default, metadata={"help": f"{text} (default {default})", "choices": choices})
+def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, least: int | None = None) -> Any:
+    """Returns a field with the same default on every device.
+
+    Args:
+        default: value.
+        text: its help.
+        choices: the words it takes; None for any value.
+        least: the smallest number it takes; None for any.
+    """
+    text = f"{text} (default {default})"
+    return field(default=default, metadata={"help": text, "choices": choices, "least": least})
 
 
-def by_device(cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Returns a field that stays None until `for_device` gives it the default of the device."""
+def by_device(
+    cpu: Any, cuda: Any, text: str, choices: tuple[str, ...] | None = None, *, least: int | None = None
+) -> Any:
+    """Returns a field that stays None until `for_device` gives it the default of the device; see `option`."""
     text = f"{text} (default {cpu} on a CPU, {cuda} on a GPU)"
-    return field(default=None, metadata={"help": text, "choices": choices, "cpu": cpu, "cuda": cuda})
-
-
-def at_least(record: Any, least: int, *names: str) -> None:
-    """Raises UserError where one of the fields is less; None counts as not yet set."""
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: give a number of at least {least}.")
+    metadata = {"help": text, "choices": choices, "least": least, "cpu": cpu, "cuda": cuda}
+    return field(default=None, metadata=metadata)
 
 
 def _check_heads(record: Any) -> None:
@@ -75,17 +80,6 @@ def check_documents(record: Any) -> None:
         )
 
 
-def check_common(record: Any) -> None:
-    """Checks dropout, choices and peers, which every section has."""
-    if not 0.0 <= record.dropout < 1.0:
-        raise UserError(f"--dropout is {record.dropout}: give a probability of at least 0 and below 1.")
-    for item in fields(record):
-        value, choices = getattr(record, item.name), item.metadata["choices"]
-        if choices is not None and value is not None and value not in choices:
-            raise UserError(f"--{item.name} is {value!r}: choose one of {', '.join(choices)}.")
-    chosen_names(record.peers, record.PEERS, "peers")
-
-
 def chosen_names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     """Returns the names in a list such as `a,b`, "all" or "none".
 
@@ -101,43 +95,83 @@ def chosen_names(text: str, known: tuple[str, ...], option: str) -> tuple[str, .
     return names
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions:
-    """A random Llama and the batch it sees.
+def whole_numbers(name: str, text: str, example: str, least: int | None = None) -> tuple[int, ...]:
+    """Returns the numbers of a list such as `1,4,16`.
+
+    Args:
+        name: of the option.
+        text: its value.
+        example: of a value.
+        least: the smallest number it takes; None for any.
 
     Raises:
-        UserError: sizes that do not fit together.
+        UserError: one that is not a number, or is too small.
     """
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--{name} is {text!r}: give whole numbers, such as {example}.") from None
+    if least is not None and min(numbers) < least:
+        raise UserError(f"--{name} is {text!r}: give numbers of at least {least}.")
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SectionOptions:
+    """The options of a section; None counts as not yet set.
+
+    Raises:
+        UserError: a number below its least, a word or a peer that is not known; in the records of sections also sizes
+            that do not fit together.
+    """
+
+    PEERS: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, choices, least = getattr(self, item.name), item.metadata["choices"], item.metadata["least"]
+            if value is None:
+                continue
+            if least is not None and value < least:
+                raise UserError(f"--{item.name.replace('_', '-')} is {value}: give a number of at least {least}.")
+            if item.name == "dropout" and not 0.0 <= value < 1.0:
+                raise UserError(f"--dropout is {value}: give a probability of at least 0 and below 1.")
+            if choices is not None and value not in choices:
+                raise UserError(f"--{item.name} is {value!r}: choose one of {', '.join(choices)}.")
+            if item.name == "peers":
+                chosen_names(value, self.PEERS, "peers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions(SectionOptions):
+    """A random Llama and the batch it sees."""
 
     PEERS: ClassVar[tuple[str, ...]] = ("peft", "peft-kept-memory", "liger")
 
     preset: str = option("none", "sizes of a known model; options given beside it win", tuple(PRESETS))
-    hidden: int = option(512, "width of the residual stream")
-    layers: int = option(6, "number of layers")
-    heads: int = option(8, "number of query heads; the head size is hidden / heads")
-    kv_heads: int = option(4, "number of key/value heads")
-    intermediate: int = option(1408, "width of the MLP")
-    vocab: int = option(32000, "vocabulary size")
-    rank: int = option(16, "rank of the adapters")
-    rows: int = option(2, "rows in a batch")
+    hidden: int = option(512, "width of the residual stream", least=1)
+    layers: int = option(6, "number of layers", least=1)
+    heads: int = option(8, "number of query heads; the head size is hidden / heads", least=1)
+    kv_heads: int = option(4, "number of key/value heads", least=1)
+    intermediate: int = option(1408, "width of the MLP", least=1)
+    vocab: int = option(32000, "vocabulary size", least=1)
+    rank: int = option(16, "rank of the adapters", least=1)
+    rows: int = option(2, "rows in a batch", least=1)
     length: int = option(512, "tokens in a row")
-    documents: int = option(1, "documents in a row, of mixed lengths; with more than one there are no peers")
+    documents: int = option(1, "documents in a row, of mixed lengths; with more than one there are no peers", least=1)
     dropout: float = option(0.0, "dropout on the adapters' input")
     dtype: str = option("float32", "of weights and activations", DTYPES)
     kernels: str = option("auto", "the engine's kernels", KERNELS)
     base_dtype: str = option("none", "how the engine stores frozen weights; none as --dtype", ("none", *BASE_DTYPES))
     peers: str = option("all", "peers to compare the engine with: all, none, or a list")
-    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "hidden", "layers", "heads", "kv_heads", "intermediate", "vocab", "rank", "rows")
+        SectionOptions.__post_init__(self)
         if self.length < 2:
             raise UserError(f"--length is {self.length}: give at least 2 tokens, so that one can be predicted.")
-        at_least(self, 0, "threads")
-        at_least(self, 1, "documents")
         _check_heads(self)
-        check_common(self)
         if self.documents > 1 and chosen_names(self.peers, self.PEERS, "peers"):
             raise UserError(f"--documents {self.documents} packs rows, which the peers here do not: add --peers none.")
         if self.base_dtype != "none" and chosen_names(self.peers, self.PEERS, "peers"):
@@ -160,19 +194,14 @@ class StepOptions(ModelOptions):
 
     A random Llama with adapters on all seven linears of a block, AdamW, gradient clipping. First all sides must give
     the same losses; then they are timed in turn.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
-    repeats: int = option(15, "timed steps of each side")
-    warmup: int = option(2, "untimed steps of each side, after those that check the losses")
+    repeats: int = option(15, "timed steps of each side", least=1)
+    warmup: int = option(2, "untimed steps of each side, after those that check the losses", least=0)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
         check_documents(self)
-        at_least(self, 1, "repeats")
-        at_least(self, 0, "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,21 +210,16 @@ class ExpertsOptions(StepOptions):
 
     A random Qwen3-MoE; gate and up of an expert share one A, as PEFT's `target_parameters` have it. First all sides
     must give the same losses and gradient norms; then they are timed in turn, beside the matrix products alone.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ("peft-experts", "peft-experts-kept-memory", "peft-experts-loop")
 
-    experts: int = option(8, "number of experts")
-    per_token: int = option(2, "experts that the router chooses for a token")
-    rank: int = option(8, "rank of the adapters")
+    experts: int = option(8, "number of experts", least=2)
+    per_token: int = option(2, "experts that the router chooses for a token", least=1)
+    rank: int = option(8, "rank of the adapters", least=1)
 
     def __post_init__(self) -> None:
         StepOptions.__post_init__(self)
-        at_least(self, 2, "experts")
-        at_least(self, 1, "per_token")
         if self.per_token > self.experts:
             raise UserError(f"--per-token is {self.per_token}, but there are --experts {self.experts}: give no more.")
 
@@ -206,9 +230,6 @@ class MemoryOptions(ModelOptions):
 
     The peak is that above the loaded model, each side in its own process. A layer's kept bytes are counted tensor by
     tensor, and compared with the arithmetic of a plain implementation and of the engine's design.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ("peft", "peft-checkpointing", "liger")
@@ -219,13 +240,10 @@ class MemoryOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelOptions:
+class KernelOptions(SectionOptions):
     """Each op of a step alone: the engine's backends, its peers, and the machine's limits.
 
     Every contestant's result is compared with one in float64 before anything is timed.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
@@ -234,33 +252,30 @@ class KernelOptions:
         "quantize", "frozen", "product",
     )  # fmt: skip
 
-    tokens: int | None = by_device(1024, 8192, "tokens")
-    length: int | None = by_device(512, 4096, "tokens in a document, or in a row of several, for attention")
-    hidden: int | None = by_device(1024, 4096, "width of the residual stream")
-    heads: int | None = by_device(16, 32, "number of query heads; the head size is hidden / heads")
-    kv_heads: int | None = by_device(8, 8, "number of key/value heads")
-    intermediate: int | None = by_device(2816, 14336, "width of the MLP")
-    vocab: int | None = by_device(32000, 128256, "vocabulary size")
-    trained: int | None = by_device(4_000_000, 42_000_000, "parameters that the optimizer updates")
-    rank: int = option(16, "rank of the adapters")
+    tokens: int | None = by_device(1024, 8192, "tokens", least=1)
+    length: int | None = by_device(512, 4096, "tokens in a document, or in a row of several, for attention", least=1)
+    hidden: int | None = by_device(1024, 4096, "width of the residual stream", least=1)
+    heads: int | None = by_device(16, 32, "number of query heads; the head size is hidden / heads", least=1)
+    kv_heads: int | None = by_device(8, 8, "number of key/value heads", least=1)
+    intermediate: int | None = by_device(2816, 14336, "width of the MLP", least=1)
+    vocab: int | None = by_device(32000, 128256, "vocabulary size", least=1)
+    trained: int | None = by_device(4_000_000, 42_000_000, "parameters that the optimizer updates", least=1)
+    rank: int = option(16, "rank of the adapters", least=1)
     dropout: float = option(0.1, "dropout on the adapters' input, where an op is measured with it")
     dtype: str | None = by_device("float32", "bfloat16", "of weights and activations", DTYPES)
     only: str = option("all", f"which ops: all, or a list of {','.join(GROUPS)}")
     peers: str = option("all", "peers to compare the engine with: all, none, or a list")
     compile: bool = option(False, "torch.compile as a peer on a CPU too")
-    copy_mib: int | None = by_device(128, 1024, "MiB of the copy that measures memory's speed")
-    ceiling: int | None = by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
-    repeats: int | None = by_device(15, 50, "timed runs of each contestant; 0 checks the results and times nothing")
-    warmup: int = option(2, "untimed runs of each contestant, after the one that is checked")
-    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+    copy_mib: int | None = by_device(128, 1024, "MiB of the copy that measures memory's speed", least=1)
+    ceiling: int | None = by_device(2048, 8192, _CEILING, least=1)
+    repeats: int | None = by_device(15, 50, _RUNS, least=0)
+    warmup: int = option(2, "untimed runs of each contestant, after the one that is checked", least=0)
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "tokens", "length", "hidden", "heads", "kv_heads", "intermediate", "vocab")
-        at_least(self, 1, "trained", "rank", "copy_mib", "ceiling")
-        at_least(self, 0, "repeats", "warmup", "threads")
+        SectionOptions.__post_init__(self)
         _check_heads(self)
-        check_common(self)
         chosen_names(self.only, self.GROUPS, "only")
         if self.tokens is not None and self.length is not None and self.tokens % self.length:
             raise UserError(f"--tokens {self.tokens} must be a multiple of --length {self.length}: change one.")
@@ -304,11 +319,7 @@ KINDS = ("column", "row", "norm-column", "swiglu-row")
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-    """Reads the shapes from a list such as `column:1024x1024x2816,norm-column:1024x1024x1024+512+512`.
-
-    Raises:
-        UserError: one that is not of this form; names it.
-    """
+    """Reads the shapes from a list such as `column:1024x1024x2816,norm-column:1024x1024x1024+512+512`."""
     return tuple(_read_shape(part.strip()) for part in text.split(","))
 
 
@@ -329,33 +340,28 @@ def _read_shape(text: str) -> Shape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaxOptions:
+class TaxOptions(SectionOptions):
     """A linear with adapters, forward and backward, over the same linear frozen.
 
     As the model uses them: through the parallel linears, their input made by a norm or SwiGLU or given. Every
     contestant's output and gradients are compared with those in float64 before anything is timed.
-
-    Raises:
-        UserError: a shape that cannot be read.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ("torch", "peft")
 
     shapes: str | None = by_device(_TAX_ON_CPU, _TAX_ON_GPU, "which linears: KIND:TOKENSxINPUTSxOUTPUTS[+...],...")
-    rank: int = option(16, "rank of the adapters")
+    rank: int = option(16, "rank of the adapters", least=1)
     dropout: float = option(0.1, "dropout of the second measurement of each shape; 0 skips it")
     dtype: str | None = by_device("float32", "bfloat16", "of weights and activations", DTYPES)
     peers: str = option("all", "peers to compare the engine with: all, none, or a list")
-    ceiling: int | None = by_device(2048, 8192, "size of the square product that measures the speed of arithmetic")
-    repeats: int | None = by_device(15, 30, "timed runs of each contestant; 0 checks the results and times nothing")
-    warmup: int = option(2, "untimed runs of each contestant, after the one that is checked")
-    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+    ceiling: int | None = by_device(2048, 8192, _CEILING, least=1)
+    repeats: int | None = by_device(15, 30, _RUNS, least=0)
+    warmup: int = option(2, "untimed runs of each contestant, after the one that is checked", least=0)
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "rank", "ceiling")
-        at_least(self, 0, "repeats", "warmup", "threads")
-        check_common(self)
+        SectionOptions.__post_init__(self)
         if self.shapes is not None:
             read_shapes(self.shapes)
 
@@ -385,21 +391,13 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
-    """Returns the record that the parsed command line describes.
-
-    Raises:
-        UserError: see the record.
-    """
+    """Returns the record that the parsed command line describes."""
     typed = {item.name: vars(arguments)[item.name] for item in fields(kind) if item.name in arguments}  # type: ignore[arg-type]
     return kind(**{**PRESETS[typed.get("preset", "none")], **typed})
 
 
 def for_device(options: T, device_type: str) -> T:
-    """Returns the record with every unset option set for "cpu" or "cuda".
-
-    Raises:
-        UserError: see the record.
-    """
+    """Returns the record with every unset option set for "cpu" or "cuda"."""
     left_open = {
         item.name: item.metadata[device_type]
         for item in fields(options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Finds the peers that can run here, and reports why the others cannot."""
+"""Finds the engine's backends and the peers that can run here, and reports why the others cannot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,40 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+
+from engine.errors import UserError
+from engine.ops.backends import choose_kernels
+from engine.ops.kernels import Kernels
+
+BACKENDS = ("reference", "native", "triton")
+
+
+def find_backends(
+    device: torch.device, dtype: torch.dtype, *, timed: bool
+) -> tuple[dict[str, Kernels], tuple[str, ...]]:
+    """Returns the kernels by name, and a sentence for each that is absent.
+
+    Args:
+        device, dtype: of their inputs.
+        timed: skip kernels that Triton interprets: their results can be checked, their times mean nothing.
+    """
+    present, absent = {}, {}
+    for name in BACKENDS:
+        if name == "triton" and device.type == "cpu" and timed:
+            absent[name] = "needs a GPU; on a CPU its kernels are interpreted, and their times mean nothing"
+            continue
+        try:
+            kernels, _ = choose_kernels(name, device=device, dtype=dtype)
+        except UserError as error:
+            absent[name] = str(error).rstrip(".")
+            continue
+        present[name] = kernels
+    return present, _not_measured(absent)
+
+
+def _not_measured(absent: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"Not measured: {name} ({why})." for name, why in absent.items())
+
 
 _PACKAGES = {
     "peft": ("peft",),
@@ -36,7 +70,7 @@ class Peers:
 
     def sentences(self) -> tuple[str, ...]:
         """Returns a sentence for each absent peer."""
-        return tuple(f"Not measured: {name} ({why})." for name, why in self.absent.items())
+        return _not_measured(self.absent)
 
 
 def find_peers(

@@ -14,14 +14,12 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.models.dtypes import TORCH_DTYPES
 from rankfold.benchmarking.model import (
+    ADAMW,
     ATTENTION,
-    BETAS,
     CLIP_GRAD_NORM,
-    EPS,
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     TARGETS,
-    WEIGHT_DECAY,
     Outcome,
     draw,
     hf_config,
@@ -76,9 +74,7 @@ class PeftSide:
 
     def prepare(self) -> None:
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._trained, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self._optimizer = torch.optim.AdamW(self._trained, lr=LEARNING_RATE, **ADAMW, fused=True)
 
     def _autocast(self) -> AbstractContextManager:
         if self._options.dtype == "float32":

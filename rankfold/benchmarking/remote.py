@@ -12,14 +12,13 @@ from torch import Tensor
 
 from engine.models.dtypes import TORCH_DTYPES
 from rankfold.benchmarking.ceilings import PRODUCT, Ceilings
-from rankfold.benchmarking.engine_side import EngineSide
-from rankfold.benchmarking.floor import GemmFloor
-from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
+from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import attention_kernel, draw_batches
 from rankfold.benchmarking.options import ModelOptions
-from rankfold.benchmarking.sides import ENGINE, find_sides, set_up
+from rankfold.benchmarking.processes import Offer, Worker
+from rankfold.benchmarking.sides import ENGINE, find_sides
 from rankfold.benchmarking.timing import Sample, measure
-from rankfold.benchmarking.workers import Offer, Worker
 
 FLOOR = "matrix products alone"
 NUM_BATCHES = 4

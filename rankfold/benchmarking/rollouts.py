@@ -10,7 +10,6 @@ transformers pads prompts on the left and runs each as many times as it has memb
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict
 from functools import partial
@@ -28,12 +27,11 @@ from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
 from rankfold.benchmarking.generate import Prompts, seconds, write_model
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
+from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.sections import RolloutsOptions
-from rankfold.benchmarking.sides import set_up
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio
-from rankfold.benchmarking.workers import Offer, Worker
 
 ENGINE, PEER = "engine", "transformers + peft"
 MODEL, ADAPTER = "model", "adapter"
@@ -138,9 +136,7 @@ def run(options: RolloutsOptions) -> Table:
     Raises:
         UserError: a missing device, or greedy tokens that differ.
     """
-    device = choose_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)  # the number in the table
+    device = set_up(options, keeps_freed_memory=False)
     prompts, times = _prompts(options), dict[str, list[float]]({side: [] for side in _SIDES})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -154,7 +150,7 @@ def run(options: RolloutsOptions) -> Table:
             for turn in range(options.repeats):
                 for side in (list(sides), list(sides)[::-1])[turn % 2]:
                     times[side].append(sides[side].ask("seconds", prompts, options.new))
-                print(f"[rollouts] {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
+                progress("rollouts", f"{turn + 1} of {options.repeats}")
             cache = {side: worker.ask("cache_bytes") for side, worker in sides.items()}
         finally:
             for worker in sides.values():

@@ -8,7 +8,6 @@ of the same turn when nothing is written.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -19,13 +18,14 @@ import torch
 from engine.checkpoint.run.commit import TrainingContents
 from engine.checkpoint.run.saver import SaveGroup, Saver
 from engine.checkpoint.run.snapshot import Snapshot
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.checkpoint import CheckpointOptions
 from engine.errors import UserError
 from rankfold.benchmarking.engine_side import EngineSide
-from rankfold.benchmarking.machine import describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.sections import SaveOptions
-from rankfold.benchmarking.sides import set_up
-from rankfold.benchmarking.table import Table
+from rankfold.benchmarking.table import Table, progress
 from rankfold.benchmarking.timing import paired_ratio, summarise, wait_for
 
 QUIET, WAITING, BESIDE = "no save", "waited for", "written beside the steps"
@@ -55,8 +55,8 @@ class _Run:
         self._ids = torch.randint(0, options.vocab, (options.rows, options.length), generator=generator).to(device)
         group = SaveGroup(run_dir=folder, num_bytes=self.num_bytes)
         self._savers = {
-            WAITING: Saver(group, keep=1, keep_every=0, snapshot=None),
-            BESIDE: Saver(group, keep=1, keep_every=0, snapshot=Snapshot(self.shards)),
+            WAITING: Saver(group, CheckpointOptions(keep=1), snapshot=None),
+            BESIDE: Saver(group, CheckpointOptions(keep=1), snapshot=Snapshot(self.shards)),
         }
         self._number = 0
 
@@ -111,7 +111,7 @@ def run(options: SaveOptions) -> Table:
             names = list(kinds)
             for place in range(len(names)):
                 work.turn(name := names[(turn + place) % len(names)], kinds[name])
-            print(f"[save] {turn + 1} of {options.repeats}", file=sys.stderr, flush=True)
+            progress("save", f"{turn + 1} of {options.repeats}")
     quiet, waiting, beside = kinds.values()
     return Table(
         title=f"A training checkpoint of {work.num_bytes / 2**20:,.1f} MiB: hidden {options.hidden}, {options.layers} "

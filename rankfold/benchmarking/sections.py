@@ -14,57 +14,43 @@ from rankfold.benchmarking.options import (
     KernelOptions,
     MemoryOptions,
     ModelOptions,
+    SectionOptions,
     StepOptions,
     TaxOptions,
-    at_least,
     by_device,
     check_documents,
     option,
+    whole_numbers,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedOptions:
-    """The speeds of this machine that all other figures are held against: memory, products, and launches.
+class SpeedOptions(SectionOptions):
+    """The speeds of this machine that all other figures are held against: memory, products, and launches."""
 
-    Raises:
-        UserError: sizes below 1.
-    """
-
-    copy_mib: int | None = by_device(128, 4096, "MiB of the copy")
-    size: int | None = by_device(2048, 8192, "rows and columns of the square products")
-    repeats: int = option(15, "timed runs of each")
-    warmup: int = option(3, "untimed runs of each before")
+    copy_mib: int | None = by_device(128, 4096, "MiB of the copy", least=1)
+    size: int | None = by_device(2048, 8192, "rows and columns of the square products", least=1)
+    repeats: int = option(15, "timed runs of each", least=1)
+    warmup: int = option(3, "untimed runs of each before", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "copy_mib", "size", "repeats")
-        at_least(self, 0, "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphOptions(ModelOptions):
-    """A step replayed as CUDA graphs against the same step without, on packed rows.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
+    """A step replayed as CUDA graphs against the same step without, on packed rows."""
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    rows: int = option(1, "rows in a micro-batch")
+    rows: int = option(1, "rows in a micro-batch", least=1)
     dtype: str = option("bfloat16", "of weights and activations; no graph is captured in float32", DTYPES)
     lengths: str = option("512,1024,2048,4096", "tokens in a row, one measurement for each; --length is not read")
-    documents: int = option(8, "documents in a row")
-    accumulation: int = option(1, "micro-batches in a step")
-    repeats: int = option(20, "timed steps of each")
+    documents: int = option(8, "documents in a row", least=1)
+    accumulation: int = option(1, "micro-batches in a step", least=1)
+    repeats: int = option(20, "timed steps of each", least=1)
     warmup: int = option(2, "untimed steps of each, after those that check the losses")
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        for name in ("accumulation", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: give a number of at least 1.")
         if min(self.row_lengths()) < 2 * self.documents:
             raise UserError(
                 f"--lengths {self.lengths} leaves documents of less than 2 tokens with --documents {self.documents}: "
@@ -73,53 +59,41 @@ class GraphOptions(ModelOptions):
 
     def row_lengths(self) -> tuple[int, ...]:
         """Returns the row lengths, one for each measurement."""
-        try:
-            return tuple(int(part) for part in self.lengths.split(","))
-        except ValueError:
-            raise UserError(f"--lengths is {self.lengths!r}: give whole numbers, such as 512,1024.") from None
+        return whole_numbers("lengths", self.lengths, "512,1024")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreprocessOptions:
-    """Tokenising a file of records into a store beside plain loops over the same tokenizer.
-
-    Raises:
-        UserError: a missing file.
-    """
-
-    PEERS: ClassVar[tuple[str, ...]] = ()
+class PreprocessOptions(SectionOptions):
+    """Tokenising a file of records into a store beside plain loops over the same tokenizer."""
 
     records: str = option("", "JSONL or JSON file of records with texts; it is repeated up to --mb")
     tokenizer: str = option("", "folder of a fast tokenizer")
-    mb: int = option(64, "megabytes of records")
-    repeats: int = option(3, "timed calls of each")
+    mb: int = option(64, "megabytes of records", least=1)
+    repeats: int = option(3, "timed calls of each", least=1)
 
     def __post_init__(self) -> None:
+        SectionOptions.__post_init__(self)
         for name in ("records", "tokenizer"):
             if not Path(getattr(self, name)).exists() or not getattr(self, name):
                 raise UserError(f"--{name} is {getattr(self, name)!r}, which does not exist: give a path.")
-        at_least(self, 1, "mb", "repeats")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
+class ConvertOptions(SectionOptions):
     """Import, reshard, export and merge of a synthetic checkpoint beside cp, and a kill halfway.
 
     The disk needs room for four times the checkpoint.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
     gb: float = option(8.0, "GB of the checkpoint, about")
-    hidden: int = option(4096, "width of the residual stream; a multiple of 512")
-    intermediate: int = option(11008, "width of the MLP")
-    vocab: int = option(32000, "vocabulary size")
-    rank: int = option(16, "rank of the adapter that is merged")
+    hidden: int = option(4096, "width of the residual stream; a multiple of 512", least=1)
+    intermediate: int = option(11008, "width of the MLP", least=1)
+    vocab: int = option(32000, "vocabulary size", least=1)
+    rank: int = option(16, "rank of the adapter that is merged", least=1)
     folder: str = option("", "folder to work in; the temporary one where empty")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "hidden", "intermediate", "vocab", "rank")
+        SectionOptions.__post_init__(self)
         if self.hidden % 512:
             raise UserError(f"--hidden is {self.hidden}: give a multiple of 512, heads are 128 wide and 4 to a key.")
         if self.gb <= 0:
@@ -131,23 +105,17 @@ class GuardsOptions(ModelOptions):
     """The cost of a run's guards, on data-parallel ranks that hold copies of each other's parameters.
 
     On CPU ranks of this machine, one process each.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    documents: int = option(4, "documents in a row")
-    ranks: int = option(2, "processes, which share the machine's cores")
-    repeats: int = option(30, "timed runs of each work")
-    warmup: int = option(3, "untimed runs of each work before")
+    documents: int = option(4, "documents in a row", least=1)
+    ranks: int = option(2, "processes, which share the machine's cores", least=2)
+    repeats: int = option(30, "timed runs of each work", least=1)
+    warmup: int = option(3, "untimed runs of each work before", least=0)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        at_least(self, 1, "repeats")
-        at_least(self, 2, "ranks")
-        at_least(self, 0, "warmup")
         check_documents(self)
 
 
@@ -156,136 +124,89 @@ class SaveOptions(ModelOptions):
     """The cost to training of saving a checkpoint: waiting for the disk, and writing beside the steps.
 
     The checkpoint is opened again and compared with the parameters of that moment.
-
-    Raises:
-        UserError: sizes that do not fit together.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    repeats: int = option(9, "saves of each kind")
-    steps: int = option(3, "steps after each save, and in each turn without one")
+    repeats: int = option(9, "saves of each kind", least=1)
+    steps: int = option(3, "steps after each save, and in each turn without one", least=1)
     folder: str = option("", "where checkpoints are written; empty for a temporary folder")
-
-    def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
-        at_least(self, 1, "repeats", "steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateOptions(ModelOptions):
-    """Greedy generation against transformers' generate, from one folder of random weights.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
+    """Greedy generation against transformers' generate, from one folder of random weights."""
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    prompt: int = option(128, "tokens of a prompt; --length and --rows are not read")
-    new: int = option(32, "tokens that each row is continued by")
+    prompt: int = option(128, "tokens of a prompt; --length and --rows are not read", least=4)
+    new: int = option(32, "tokens that each row is continued by", least=2)
     batches: str = option("1,4,16", "rows at a time, one measurement for each")
-    repeats: int = option(5, "timed turns")
+    repeats: int = option(5, "timed turns", least=1)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        at_least(self, 4, "prompt")
-        at_least(self, 2, "new")
-        at_least(self, 1, "repeats")
-        if min(self.row_counts()) < 1:
-            raise UserError(f"--batches is {self.batches!r}: give numbers of at least 1.")
+        self.row_counts()
 
     def row_counts(self) -> tuple[int, ...]:
         """Returns the numbers of rows, one for each measurement."""
-        try:
-            return tuple(int(part) for part in self.batches.split(","))
-        except ValueError:
-            raise UserError(f"--batches is {self.batches!r}: give whole numbers, such as 1,4,16.") from None
+        return whole_numbers("batches", self.batches, "1,4,16", least=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutsOptions(ModelOptions):
-    """Sampled completions of groups with an adapter, against generate of transformers + PEFT.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
+    """Sampled completions of groups with an adapter, against generate of transformers + PEFT."""
 
     PEERS: ClassVar[tuple[str, ...]] = ()
 
-    prompts: int = option(16, "prompts")
-    prompt: int = option(128, "tokens of the longest prompt; the shortest has a quarter")
-    group: int = option(8, "completions of each prompt")
-    new: int = option(64, "tokens of a completion")
-    repeats: int = option(5, "timed turns")
-
-    def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
-        at_least(self, 4, "prompt")
-        at_least(self, 2, "new")
-        at_least(self, 1, "prompts", "group", "repeats")
+    prompts: int = option(16, "prompts", least=1)
+    prompt: int = option(128, "tokens of the longest prompt; the shortest has a quarter", least=4)
+    group: int = option(8, "completions of each prompt", least=1)
+    new: int = option(64, "tokens of a completion", least=2)
+    repeats: int = option(5, "timed turns", least=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerOptions:
-    """A SigLIP tower against transformers' own: time and peak memory, forward alone and with backward to all weights.
+class TowerOptions(SectionOptions):
+    """A SigLIP tower against transformers' own: time and peak memory, forward alone or with backward to all weights."""
 
-    Raises:
-        UserError: sizes that do not fit together.
-    """
-
-    PEERS: ClassVar[tuple[str, ...]] = ()
-
-    images: int = option(2, "images at a time")
-    side: int = option(448, "pixels on a side of an image, in patches of 14")
-    layers: int = option(4, "blocks; the released tower has 27")
-    width: int = option(1152, "width of a block")
-    heads: int = option(16, "attention heads")
-    mlp: int = option(4304, "width of the MLP")
+    images: int = option(2, "images at a time", least=1)
+    side: int = option(448, "pixels on a side of an image, in patches of 14", least=14)
+    layers: int = option(4, "blocks; the released tower has 27", least=1)
+    width: int = option(1152, "width of a block", least=1)
+    heads: int = option(16, "attention heads", least=1)
+    mlp: int = option(4304, "width of the MLP", least=1)
     dtype: str = option("float32", "of weights and activations", DTYPES)
-    repeats: int = option(9, "timed runs of each")
-    warmup: int = option(2, "untimed runs of each before")
+    repeats: int = option(9, "timed runs of each", least=1)
+    warmup: int = option(2, "untimed runs of each before", least=0)
     device: str = option("auto", "auto takes a GPU where there is one", DEVICES)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "images", "layers", "width", "heads", "mlp", "repeats")
-        at_least(self, 14, "side")
-        at_least(self, 0, "warmup")
+        SectionOptions.__post_init__(self)
         if self.width % self.heads:
             raise UserError(f"--width {self.width} does not divide into --heads {self.heads}: give a multiple of it.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderOptions:
-    """The time that a step waits for images that threads read from the disk and decode.
+class LoaderOptions(SectionOptions):
+    """The time that a step waits for images that threads read from the disk and decode."""
 
-    Raises:
-        UserError: numbers below their minimum.
-    """
-
-    PEERS: ClassVar[tuple[str, ...]] = ()
-
-    images: int = option(64, "files, one in a row")
-    side: int = option(448, "pixels on a side of an image, in patches of 14")
-    rows: int = option(4, "rows in a step")
-    step_ms: int = option(200, "milliseconds of a step, in which the processor is free")
-    steps: int = option(30, "steps with each number of threads")
+    images: int = option(64, "files, one in a row", least=1)
+    side: int = option(448, "pixels on a side of an image, in patches of 14", least=14)
+    rows: int = option(4, "rows in a step", least=1)
+    step_ms: int = option(200, "milliseconds of a step, in which the processor is free", least=1)
+    steps: int = option(30, "steps with each number of threads", least=1)
     workers: str = option("0,1,2", "threads, one measurement for each number")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "images", "rows", "step_ms", "steps")
-        at_least(self, 14, "side")
+        SectionOptions.__post_init__(self)
         if self.side % 14:
             raise UserError(f"--side is {self.side}: give a multiple of 14.")
-        if min(self.worker_counts()) < 0:
-            raise UserError(f"--workers is {self.workers!r}: give numbers of at least 0.")
+        self.worker_counts()
 
     def worker_counts(self) -> tuple[int, ...]:
         """Returns the numbers of threads, one for each measurement."""
-        try:
-            return tuple(int(part) for part in self.workers.split(","))
-        except ValueError:
-            raise UserError(f"--workers is {self.workers!r}: give whole numbers, such as 0,1,2.") from None
+        return whole_numbers("workers", self.workers, "0,1,2", least=0)
 
 
 SECTIONS: dict[str, type] = {

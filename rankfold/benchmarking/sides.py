@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.runtime.launch import keep_freed_memory
 from rankfold.benchmarking.engine_side import EngineSide
-from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import Side, draw_batches
 from rankfold.benchmarking.options import ModelOptions, chosen_names
 from rankfold.benchmarking.peak_memory import peak_above_now
@@ -52,16 +51,6 @@ def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, S
     engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
     kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
     return {kind.name: kind for kind in kinds}, peers
-
-
-def set_up(options: ModelOptions, *, keeps_freed_memory: bool = True) -> torch.device:
-    """Sets up threads and allocator, and returns the device."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
-    if device.type == "cpu" and keeps_freed_memory:
-        keep_freed_memory()
-    return device
 
 
 class Alone(NamedTuple):

@@ -7,24 +7,66 @@ agree with the engine's: timing different computations would be meaningless.
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rankfold.benchmarking.arrangement import Block, arrange
 from rankfold.benchmarking.ceilings import PRODUCT
-from rankfold.benchmarking.machine import choose_device
+from rankfold.benchmarking.machine import set_up
 from rankfold.benchmarking.model import draw_batches
 from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR, NUM_BATCHES, RemoteSide
 from rankfold.benchmarking.sides import ENGINE, PEER, find_sides, steps_alone
 from rankfold.benchmarking.step_table import StepMeasurement, step_table
-from rankfold.benchmarking.table import Table
-from rankfold.benchmarking.timing import Sample, take_turns
+from rankfold.benchmarking.table import Table, progress
+from rankfold.benchmarking.timing import take_turns
+
+_ROOM = 0.9
+"""Share of a GPU's memory that sides may hold together; the floor's operands come on top of the engine's."""
+_ROUNDS = 3
+"""Rounds of each side where it runs alone, so that the machine's slow phases do not affect one side only."""
+
+
+class Block(NamedTuple):
+    """Sides whose processes live at the same time, and the number of timed turns before these end."""
+
+    names: tuple[str, ...]
+    repeats: int
+
+
+class Arrangement(NamedTuple):
+    """The blocks in their order, and a sentence about it."""
+
+    blocks: tuple[Block, ...]
+    sentence: str
+
+
+def arrange(shares: Mapping[str, float | None], repeats: int) -> Arrangement:
+    """Returns the blocks of a measurement: all sides alive together, or one at a time where a GPU has no room for all.
+
+    A side's process keeps its model, and its allocator keeps a step's memory, for as long as it lives. Every side has
+    `repeats` turns in all.
+
+    Args:
+        shares: side -> share of the GPU's memory that its process held alone; None on a CPU.
+    """
+    names, held = tuple(shares), sum(share or 0.0 for share in shares.values())
+    if len(names) == 1 or held <= _ROOM:
+        return Arrangement((Block(names, repeats),), "All sides were alive at once and took turns.")
+    rounds = min(_ROUNDS, repeats)
+    turns = [repeats // rounds + (index < repeats % rounds) for index in range(rounds)]
+    blocks = []
+    for index, count in enumerate(turns):
+        blocks += [Block((name,), count) for name in (names if index % 2 == 0 else names[::-1])]
+    return Arrangement(
+        tuple(blocks),
+        f"Together the sides would hold {held:.0%} of the GPU's memory, so each ran alone, in {rounds} "
+        f"round{'s' if rounds > 1 else ''} of {', '.join(map(str, turns))} timed steps, its process closed in between; "
+        "a ratio is of steps of the same round.",
+    )
+
 
 __all__ = ["ENGINE", "FLOOR", "PEER", "check", "run"]
 
@@ -53,43 +95,37 @@ def run(options: StepOptions) -> Table:
         UserError: a missing device.
         RuntimeError: two sides compute different things.
     """
-    device = choose_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)  # the number in the table
+    device = set_up(options, keeps_freed_memory=False)
     kinds, peers = find_sides(options, device)
-    _say("memory and first step, each side in its own process")
+    progress("step", "memory and first step, each side in its own process")
     alone = {name: steps_alone(name, options) for name in kinds}
     arrangement = arrange({name: found.share for name, found in alone.items()}, options.repeats)
-    _say(arrangement.sentence)
-    timed = _Timed(options)
-    for block in arrangement.blocks:
-        timed.take(block)
+    progress("step", arrangement.sentence)
     measured = StepMeasurement(
-        samples={name: timed.samples[name] for name in (*kinds, FLOOR, PRODUCT)},
-        memory={name: found.peak for name, found in alone.items()},
-        first_seconds={name: found.first_seconds for name, found in alone.items()},
-        attention=timed.attention,
-        engine_kernels=timed.engine_kernels,
-        agreement=compare(options, timed.outcomes),
-        floor_operations=timed.operations[FLOOR],
-        ceiling_operations=timed.operations[PRODUCT],
+        samples={name: [] for name in (*kinds, FLOOR, PRODUCT)},
+        alone=alone,
         absent=peers.sentences(),
         arrangement=arrangement.sentence,
     )
+    timer = _Timer(options, measured)
+    for block in arrangement.blocks:
+        timer.take(block)
+    measured.agreement = compare(options, timer.outcomes)
     return step_table(options, device, measured)
 
 
-class _Timed:
-    """The samples of the sides so far, block by block. The floor and the square product run in the engine's process."""
+class _Timer:
+    """Times the sides block by block. The floor and the square product run in the engine's process.
 
-    def __init__(self, options: StepOptions) -> None:
-        self._options = options
+    Args:
+        options: of the section.
+        measured: takes the samples, and the descriptions of the sides.
+    """
+
+    def __init__(self, options: StepOptions, measured: StepMeasurement) -> None:
+        self._options, self._measured = options, measured
         self._batches = draw_batches(options, torch.device("cpu"), NUM_BATCHES)
-        self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.outcomes: dict[str, Outcomes] = {}
-        self.attention: dict[str, str] = {}
-        self.engine_kernels = ""
-        self.operations: dict[str, int] = {}
 
     def take(self, block: Block) -> None:
         """Starts the block's sides, compares those that are new with the engine, times all and ends them.
@@ -97,7 +133,7 @@ class _Timed:
         Raises:
             RuntimeError: two sides compute different things.
         """
-        _say(f"building {' and '.join(block.names)}")
+        progress("step", f"building {' and '.join(block.names)}")
         sides = {name: RemoteSide(name, self._options) for name in block.names}
         try:
             for name, side in sides.items():
@@ -112,10 +148,10 @@ class _Timed:
 
     def _look_at(self, name: str, side: RemoteSide) -> None:
         self.outcomes[name] = first_outcomes(self._options, side, self._batches)
-        self.attention[name] = side.attention_kernel()
+        self._measured.attention[name] = side.attention_kernel()
         if name == ENGINE:
-            self.engine_kernels = side.engine_kernels()
-            self.operations = {what: side.operations(what) for what in (FLOOR, PRODUCT)}
+            self._measured.engine_kernels = side.engine_kernels()
+            self._measured.operations = {what: side.operations(what) for what in (FLOOR, PRODUCT)}
 
     def _time(self, sides: Mapping[str, RemoteSide], repeats: int) -> None:
         runs = {name: side.timed("a step") for name, side in sides.items()}
@@ -125,14 +161,10 @@ class _Timed:
             runs,
             repeats=repeats,
             warmup=self._options.warmup,
-            turn=lambda done: _say(f"timing {', '.join(sides)}: {done}/{repeats}"),
+            turn=lambda done: progress("step", f"timing {', '.join(sides)}: {done}/{repeats}"),
         )
         for name, samples in taken.items():
-            self.samples[name] += samples
-
-
-def _say(what: str) -> None:
-    print(f"[step] {what}", file=sys.stderr, flush=True)
+            self._measured.samples[name] += samples
 
 
 def check(options: StepOptions, sides: Mapping[str, Checked], batches: list[Tensor]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -11,7 +11,7 @@ from rankfold.benchmarking.machine import describe
 from rankfold.benchmarking.model import step_operations
 from rankfold.benchmarking.options import StepOptions
 from rankfold.benchmarking.remote import FLOOR
-from rankfold.benchmarking.sides import ENGINE, PEER
+from rankfold.benchmarking.sides import ENGINE, PEER, Alone
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, Summary, paired_ratio, summarise
 
@@ -21,32 +21,29 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class StepMeasurement:
     """The measurements that the table shows.
 
     Args:
         samples: of each side, of the floor and of the square product, one per turn.
-        memory: bytes above the loaded model; None where not measured.
-        first_seconds: of each side's first step.
-        attention: kernel that each side's attention ran.
-        engine_kernels: the sentence that says which backend the engine took.
-        agreement: sentences: whether losses agree.
-        floor_operations, ceiling_operations: of one run of the floor and of the square product.
+        alone: of each side.
         absent: sentences: which peers did not take part.
         arrangement: the sentence that says which sides were alive at once.
+        attention: kernel that each side's attention ran.
+        engine_kernels: the sentence that says which backend the engine took.
+        operations: of one run of the floor and of the square product.
+        agreement: sentences: whether losses agree.
     """
 
     samples: dict[str, list[Sample]]
-    memory: dict[str, int | None]
-    first_seconds: dict[str, float]
-    attention: dict[str, str]
-    engine_kernels: str
-    agreement: tuple[str, ...]
-    floor_operations: int
-    ceiling_operations: int
+    alone: dict[str, Alone]
     absent: tuple[str, ...]
     arrangement: str
+    attention: dict[str, str] = field(default_factory=dict)
+    engine_kernels: str = ""
+    operations: dict[str, int] = field(default_factory=dict)
+    agreement: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> dict[str, list[float]]:
@@ -74,12 +71,12 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
             "device": device.type,
             "seconds": clock,
             "cpu_seconds": measured.cpu_seconds,
-            "first_seconds": measured.first_seconds,
+            "first_seconds": {name: found.first_seconds for name, found in measured.alone.items()},
             **({"speedup_over_peft": paired_ratio(clock[PEER], clock[ENGINE])._asdict()} if PEER in clock else {}),
             "speedup": {name: paired_ratio(clock[name], clock[ENGINE])._asdict() for name in _peers(measured)},
             "step_operations": step_operations(options),
-            "ceiling_operations": measured.ceiling_operations,
-            "peak_bytes": measured.memory,
+            "ceiling_operations": measured.operations[PRODUCT],
+            "peak_bytes": {name: found.peak for name, found in measured.alone.items()},
             "attention": measured.attention,
             "arrangement": measured.arrangement,
         },
@@ -93,12 +90,10 @@ def _peers(measured: StepMeasurement) -> list[str]:
 def _row(options: StepOptions, measured: StepMeasurement, name: str) -> tuple[str, ...]:
     clock = measured.seconds
     seconds = clock[name]
-    time, peak, first = summarise(seconds), measured.memory.get(name), measured.first_seconds.get(name)
+    time, alone = summarise(seconds), measured.alone.get(name)
     takes_steps = name not in (FLOOR, PRODUCT)
-    operations = {FLOOR: measured.floor_operations, PRODUCT: measured.ceiling_operations}.get(
-        name, step_operations(options)
-    )
-    ceiling = [measured.ceiling_operations / each for each in clock[PRODUCT]]
+    operations = measured.operations.get(name, step_operations(options))
+    ceiling = [measured.operations[PRODUCT] / each for each in clock[PRODUCT]]
     rates = [operations / each for each in seconds]
     return (
         name,
@@ -107,8 +102,8 @@ def _row(options: StepOptions, measured: StepMeasurement, name: str) -> tuple[st
         f"{operations / time.median / 1e12:.3f}",
         f"{paired_ratio(rates, ceiling).median:.1%}",
         f"{paired_ratio(clock[FLOOR], seconds).median:.1%}" if name != PRODUCT else "",
-        f"{peak / 2**20:,.0f}" if peak is not None else "",
-        f"{first * 1e3:,.0f}" if first is not None else "",
+        f"{alone.peak / 2**20:,.0f}" if alone is not None and alone.peak is not None else "",
+        f"{alone.first_seconds * 1e3:,.0f}" if alone is not None else "",
         measured.attention.get(name, ""),
     )
 
@@ -127,9 +122,9 @@ def _findings(options: StepOptions, device: torch.device, measured: StepMeasurem
         )
         if device.type == "cpu":
             findings.append(f"The same in CPU time of all threads: {_spread(paired_ratio(cpu[name], cpu[ENGINE]))}.")
-    rate = measured.floor_operations / summarise(clock[FLOOR]).median
+    rate = measured.operations[FLOOR] / summarise(clock[FLOOR]).median
     findings.append(
-        f"The floor is {measured.floor_operations / 1e9:.1f} GFLOP of frozen products, forward and input gradient, at "
+        f"The floor is {measured.operations[FLOOR] / 1e9:.1f} GFLOP of frozen products, forward and input gradient, at "
         f"{rate / 1e9:,.0f} GFLOP/s; attention, adapters and everything else come on top."
     )
     findings.append(
@@ -142,11 +137,11 @@ def _findings(options: StepOptions, device: torch.device, measured: StepMeasurem
 
 
 def _memory(device: torch.device, measured: StepMeasurement) -> list[str]:
-    ours = measured.memory[ENGINE]
+    ours = measured.alone[ENGINE].peak
     if ours is None:
         return ["Peak memory was not measured: on a CPU it needs Linux and a writable /proc/self/clear_refs."]
     what = "allocated on the GPU" if device.type == "cuda" else "resident, libraries' buffers included"
-    shares = {name: measured.memory[name] for name in _peers(measured)}
+    shares = {name: measured.alone[name].peak for name in _peers(measured)}
     return [
         f"Peak memory above the loaded model ({what}): {ours / theirs:.3f} of {name}'s."
         for name, theirs in shares.items()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.telemetry.format import format_columns
+
+
+def progress(section: str, line: str) -> None:
+    """Prints a line about a section's progress to stderr."""
+    print(f"[{section}] {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.checkpoint.reshard import boxes_of
@@ -28,7 +29,8 @@ from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.models.initialise import fill_normal
-from engine.preferences.reference_logps import compute_references
+from engine.preferences.data.answer_columns import put_reference
+from engine.preferences.reference_logps import companion_name, compute_references
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.build import Training, build_training
@@ -99,9 +101,9 @@ def _know_references(config: RunConfig, training: Training, dataset: TokenDatase
     """Computes the reference of an objective that compares with the initial model, before factors are drawn."""
     if config.objective.compared_with != "initial":
         return
-    for name, one in (("training", dataset), ("mismatched", dataset.mismatched)):
-        if one is not None:
-            one.reference_logps = compute_references(config, training, one, log, name)
+    companions = {companion_name(part): companion for part, companion in dataset.companions.items()}
+    for name, one in {"training": dataset, **companions}.items():
+        put_reference(one, compute_references(config, training, one, log, name))
 
 
 def draws_factors(config: RunConfig) -> bool:
@@ -265,11 +267,12 @@ class Recording:
         if self._opened == (kind, step):
             return
         self._opened, self._held = (kind, step), {}
-        self._readers = [
-            SafetensorsReader(_pieces_file(self._folder, rank, kind, step)) for rank in range(self._num_ranks)
-        ]
-        for rank, reader in enumerate(self._readers):
-            for key, (name, ranges) in json.loads(reader.metadata["pieces"]).items():
+        paths = [_pieces_file(self._folder, rank, kind, step) for rank in range(self._num_ranks)]
+        self._readers = [SafetensorsReader(path) for path in paths]
+        for rank, path in enumerate(paths):
+            with safe_open(path, framework="pt") as file:
+                pieces = json.loads(file.metadata()["pieces"])
+            for key, (name, ranges) in pieces.items():
                 place = tuple(slice(start, stop) for start, stop in ranges)
                 self._held.setdefault(name, []).append(_Piece(rank, key, place))
 

@@ -143,7 +143,7 @@ def certify(options: CertifyOptions, worker: Path | None = None) -> Certificate:
             own_folder = Path(folder, str(place))
             own_folder.mkdir()
             recording = run_layout(
-                layout, own_folder, steps=options.steps, device=device, say=_say, worker=worker or WORKER
+                layout, own_folder, steps=options.steps, device=device, say=say, worker=worker or WORKER
             )
             recorded.append(Recorded(layout, recording))
         comparisons = compare(recorded[0], recorded[1:], trained, steps=options.steps, limit=limit)
@@ -163,7 +163,3 @@ def _write(path: Path, text: str) -> None:
 def _limit(config: RunConfig) -> float:
     is_fine = config.model.dtype == "float32" and config.memory.activation_dtype is None
     return FINE if is_fine else COARSE
-
-
-def _say(line: str) -> None:
-    say(line)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from engine.choices import BASE_DTYPES
 from engine.config.command_line import CommandLine, json_mapping
@@ -12,6 +14,8 @@ from engine.config.paths import path_text
 from engine.config.units import read_length, read_step
 from engine.errors import UserError
 from engine.inference.options import Limits, ModelChoice, Sampling
+
+_Record = TypeVar("_Record", ModelChoice, Sampling, Limits)
 
 STANDS_FOR = {
     "model.path": "--model", "model.dtype": "--dtype", "model.base_dtype": "--base-dtype",
@@ -151,41 +155,24 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 def model_choice(arguments: argparse.Namespace) -> ModelChoice:
     """Returns the options about the model."""
-    return ModelChoice(
-        path=arguments.model,
-        adapter=arguments.adapter,
-        step=arguments.step,
-        tokenizer=arguments.tokenizer,
-        tensor=arguments.tensor,
-        pipeline=arguments.pipeline,
-        expert=arguments.expert,
-        dtype=arguments.dtype,
-        base_dtype=arguments.base_dtype,
-        kernels=arguments.kernels,
-    )
+    return _taken(ModelChoice, arguments, path=arguments.model)
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
     """Returns the options of sampling."""
-    return Sampling(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-    )
+    return _taken(Sampling, arguments)
 
 
 def limits(arguments: argparse.Namespace) -> Limits:
     """Returns the options about when answers end; the model's end tokens are not known yet."""
-    return Limits(
-        max_new_tokens=arguments.max_new_tokens,
-        stop_ids=frozenset(arguments.stop_token),
-        stop_texts=tuple(arguments.stop),
-        slots=arguments.batch,
-        prefill_tokens=arguments.prefill_tokens,
-    )
+    ends = {"stop_ids": frozenset(arguments.stop_token), "stop_texts": tuple(arguments.stop)}
+    return _taken(Limits, arguments, slots=arguments.batch, **ends)
+
+
+def _taken(kind: type[_Record], arguments: argparse.Namespace, **others: Any) -> _Record:
+    """Returns a record whose fields are arguments of the same names, except `others`."""
+    names = {field.name for field in fields(kind)} - set(others)  # type: ignore[arg-type]
+    return kind(**others, **{name: getattr(arguments, name) for name in names})
 
 
 def check_prompts(arguments: argparse.Namespace) -> None:

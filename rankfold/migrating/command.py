@@ -245,6 +245,8 @@ def _line(key: str, value: str, became: str, first: int, second: int, width: int
 
 def _visible(line: str) -> str:
     """Escapes control characters, since a foreign file may hold some that move a terminal's cursor."""
+    if line.isprintable():
+        return line
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in line)
 
 

@@ -134,23 +134,6 @@ def sets(*options: str) -> Callable[[Callable[[Conversion, Given], None]], Rule]
     return lambda apply: Rule(apply, options)
 
 
-def option(name: str, kind: Callable[[Given], Any], note: str = "") -> Rule:
-    """Returns the rule of a key that is an option of this engine."""
-    return Rule(lambda conversion, given: _take(conversion, given, name, kind(given), note), (name,))
-
-
-def _take(conversion: Conversion, given: Given, name: str, value: Any, note: str) -> None:
-    conversion.take(given, name, value, note)
-
-
-def fact(name: str, kind: Callable[[Given], Any], *options: str, became: str = "") -> Rule:
-    """Returns the rule of a key that `options` follow from; `became` is its text in the report, by default their
-    names.
-    """
-    said = became or ", ".join(options)
-    return Rule(lambda conversion, given: conversion.add_fact(given, name, kind(given), said), options)
-
-
 def dropped(why: str) -> Rule:
     """Returns the rule of a key without a counterpart."""
     return Rule(lambda conversion, given: conversion.drop(given, why))
@@ -266,7 +249,7 @@ def numbers(given: Given) -> list[float]:
     return [number(Given(source=given.source, key=given.key, value=one)) for one in values]
 
 
-_NONE: tuple[Any, ...] = (None, "None", "null", "")
+NONE: tuple[Any, ...] = (None, "None", "null", "")
 _KINDS: dict[str, Callable[[Given], Any]] = {
     **{read.__name__: read for read in (number, whole, names, whole_numbers, numbers, text, truth)},
     "as_is": lambda given: given.value,
@@ -275,7 +258,7 @@ _KINDS: dict[str, Callable[[Given], Any]] = {
     "at_least_one": lambda given: max(1, round(number(given))),
     "minutes": lambda given: 60.0 * number(given),
     "loss_scale": lambda given: min(number(given), 2.0**24),
-    "whole_or_none": lambda given: None if given.value in _NONE else whole(given),
+    "whole_or_none": lambda given: None if given.value in NONE else whole(given),
 }
 
 
@@ -285,19 +268,3 @@ def kind_of(name: str) -> Callable[[Given], Any]:
         return _KINDS[name]
     switched = [{"true": True, "false": False}.get(word, word) for word in name.split("/")]
     return lambda given: switched[0] if truth(given) else switched[1]
-
-
-def option_or_none(name: str, kind: str, why: str) -> Rule:
-    """Returns the rule of a key that is an option of this engine where it is given, and none for "None" or, of the kind
-    positive, for numbers not above 0.
-    """
-    read = kind_of("whole" if kind == "positive" else kind)
-
-    def rule(conversion: Conversion, given: Given) -> None:
-        value = None if given.value in _NONE or given.value is False else read(given)
-        if value is None or (kind == "positive" and value <= 0):
-            conversion.drop(given, why)
-        else:
-            conversion.take(given, name, value)
-
-    return Rule(rule, (name,))

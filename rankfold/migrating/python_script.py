@@ -126,12 +126,10 @@ def _own_losses(tree: ast.Module, source: str) -> list[Given]:
         Given(source=source, key="trainer", value=f"{node.name} with {part.name}")
         for node in classes
         for part in node.body
-        if isinstance(part, ast.FunctionDef) and part.name in _LOSSES and any(_base(one) for one in node.bases)
+        if isinstance(part, ast.FunctionDef)
+        and part.name in _LOSSES
+        and any(_name(one)[0].endswith("Trainer") for one in node.bases)
     ]
-
-
-def _base(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute) and (_name(node)[0]).endswith("Trainer")
 
 
 def own_arguments(text: str, source: str) -> list[Given]:

@@ -21,7 +21,7 @@ import yaml
 from engine.config.option_names import sections
 from engine.config.run import RunConfig
 from engine.seams import resolve
-from rankfold.migrating.conversion import Conversion, Rule, dropped, fact, kind_of, option, option_or_none
+from rankfold.migrating.conversion import NONE, Conversion, Rule, dropped, kind_of
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import shared
 
@@ -115,11 +115,18 @@ def trainer(table: str) -> Trainer:
         name=data["name"],
         rules=table_rules(table),
         defaults=_defaults(table),
-        adapters=_adapters(data["adapters"]),
+        adapters=_adapters(_inherited(table, "adapters")),
         finish=function(data["finish"]),
         dropout_with_answers=data.get("dropout with answers", True),
-        installed=tuple(data.get("installed", "").split()),
+        installed=tuple((_inherited(table, "installed") or "").split()),
     )
+
+
+def _inherited(table: str, entry: str) -> Any:
+    """Returns an entry of a table, or of the nearest of those that it starts from; None where none has it."""
+    data = read_table(table)
+    found = (_inherited(base, entry) for base in data.get("from", ()))
+    return data[entry] if entry in data else next((one for one in found if one is not None), None)
 
 
 def _adapters(entry: bool | str) -> Callable[[Conversion], bool]:
@@ -158,6 +165,7 @@ def find_rule(rules: Mapping[str, Rule], key: str) -> Rule | None:
     return next((rules[name] for name in beginnings if name in rules), None)
 
 
+@lru_cache(maxsize=512)
 def engine_default(option: str) -> Any:
     """Returns this engine's default for `option`."""
     section, _, leaf = option.rpartition(".")
@@ -200,14 +208,32 @@ def read_table(table: str) -> dict[str, Any]:
     return found
 
 
-def _option(head: str, said: str) -> Rule:
+def _option(head: str, note: str) -> Rule:
+    """Returns the rule of a key that is an option of this engine."""
     name, kind = head.split()
-    return option(name, kind_of(kind), said)
+    read = kind_of(kind)
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        conversion.take(given, name, read(given), note)
+
+    return Rule(rule, (name,))
 
 
-def _option_or_none(head: str, said: str) -> Rule:
+def _option_or_none(head: str, why: str) -> Rule:
+    """Returns the rule of a key that is an option of this engine where it is given, and none for "None" or, of the kind
+    positive, for numbers not above 0.
+    """
     name, kind = head.split()
-    return option_or_none(name, kind, said)
+    read = kind_of("whole" if kind == "positive" else kind)
+
+    def rule(conversion: Conversion, given: Given) -> None:
+        value = None if given.value in NONE or given.value is False else read(given)
+        if value is None or (kind == "positive" and value <= 0):
+            conversion.drop(given, why)
+        else:
+            conversion.take(given, name, value)
+
+    return Rule(rule, (name,))
 
 
 def _choices(head: str, why: str) -> Rule:
@@ -230,8 +256,10 @@ def _choices(head: str, why: str) -> Rule:
 
 
 def _fact(head: str, said: str) -> Rule:
+    """Returns the rule of a key that options follow from; its text in the report is `said`, or else their names."""
     name, kind, *options = head.split()
-    return fact(name, kind_of(kind), *options, became=said)
+    read, became = kind_of(kind), said or ", ".join(options)
+    return Rule(lambda conversion, given: conversion.add_fact(given, name, read(given), became), tuple(options))
 
 
 def _function(head: str, said: str) -> Rule:

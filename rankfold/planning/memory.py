@@ -180,7 +180,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not answer.found.fitting:
         print("\n" + memory_report.alternatives(easier(arguments)))
     elif arguments.by_kernel:
-        print("\n" + time_by_kernel.report_answer(answer))
+        print("\n" + time_by_kernel.report(answer.found.fitting[0], answer.machine))
     if arguments.probe:
         print()
         print(memory_probe.report(answer))

@@ -60,8 +60,7 @@ def report(arguments: argparse.Namespace) -> str:
     if routing := routing_sentence(candidate, capacity * GIB):
         lines[-1] += routing
     if arguments.by_kernel:
-        workload = candidate.workload
-        lines += ["", time_by_kernel.report(candidate, workload.decoder, workload.plan, machine)]
+        lines += ["", time_by_kernel.report(candidate, machine)]
     if arguments.measure:
         lines += ["", _measured(config, candidate)]
     return "\n".join(lines)

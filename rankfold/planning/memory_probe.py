@@ -69,7 +69,8 @@ def report(answer: Answer) -> str:
         )
     ]
     rows.append(_row("a layer", *per_layer))
-    kernels = _kernels(answer, device)
+    workload = answer.workload
+    kernels = workload_of(answer.config, workload.decoder, workload.plan, device_type=device.type).kernels
     lines = [
         f"Probe on {device.type}: one process, one micro-batch, kernels {kernels}, drawn weights",
         table(rows),
@@ -95,10 +96,6 @@ def _row(name: str, predicted: float, measured: float, seconds: float, real: flo
         f"{real:.3g}",
         f"{real / seconds:.3f}",
     )
-
-
-def _kernels(answer: Answer, device: torch.device) -> str:
-    return workload_of(answer.config, answer.decoder, answer.plan, device_type=device.type).kernels
 
 
 def _probe(answer: Answer, layers: int, device: torch.device, machine: Machine) -> _Probe:

@@ -24,15 +24,13 @@ from engine.config.run import RunConfig
 from engine.config.train import TrainOptions
 from engine.errors import UserError
 from engine.files.documents import read_json
-from engine.layers.context import TrainingPlan
 from engine.layers.recompute import Level
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import STORED_DTYPES
 from engine.models.families import family_of
 from engine.planning.machine import MACHINES, Machine, machine_for
-from engine.planning.planned_rows import Routing
 from engine.planning.predict import usual_tiles, workload_of
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, Routing, Workload
 from engine.planning.search import SearchRequest, SearchResult, search
 from engine.telemetry.log import Log
 from engine.telemetry.process_memory import total_memory_bytes
@@ -54,9 +52,7 @@ class Answer:
 
     hf_config: dict[str, Any]
     folder: str | None
-    decoder: DecoderConfig
     config: RunConfig
-    plan: TrainingPlan
     workload: Workload
     machine: Machine
     devices: int
@@ -219,9 +215,7 @@ def answer_for(
     return Answer(
         hf_config=hf_config,
         folder=folder,
-        decoder=decoder,
         config=config,
-        plan=plan,
         workload=workload,
         machine=chosen,
         devices=devices,

@@ -55,7 +55,7 @@ def report(answer: Answer, *, top: int) -> str:
 
 
 def _question(answer: Answer) -> str:
-    config, decoder = answer.config, answer.decoder
+    config, decoder = answer.config, answer.workload.decoder
     trained = f"LoRA rank {config.lora.rank}" if config.lora.rank else ""
     if config.trainable:
         trained += (" and " if trained else "") + f"{', '.join(config.trainable)} in full"
@@ -82,8 +82,8 @@ def _beside(answer: Answer) -> str:
     count = answer.workload.beside
     if count:
         return f"; {format_parameters(count)} frozen parameters beside it, whose work is not counted"
-    if answer.decoder.fronts:
-        rows, columns = answer.decoder.fronts[0].usual_tile[:2]
+    if fronts := answer.workload.decoder.fronts:
+        rows, columns = fronts[0].usual_tile[:2]
         return f"; {counted(len(answer.workload.tiles), 'tile')} of {rows} x {columns} patches a micro-batch"
     if any(key in answer.hf_config for key in ("vision_config", "vision_encoder")):
         return "; its vision tower is not counted: give its number of parameters with --beside"
@@ -127,7 +127,7 @@ def _share_of_peak(answer: Answer, best: Candidate) -> str:
     sheet = answer.machine.sheet
     if not sheet:
         return ""
-    flops = model_flops(best.workload, answer.decoder, answer.plan) / answer.devices
+    flops = model_flops(best.workload) / answer.devices
     share = flops / (_step(best) * sheet * 1e12)
     return (
         f"\nspeed: {share:.0%} of the data sheet's {sheet:,.0f} TFLOP/s in 16 bits, counting the model's own "

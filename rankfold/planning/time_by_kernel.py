@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.layers.context import TrainingPlan
-from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import trained_shapes
 from engine.models.flops import step_flops, trained_work
 from engine.planning.kernel_times import KernelTime, kernel_times, lora_tax
@@ -17,24 +15,16 @@ from engine.planning.machine import Machine
 from engine.planning.rank_layout import Workload
 from engine.planning.search import Candidate
 from engine.telemetry.format import format_columns
-from rankfold.planning.memory_question import Answer
 
 _SHOWN = 0.002
 """Share of the step from which a kernel has a row of its own."""
 
 
-def report_answer(answer: Answer) -> str:
-    """Returns the page of the layout that a search chose."""
-    return report(answer.found.fitting[0], answer.decoder, answer.plan, answer.machine)
-
-
-def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, machine: Machine) -> str:
+def report(candidate: Candidate, machine: Machine) -> str:
     """Returns the table and its conclusions.
 
     Args:
         candidate: the configuration.
-        decoder: of the model.
-        plan: the trained modules; the tax compares with a plan without adapters.
         machine: whose speeds count.
     """
     workload, layout, memory = candidate.workload, candidate.layout, candidate.memory
@@ -42,12 +32,12 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
     kernels = sum(one.seconds for one in rows)
     time = candidate.time
     assert time is not None
-    share = model_flops(workload, decoder, plan) / layout.world_size / (time.step * machine.products * 1e12)
+    share = model_flops(workload) / layout.world_size / (time.step * machine.products * 1e12)
     launches = sum(one.count * one.launch.count for one in rows)
     in_fp8 = any(one.launch.kind == "fp8 product" for one in rows)  # at a speed of their own
     speed = f"{machine.products:,.0f} TFLOP/s" + (f" ({machine.products_fp8:,.0f} in FP8)" if in_fp8 else "")
     of_what = "products in 16 bits" if in_fp8 else "products"
-    without = "" if not decoder.fronts else " (without that of the vision model)"
+    without = "" if not workload.decoder.fronts else " (without that of the vision model)"
     lines = [
         f"One rank's step, kernel by kernel: {speed}, {machine.copies:,.0f} GB/s of "
         f"{machine.name}" + (" (all stages together)" if layout.parallel.pipeline > 1 else ""),
@@ -56,16 +46,16 @@ def report(candidate: Candidate, decoder: DecoderConfig, plan: TrainingPlan, mac
         f"communication and the pipeline's bubble: {share:.1%} of the speed of {of_what}, counting the model's "
         f"own arithmetic{without}.",
     ]
-    tax = lora_tax(workload, layout, memory, machine, plan)
+    tax = lora_tax(workload, layout, memory, machine)
     if tax is not None:
         lines.append(f"The layers take {tax:.3f} times as long as without adapters.")
     return "\n".join(lines)
 
 
-def model_flops(workload: Workload, decoder: DecoderConfig, plan: TrainingPlan) -> float:
+def model_flops(workload: Workload) -> float:
     """Returns the operations of a step on all ranks, without recomputation."""
-    tokens = workload.global_batch * workload.seq_length
-    trained = trained_work(decoder, trained_shapes(decoder, plan))
+    decoder, tokens = workload.decoder, workload.global_batch * workload.seq_length
+    trained = trained_work(decoder, trained_shapes(decoder, workload.plan))
     return step_flops(decoder, tokens=tokens, row_tokens=workload.document_length, trained=trained)
 
 

@@ -8,8 +8,8 @@ from markupsafe import Markup
 
 from engine.telemetry.format import format_count
 from rankfold.reporting.chart import Series, line_chart, smoothed
-from rankfold.reporting.layout import COLOURS, legend, table
-from rankfold.reporting.markup import EMPTY, element, together
+from rankfold.reporting.layout import COLOURS, legend, side_by_side, table
+from rankfold.reporting.markup import EMPTY, together
 from rankfold.reporting.reading import Run, points
 
 _SMOOTHED_FROM = 20
@@ -63,11 +63,10 @@ def over_steps(
 
 def course(runs: Sequence[Run]) -> Markup:
     """Returns charts of gradient norm and learning rate beside each other."""
-    norms = over_steps(runs, "grad_norm", "gradient norm before clipping")
-    rates = over_steps(runs, "lr", "learning rate", show=lambda value: f"{value:.3g}")
-    if not norms and not rates:
-        return EMPTY
-    return element("div", [element("div", one, class_="cell") for one in (norms, rates) if one], class_="beside")
+    return side_by_side(
+        over_steps(runs, "grad_norm", "gradient norm before clipping"),
+        over_steps(runs, "lr", "learning rate", show=lambda value: f"{value:.3g}"),
+    )
 
 
 def different_work(runs: Sequence[Run]) -> list[str]:
@@ -80,9 +79,7 @@ def scaling(runs: Sequence[Run]) -> Markup:
     different work.
     """
     known = sorted((float(run.devices), run.speed, run.name) for run in runs if run.devices and run.speed)
-    if len({devices for devices, *_ in known}) < 2:
-        return EMPTY
-    if different_work(runs):
+    if len({devices for devices, *_ in known}) < 2 or different_work(runs):
         return EMPTY
     first, base, _ = known[0]
     ideal = [(devices, base * devices / first) for devices in sorted({devices for devices, *_ in known})]

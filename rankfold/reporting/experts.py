@@ -9,19 +9,17 @@ from markupsafe import Markup
 
 from engine.telemetry.format import format_count
 from rankfold.reporting.curves import over_steps
-from rankfold.reporting.layout import table
-from rankfold.reporting.markup import EMPTY, element
+from rankfold.reporting.layout import side_by_side, table
+from rankfold.reporting.markup import EMPTY
 from rankfold.reporting.reading import Run
 
 
 def spread(runs: Sequence[Run]) -> Markup:
     """Returns charts of the entropy of experts' shares and of the busiest expert's rows beside each other."""
-    drawn = (
+    return side_by_side(
         over_steps(runs, "expert_entropy", "entropy of shares", show=lambda value: f"{value:.3g}"),
         over_steps(runs, "expert_imbalance", "busiest expert over the mean", show=lambda value: f"{value:.3g}"),
     )
-    cells = [element("div", one, class_="cell") for one in drawn if one]
-    return element("div", cells, class_="beside") if cells else EMPTY
 
 
 def by_layer(run: Run, runs: Sequence[Run]) -> Markup:

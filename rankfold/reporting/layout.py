@@ -64,6 +64,12 @@ def beside(runs: Sequence[Run], draw: Callable[[Run, Sequence[Run]], Markup]) ->
     return element("div", cells, class_="beside")
 
 
+def side_by_side(*drawn: Markup) -> Markup:
+    """Returns those drawings beside each other that have content; empty where none has."""
+    cells = [element("div", one, class_="cell") for one in drawn if one]
+    return element("div", cells, class_="beside") if cells else EMPTY
+
+
 def stacked(runs: Sequence[Run], draw: Callable[[Run], Markup]) -> Markup:
     """Returns the drawings of all runs below each other, for those that need all of the width."""
     drawn = [(place, run, draw(run)) for place, run in enumerate(runs)]

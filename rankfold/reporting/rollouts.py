@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from rankfold.reporting.chart import Series, line_chart
 from rankfold.reporting.curves import over_steps
-from rankfold.reporting.layout import COLOURS, legend, table
+from rankfold.reporting.layout import COLOURS, legend, side_by_side, table
 from rankfold.reporting.markup import EMPTY, element, together
 from rankfold.reporting.reading import Run
 
@@ -48,7 +48,7 @@ def rewards(runs: Sequence[Run]) -> Markup:
 
 def completions(runs: Sequence[Run]) -> Markup:
     """Returns charts of the completions' length, of the share that no token ended, and of groups without a signal."""
-    return _cells(
+    return side_by_side(
         _lengths(runs),
         over_steps(runs, "completions/clipped_ratio", "share truncated", show=_short),
         over_steps(runs, "uniform_groups", "share of prompts all of whose completions are equally good", show=_short),
@@ -76,7 +76,7 @@ def _lengths(runs: Sequence[Run]) -> Markup:
 
 def policy(runs: Sequence[Run]) -> Markup:
     """Returns charts of the model's entropy, its divergence, and the share of clipped ratios."""
-    return _cells(
+    return side_by_side(
         over_steps(runs, "entropy", "entropy, nats a token", show=_short),
         over_steps(runs, "kl", "divergence from the reference, nats a token", show=_short),
         _if_any(runs, "clip_region", "share of ratios clipped", _short),
@@ -96,11 +96,6 @@ def _if_any(runs: Sequence[Run], key: str, unit: str, show: Callable[[float], st
     if not any(value for run in runs for _, value in run.series(key)):
         return EMPTY
     return over_steps(runs, key, unit, show=show)
-
-
-def _cells(*drawn: Markup) -> Markup:
-    cells = [element("div", one, class_="cell") for one in drawn if one]
-    return element("div", cells, class_="beside") if cells else EMPTY
 
 
 def _short(value: float) -> str:

@@ -19,9 +19,9 @@ def header(runs: Sequence[Run]) -> Markup:
     """Returns the page's title and a line on each run's training."""
     if len(runs) == 1:
         run = runs[0]
-        return element("header", element("h1", run.name), element("p", _told(run), class_="what"))
+        return element("header", element("h1", run.name), element("p", _summary_line(run), class_="what"))
     lines = [
-        element("p", key(place), element("b", run.name), " ", _told(run), class_="what")
+        element("p", key(place), element("b", run.name), " ", _summary_line(run), class_="what")
         for place, run in enumerate(runs)
     ]
     return element("header", element("h1", f"{len(runs)} runs compared"), lines)
@@ -57,7 +57,7 @@ def peaks(run: Run) -> dict[int, float]:
     return {rank: value for rank, value in found.items() if value > 0}
 
 
-def _told(run: Run) -> str:
+def _summary_line(run: Run) -> str:
     """Returns model, trained parameters, batch, layout, machine and date, as far as they are known."""
     parts = [_model(run), _trained(run), _batch(run), _layout(run), _machine(run), run.fact("started")]
     return " · ".join(part for part in parts if isinstance(part, str) and part)

@@ -84,7 +84,7 @@ class Case:
         """The auxiliary loss on this rank."""
         if not self.balance:
             return None
-        axes = (mesh.dp_cp, mesh.pp) if mesh.grid.cuts_experts else (mesh.dp_cp, mesh.pp, mesh.tp)
+        axes = (mesh.dp_cp, mesh.pp) if mesh.grid.shards_experts else (mesh.dp_cp, mesh.pp, mesh.tp)
         return LoadBalance(self.balance, self.config.num_experts, axes=axes, device=torch.device("cpu"))
 
     def plan(self) -> TrainingPlan:

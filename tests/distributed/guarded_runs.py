@@ -12,8 +12,8 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.state_sharding import ShardLevel
 from engine.training.guards.run_guards import Guards
-from engine.training.observer import StepSeen
-from engine.training.step_figures import StepFigures
+from engine.training.observer import LaunchedStep
+from engine.training.step import StepFigures
 from tests.distributed.sharded_runs import GLOBAL_ROWS, SMALL, Layout, Run
 
 OPTIONS = GuardOptions(liveness_steps=3, replicas_every=2)
@@ -71,7 +71,7 @@ def _loop(run: Run, guards: Guards, steps: int, fault: Fault, lr: Rate) -> None:
         fault(run, step)
         batches, targets = run.batches(step)
         result = run.step(batches, targets, lr(step))
-        guards.after(StepSeen(step, batches, targets, lr(step), step * GLOBAL_ROWS, result, StepFigures(result)))
+        guards.after(LaunchedStep(step, batches, targets, lr(step), step * GLOBAL_ROWS, result, StepFigures(result)))
         if step > 1:
             guards.judge(step - 1)
     guards.judge(steps)

@@ -25,9 +25,8 @@ from engine.optim.reduce import GradientReducer
 from engine.optim.state_sharding import Sharding
 from engine.pipeline.schedules import ScheduleChoice
 from engine.training.cuda_graph.capture import WARMUP_STEPS
-from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape
-from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.stage import ModelStage
 from engine.training.step import TrainStep

@@ -72,10 +72,10 @@ LAYOUTS = {
         grid=RankGrid(dp=2, ep=2),
         plain=r"layers\.0\.mlp\.experts\.\d\.(gate|up)_proj\.weight",
     ),
-    "ep2 of tp2, sequence, experts": replace(EXPERTS, grid=RankGrid(tp=2, ep=2, cuts_experts=False), sequence=True),
-    "whole on tp2, experts": replace(EXPERTS, grid=RankGrid(tp=2, cuts_experts=False)),
+    "ep2 of tp2, sequence, experts": replace(EXPERTS, grid=RankGrid(tp=2, ep=2, shards_experts=False), sequence=True),
+    "whole on tp2, experts": replace(EXPERTS, grid=RankGrid(tp=2, shards_experts=False)),
     "ep2 of dp2, cut over tp2, experts": replace(EXPERTS, grid=RankGrid(dp=2, tp=2, ep=2), sequence=True),
-    "ep2 of dp2 x tp2, experts": replace(EXPERTS, grid=RankGrid(dp=2, tp=2, ep=2, cuts_experts=False)),
+    "ep2 of dp2 x tp2, experts": replace(EXPERTS, grid=RankGrid(dp=2, tp=2, ep=2, shards_experts=False)),
 }
 SLOW = (
     "tp2", "tp2, attention again", "pp2", "cp2", "pp2, experts", "dp2, experts", "pp2, images", "cp2, images",

@@ -27,10 +27,10 @@ SHARED, ALONE = "four experts, adapters", "biased, adapters"
 ONE = Layout(case=SHARED, grid=RankGrid(), dropout=0.1)
 LAYOUTS = {
     "cut": replace(ONE, grid=RankGrid(dp=2, ep=2)),
-    "whole": replace(ONE, grid=RankGrid(tp=2, ep=2, cuts_experts=False)),
-    "whole, sequence": replace(ONE, grid=RankGrid(tp=2, ep=2, cuts_experts=False), sequence=True),
+    "whole": replace(ONE, grid=RankGrid(tp=2, ep=2, shards_experts=False)),
+    "whole, sequence": replace(ONE, grid=RankGrid(tp=2, ep=2, shards_experts=False), sequence=True),
     "recomputed": replace(ONE, grid=RankGrid(dp=2, ep=2), recompute="full"),
-    "whole, recomputed": replace(ONE, grid=RankGrid(tp=2, ep=2, cuts_experts=False), recompute="full"),
+    "whole, recomputed": replace(ONE, grid=RankGrid(tp=2, ep=2, shards_experts=False), recompute="full"),
     "without": replace(ONE, case=ALONE, grid=RankGrid(dp=2, ep=2)),
     "cut over tp2": replace(ONE, grid=RankGrid(dp=2, tp=2, ep=2)),
 }

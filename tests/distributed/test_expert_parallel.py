@@ -41,7 +41,7 @@ def _on(layout: Layout = ONE, **sizes: int) -> Layout:
 
 def _whole(layout: Layout = WHOLE, **sizes: int) -> Layout:
     """The layout on a grid whose tensor ranks send tokens of their own to whole experts."""
-    return replace(layout, grid=RankGrid(**sizes, cuts_experts=False))
+    return replace(layout, grid=RankGrid(**sizes, shards_experts=False))
 
 
 LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {

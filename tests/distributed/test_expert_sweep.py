@@ -48,7 +48,7 @@ class Place(NamedTuple):
     @property
     def grid(self) -> RankGrid:
         cuts = self.etp == self.tp
-        return RankGrid(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, cuts_experts=cuts)
+        return RankGrid(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, shards_experts=cuts)
 
     @property
     def layout(self) -> Layout:

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[Layout, ShardLevel]] = {
         "gradients",
     ),
     "ep2 of dp2 x tp2, optimizer": (
-        replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, cuts_experts=False)),
+        replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, shards_experts=False)),
         "optimizer",
     ),
     "tp2 dp2, optimizer": (replace(TP2, grid=RankGrid(tp=2, dp=2)), "optimizer"),
@@ -120,7 +120,7 @@ def _expert(run: Run, step: int) -> None:
 
 def test_one_bit_of_an_expert():
     """The second and the fourth of four ranks hold the same two experts."""
-    layout = replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, cuts_experts=False))
+    layout = replace(TP2, case="four experts, adapters", grid=RankGrid(tp=2, dp=2, ep=2, shards_experts=False))
     said = _said(layout, _expert)
     expected = (
         "layers.1.mlp.experts.3.up_proj.weight over the ranks of the same experts (ranks with equal copies: 1 / 3)"

@@ -47,7 +47,7 @@ LAYOUTS = {
     "ep2 of dp2, experts": Layout(case="four experts, adapters", grid=RankGrid(dp=2, ep=2), recompute="full"),
     "ep2 of dp2, experts in nf4": Layout(case="routed blocks, adapters", grid=RankGrid(dp=2, ep=2), base="nf4"),
     "ep2 of tp2, sequence, experts": Layout(
-        case="four experts, shared outer", grid=RankGrid(tp=2, ep=2, cuts_experts=False), sequence=True
+        case="four experts, shared outer", grid=RankGrid(tp=2, ep=2, shards_experts=False), sequence=True
     ),
 }
 QUICK = (

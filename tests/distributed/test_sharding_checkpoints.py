@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.distributed.collectives import barrier
 from engine.distributed.mesh import build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from engine.checkpoint.manifest import MANIFEST, sign
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.errors import UserError
 from tests.faults.checkpoint_damage import HOSTILE
 from tests.small_runs.routed_place import put_experts

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.config.load import parse_config
 from engine.errors import UserError
 from engine.optim.loss_scale import CEILING

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from tests.support.commands import losses, options, run_tool
 from tests.support.shared_data import write_plays
 

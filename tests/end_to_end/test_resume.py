@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from tests.distributed.test_shared_checks import flip_a_bit_of
 from tests.support.commands import losses, options, run_tool
 from tests.support.shared_data import write_plays

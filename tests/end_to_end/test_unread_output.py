@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.run.training_state import latest_checkpoint
+from engine.checkpoint.run.step_folders import latest_checkpoint
 from tests.support.commands import REPOSITORY, losses, options
 from tests.support.shared_data import write_plays
 from tests.support.warm_python import warm_python

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.run.training_state import latest_checkpoint
+from engine.checkpoint.run.step_folders import latest_checkpoint
 from tests.support.commands import options, run_tool
 
 TEXT = "Once upon a time there was a little dog. He liked to play with the ball and to run in the park. " * 60

@@ -32,18 +32,18 @@ from engine.telemetry.listener import RunListener
 from engine.telemetry.log import Log
 from engine.telemetry.metrics import MetricsWriter
 from engine.telemetry.progress import TrainProgress
-from engine.training.best import BestLoss
 from engine.training.build import Training, build_training
 from engine.training.evaluate import evaluate
+from engine.training.evaluations import BestLoss
 from engine.training.guards.run_guards import build_guards
-from engine.training.observer import StepSeen
+from engine.training.observer import LaunchedStep
 from engine.training.reports.notes import RoundingNote
 from engine.training.reports.observation import Observation
 from engine.training.reports.step_reporter import RunClock, StepReporter
 from engine.training.row_shape import shape_of_launch
 from engine.training.start_model import check_model, model_source
 from engine.training.state import state_contents, state_tensors
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures
 from engine.training.step_source import RowSource
 from engine.training.warm_up import warm_up
 from rankfold.planning.memory_measure import draw_batches
@@ -155,8 +155,8 @@ def _train(case: Case, folder: Path, device: Recorder) -> None:
             reporter.before(step)
             result = take_step(batches, targets, 1e-3)
             consumed += config.train.global_batch_size
-            seen = StepSeen(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
-            reporter.after(seen, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
+            launched = LaunchedStep(step, batches, targets, 1e-3, consumed, result, StepFigures(result))
+            reporter.after(launched, rows=16, tokens=1024, figures={} if sampled is None else rows.figures)
         reporter.save(case.steps, last=True)
         reporter.finish(case.steps, consumed)
         guards._locator.locate(batches, targets, case.steps)

@@ -19,7 +19,7 @@ from engine.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import TrainingCheckpoint, open_run
 from engine.conversion.decoded_base import DecodedSource, encoded_names
-from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.conversion.live_logits import live_logits, proof_tokens
 from engine.conversion.merged_model import MergedSource
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, replicated_spec
@@ -73,18 +73,20 @@ def _written(write: Callable[[Path], object], folder: Path) -> Values:
 
 
 def _reshard(folder: Path) -> Values:
-    return _written(lambda out: import_checkpoint(open_source(folder), out, tensor=4, overwrite=True), folder)
+    return _written(
+        lambda out: import_checkpoint(open_source(folder), out, tensor=4, work=Work(overwrite=True)), folder
+    )
 
 
 def _export(folder: Path) -> Values:
-    return _written(lambda out: export_hf(open_source(folder), out, overwrite=True), folder)
+    return _written(lambda out: export_hf(open_source(folder), out, work=Work(overwrite=True)), folder)
 
 
 def _merge(folder: Path, *, decoded: bool) -> Values:
     base, run = open_source(folder), open_run(folder.parent / "run")
     seen = DecodedSource(base, "nf4", encoded_names(base.model.decoder, "nf4", [])) if decoded else base
     merged = MergedSource(base.model, seen, run.trained(), scale=5.0 / RANK)
-    return _written(lambda out: export_hf(merged, out, overwrite=True), folder)
+    return _written(lambda out: export_hf(merged, out, work=Work(overwrite=True)), folder)
 
 
 def _logits(folder: Path) -> Values:
@@ -201,7 +203,7 @@ def test_sums_of_whole_tensors_do_not_depend_on_the_layout(bases: dict[str, Path
     expected = own_sums(open_source(bases["tp1"].parent / "hf"))
     assert [open_source(bases[name]).sums() for name in ("tp1", "tp2", "tp4", "old")] == [expected] * 3 + [None]
     again = bases["tp1"].parent / "again"
-    import_checkpoint(open_source(bases["old"]), again, tensor=4, overwrite=True)
+    import_checkpoint(open_source(bases["old"]), again, tensor=4, work=Work(overwrite=True))
     assert open_source(again).sums() == expected
 
 

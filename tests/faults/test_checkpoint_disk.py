@@ -20,6 +20,7 @@ from engine.checkpoint.run.saver import SaveGroup, Saver
 from engine.checkpoint.run.snapshot import Snapshot
 from engine.checkpoint.run.step_folders import latest_checkpoint
 from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.checkpoint import CheckpointOptions
 from engine.distributed.sharding import NamedShard, replicated_spec
 from engine.errors import UserError
 from tests.support.commands import losses, options, run_tool
@@ -50,7 +51,7 @@ class Run:
         self._tensor = torch.zeros(SIZE)
         self._shards = [NamedShard("master/x", self._tensor, replicated_spec((SIZE,), rank=0, size=1))]
         group = SaveGroup(run_dir=folder, num_bytes=4 * SIZE, timeout=20)
-        self._saver = Saver(group, keep=0, keep_every=0, snapshot=Snapshot(self._shards) if asynchronous else None)
+        self._saver = Saver(group, CheckpointOptions(keep=0), snapshot=Snapshot(self._shards) if asynchronous else None)
 
     def save(self, step: int, *, last: bool = False) -> str | None:
         """What the problem was."""
@@ -186,7 +187,7 @@ def test_a_rank_that_cannot_write_tells_the_first(tmp_path: Path, monkeypatch: p
 
     def save(rank: int) -> None:
         group = SaveGroup(run_dir=tmp_path, rank=rank, writers=(0, 1), num_bytes=40, timeout=60)
-        saver = Saver(group, keep=0, keep_every=0, snapshot=None)
+        saver = Saver(group, CheckpointOptions(keep=0), snapshot=None)
         shards = [NamedShard(f"x{rank}", torch.zeros(10), replicated_spec((10,), rank=0, size=1))]
         saver.save(shards, TrainingContents(step=1, state={}, run_config="", base={}, lora={}, layout={}))
         problems[rank] = saver.take_reports()[0].problem

@@ -20,7 +20,8 @@ from engine.data import checked_file
 from engine.data.blend import blend
 from engine.data.build_store import Request, preprocess
 from engine.data.dataset import TokenDataset
-from engine.data.store import is_store, open_store
+from engine.data.store import open_store
+from engine.data.store_paths import is_store
 from engine.data.stored_rows import stored_dataset
 from engine.errors import UserError
 

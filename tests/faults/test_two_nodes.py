@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.run.training_state import checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
 from tests.faults.ranks import free_port, run_settings
 from tests.faults.torchrun import Torchrun, require_same
 from tests.support.commands import options, run_tool
@@ -48,7 +48,7 @@ def test_folders_of_their_own_are_refused_where_both_write(settings: dict[str, o
     with first, second:
         assert first.wait(120) and second.wait(120)
     for node in (first, second):
-        assert "run is not one folder for all nodes: rank 1 does not see what rank 0 wrote" in node.output.read_text()
+        assert "run is not one folder for all nodes: rank 1 does not see rank 0's files" in node.output.read_text()
     assert not list(tmp_path.rglob("step_*"))
 
 

@@ -16,7 +16,8 @@ from typing import Self
 
 import torch
 
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
 from tests.faults.ranks import last_step, run_command, run_environment
 from tests.support.warm_python import WarmProcess
 

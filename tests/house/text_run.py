@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from inspect import CO_OPTIMIZED
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 OURS = ("engine", "rankfold", "triton_kernels")
@@ -34,7 +36,8 @@ def counted_run(tree: Path) -> dict[str, Any]:
     Returns:
         "trainer" and "run": the paths of the files that importing `engine.training.trainer` alone, and the whole run,
         have loaded, by module name and relative to `tree`; "decoders": how many decoders the run built; "compiler":
-        whether it imported torch's, which takes seconds.
+        whether it imported torch's, which takes seconds; "rows": the functions that the run executed from the call of
+        `build_data` until it had rows, as "path:name", in the order of their first calls.
 
     Raises:
         CalledProcessError: the run failed.
@@ -53,6 +56,37 @@ def loaded(tree: Path) -> dict[str, str]:
     files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
     ours = {name: Path(file) for name, file in files.items() if file and name.partition(".")[0] in OURS}
     return {name: file.relative_to(tree).as_posix() for name, file in sorted(ours.items())}
+
+
+class RowsTrace:
+    """Notes the functions of the engine that run from the call of `build_data` until `TokenDataset.__init__` returns.
+
+    A profiling function of `sys.setprofile`, so that it sees one branch, the one that was taken. Functions without a
+    name of their own, and those that run while a module is imported, are left out.
+    """
+
+    def __init__(self, tree: Path) -> None:
+        self._root, self._engine = f"{tree}/", f"{tree}/engine/"
+        self._codes: set[CodeType] = set()
+        self.functions: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "return" and self._codes and code.co_qualname == "TokenDataset.__init__":
+            sys.setprofile(None)
+        if event != "call" or code in self._codes or not (self._codes or code.co_qualname == "build_data"):
+            return
+        self._codes.add(code)
+        is_function = code.co_flags & CO_OPTIMIZED and not code.co_name.startswith("<")
+        if is_function and code.co_filename.startswith(self._engine) and not self._imports(frame):
+            self.functions.append(f"{code.co_filename.removeprefix(self._root)}:{code.co_qualname}")
+
+    def _imports(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(self._engine):
+                return True
+            frame = frame.f_back
+        return False
 
 
 def write_model(folder: Path) -> None:
@@ -109,12 +143,15 @@ def main() -> None:
     sys.argv = ["rankfold train", *(f"--{name}={value}" for name, value in options.items())]
     from rankfold.train import main as train
 
+    trace = RowsTrace(tree)
+    sys.setprofile(trace)
     train()
     counted = {
         "trainer": after_import,
         "run": loaded(tree),
         "decoders": built[0],
         "compiler": "torch._dynamo" in sys.modules,
+        "rows": trace.functions,
     }
     out.write_text(json.dumps(counted), encoding="utf-8")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.kernels.native.dropout import dropout_bits
 from engine.kernels.native.loader import best_instruction_set, native_status
 from engine.kernels.records import AdapterSection, DropoutKey
+from rankfold.benchmarking import oracles
 
 _ORDER = ("baseline", "avx2", "avx512")
 INSTRUCTION_SETS = _ORDER[: _ORDER.index(best_instruction_set()) + 1]
@@ -21,9 +23,6 @@ INSTRUCTION_SETS = _ORDER[: _ORDER.index(best_instruction_set()) + 1]
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
 ON_EVERY_INSTRUCTION_SET = [needs_native, pytest.mark.usefixtures("instruction_set")]
 """The marks of a module whose tests run once with each of them."""
-
-SHAPES = ((5, 123), (1, 123), (0, 64), (1, 1), (37, 8), (64, 256), (19, 1000))
-"""(tokens, features): odd, one row, empty, one element, short, round, several tiles with a remainder."""
 
 
 def unpack_bits(bits: Tensor, num_features: int) -> Tensor:
@@ -106,15 +105,8 @@ def assert_accurate(ours: Tensor, torchs: Tensor, exact: Tensor, terms: Tensor |
 
 def attention_by_torch(
     inputs: tuple[Tensor, ...], lengths: tuple[int, ...], scale: float, dtype: torch.dtype
-) -> list[Tensor]:
-    """out, dq, dk, dv by torch's own attention, a document at a time, in `dtype`, for (q, k, v, dout)."""
-    q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
-    copies = q.shape[1] // k.shape[1]
-    whole = (q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1))
-    parts = zip(*(x.split(lengths) for x in whole), strict=True)
-    outs = [
-        scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), is_causal=True, scale=scale).transpose(0, 1)
-        for part in parts
-    ]
-    out = torch.cat(outs)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))]
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv by torch's plain products, a document at a time, in `dtype`, for (q, k, v, dout)."""
+    attend = partial(oracles.attention_by_document, lengths=lengths, scale=scale)
+    with sdpa_kernel(SDPBackend.MATH):
+        return oracles.with_gradients(attend, inputs[:3], inputs[3:], dtype)

@@ -13,6 +13,7 @@ from engine.kernels import reference
 from engine.ops.kernels import REFERENCE
 from engine.ops.norm import rmsnorm
 from engine.ops.rope import rotate, split_rotate
+from rankfold.benchmarking import oracles
 from tests.support.projection_norm import rmsnorm_backward_with_update
 
 SHAPES = [(5, 123), (1, 8), (7, 64), (3, 1)]
@@ -20,15 +21,6 @@ SHAPES = [(5, 123), (1, 8), (7, 64), (3, 1)]
 
 def _random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def _torch_rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, 1e-5)
-
-
-def _torch_swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,7 +36,7 @@ def test_rmsnorm_equals_torch(shape: tuple[int, ...]):
         _random(shape[-1], seed=1).requires_grad_(),
         _random(*shape, seed=2),
     )
-    expected = _torch_rmsnorm(x, weight)
+    expected = oracles.rms_norm(x, weight)
     expected.backward(dy)
     y, rstd = reference.rmsnorm_forward(x.detach(), weight.detach(), 1e-5)
     torch.testing.assert_close(y, expected.detach())
@@ -66,7 +58,7 @@ def test_rmsnorm_with_what_adapters_add(shape: tuple[int, int, int]):
         _random(tokens, rank, seed=4),
         _random(tokens, features, seed=5) > 0,
     )
-    y = _torch_rmsnorm(x, weight)
+    y = oracles.rms_norm(x, weight)
     h = (y * kept) @ a.t()
     ((y * dy).sum() + (h * dh).sum()).backward()
     rstd = reference.rmsnorm_forward(x.detach(), weight, 1e-5)[1]
@@ -78,7 +70,7 @@ def test_rmsnorm_with_what_adapters_add(shape: tuple[int, int, int]):
 def test_rmsnorm_reads_rows_that_are_not_contiguous():
     wide = _random(6, 40)
     part, weight = wide[:, 3:20], _random(17, seed=1)
-    torch.testing.assert_close(reference.rmsnorm_forward(part, weight, 1e-5)[0], _torch_rmsnorm(part, weight))
+    torch.testing.assert_close(reference.rmsnorm_forward(part, weight, 1e-5)[0], oracles.rms_norm(part, weight))
 
 
 def test_rmsnorm_without_rows():
@@ -90,7 +82,7 @@ def test_rmsnorm_without_rows():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_swiglu_equals_torch(shape: tuple[int, int]):
     x, dy = _random(shape[0], 2 * shape[1]).mul(4).requires_grad_(), _random(*shape, seed=1)
-    expected = _torch_swiglu(x)
+    expected = oracles.swiglu(x)
     expected.backward(dy)
     torch.testing.assert_close(reference.swiglu_forward(x.detach()), expected.detach())
     torch.testing.assert_close(reference.swiglu_backward(dy, x.detach()), x.grad)
@@ -175,11 +167,11 @@ def test_rmsnorm_in_bf16(shape: tuple[int, int]):
     weight = _random(shape[1], dtype=torch.bfloat16, seed=2)
     y, rstd = reference.rmsnorm_forward(x, weight, 1e-5)
     wide = (x.double(), weight.double())
-    _bf16_error(lambda: y, lambda: _torch_rmsnorm(x, weight), lambda: _torch_rmsnorm(*wide))
+    _bf16_error(lambda: y, lambda: oracles.rms_norm(x, weight), lambda: oracles.rms_norm(*wide))
     _bf16_error(
         lambda: reference.rmsnorm_backward(dy, x, weight, rstd),
-        lambda: _gradient(_torch_rmsnorm, dy, x, weight),
-        lambda: _gradient(_torch_rmsnorm, dy.double(), *wide),
+        lambda: _gradient(oracles.rms_norm, dy, x, weight),
+        lambda: _gradient(oracles.rms_norm, dy.double(), *wide),
     )
 
 
@@ -187,11 +179,11 @@ def test_rmsnorm_in_bf16(shape: tuple[int, int]):
 def test_swiglu_in_bf16(shape: tuple[int, int]):
     x = _random(shape[0], 2 * shape[1], dtype=torch.bfloat16).mul(2)
     dy = _random(*shape, dtype=torch.bfloat16, seed=1)
-    _bf16_error(lambda: reference.swiglu_forward(x), lambda: _torch_swiglu(x), lambda: _torch_swiglu(x.double()))
+    _bf16_error(lambda: reference.swiglu_forward(x), lambda: oracles.swiglu(x), lambda: oracles.swiglu(x.double()))
     _bf16_error(
         lambda: reference.swiglu_backward(dy, x),
-        lambda: _gradient(_torch_swiglu, dy, x),
-        lambda: _gradient(_torch_swiglu, dy.double(), x.double()),
+        lambda: _gradient(oracles.swiglu, dy, x),
+        lambda: _gradient(oracles.swiglu, dy.double(), x.double()),
     )
 
 

@@ -20,6 +20,7 @@ from engine.kernels import reference
 from engine.kernels.records import AdapterSection, InputUpdate
 from engine.kernels.triton import lora, rmsnorm, swiglu
 from engine.kernels.triton.output_gradients import output_gradients
+from rankfold.benchmarking import oracles
 from tests.kernels.comparing import assert_as_exact_as_torch, interpreted_only, random_rows
 from tests.kernels.triton_masks import drawn_mask
 
@@ -184,12 +185,8 @@ def test_swiglu_into_a_buffer_and_its_gradient_with_the_update(place, dropout: i
     buffer = _buffer(place, seed=3)
     dy, dh = buffer.wide.clone(), buffer.low
 
-    def activation(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-
     def loss(x: Tensor) -> Tensor:
-        y = activation(x)
+        y = oracles.swiglu(x)
         h = (y * factor.to(x.dtype)) @ a.to(x.dtype).t()
         return (y * dy.to(x.dtype)).sum() + (h * dh.to(x.dtype)).sum()
 
@@ -200,5 +197,5 @@ def test_swiglu_into_a_buffer_and_its_gradient_with_the_update(place, dropout: i
     assert_as_exact_as_torch(ours, torchs, exact, "dx")
     swiglu.swiglu_forward(gate_up, out=buffer.wide)
     for name, one in (("y", buffer.wide), ("y again", kept)):
-        assert_as_exact_as_torch(one, activation(gate_up), activation(gate_up.double()), name)
+        assert_as_exact_as_torch(one, oracles.swiglu(gate_up), oracles.swiglu(gate_up.double()), name)
     buffer.assert_padding_is_untouched()

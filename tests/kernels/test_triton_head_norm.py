@@ -15,8 +15,9 @@ from engine.kernels.triton import head_norm
 from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.kernels import backend
+from rankfold.benchmarking.oracles import EPS
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places
-from tests.support.head_norms import EPS, SHAPES, Problem, expected, problem
+from tests.support.head_norms import SHAPES, Problem, expected, problem
 
 TRITON = backend("triton")
 

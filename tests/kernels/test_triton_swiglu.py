@@ -13,16 +13,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels.records import InputUpdate
 from engine.kernels.triton import launch, swiglu
+from rankfold.benchmarking import oracles
 from tests.kernels.comparing import assert_as_exact_as_torch, assert_rounded_once, places, random_rows
 from tests.kernels.native_support import a_section
 from tests.kernels.triton_masks import drawn_mask
 
 SHAPES = [(5, 123), (1, 1), (40, 50), (3, 1100)]
-
-
-def _activation(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def _gradients(loss: Callable[[Tensor], Tensor], gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +30,7 @@ def _gradients(loss: Callable[[Tensor], Tensor], gate_up: Tensor) -> tuple[Tenso
 
 def _loss(gate_up: Tensor, dy: Tensor, factor: Tensor, dh: Tensor, a: Tensor) -> Tensor:
     """A loss whose gradient is dy with regard to the activation and dh with regard to its projection."""
-    dtype, y = gate_up.dtype, _activation(gate_up)
+    dtype, y = gate_up.dtype, oracles.swiglu(gate_up)
     h = (y * factor.to(dtype)) @ a.to(dtype).t()
     return (y * dy.to(dtype)).sum() + (h * dh.to(dtype)).sum()
 
@@ -46,8 +42,8 @@ def test_forward(place, shape: tuple[int, int]) -> None:
     gate_up = random_rows(place, num_tokens, 2 * num_features, gap=5) * 3
     wide = torch.full((num_tokens, num_features + 4), 7.0, dtype=place[1], device=place[0])
     ours = swiglu.swiglu_forward(gate_up, out=wide[:, :num_features])
-    assert_as_exact_as_torch(ours, _activation(gate_up), _activation(gate_up.double()), "y")
-    assert_rounded_once(ours, _activation(gate_up.double()), "y")
+    assert_as_exact_as_torch(ours, oracles.swiglu(gate_up), oracles.swiglu(gate_up.double()), "y")
+    assert_rounded_once(ours, oracles.swiglu(gate_up.double()), "y")
     assert (wide[:, num_features:] == 7).all(), "wrote outside its columns"
     assert torch.equal(swiglu.swiglu_forward(gate_up[None])[0], ours)
 
@@ -82,10 +78,10 @@ def test_backward(place, shape: tuple[int, int]) -> None:
     num_tokens, num_features = shape
     gate_up = random_rows(place, num_tokens, 2 * num_features, gap=5) * 3
     dy = random_rows(place, num_tokens, num_features, gap=3, seed=1)
-    torchs, exact = _gradients(lambda x: (_activation(x) * dy.to(x.dtype)).sum(), gate_up)
+    torchs, exact = _gradients(lambda x: (oracles.swiglu(x) * dy.to(x.dtype)).sum(), gate_up)
     assert_as_exact_as_torch(swiglu.swiglu_backward(dy, gate_up), torchs, exact, "dx")
     activation = torch.empty(num_tokens, num_features + 2, dtype=place[1], device=place[0])[:, :num_features]
-    expected, kept = _activation(gate_up.double()), _activation(gate_up)
+    expected, kept = oracles.swiglu(gate_up.double()), oracles.swiglu(gate_up)
     ours = swiglu.swiglu_backward(dy, gate_up, out=gate_up, activation_out=activation)
     assert ours is gate_up
     assert_as_exact_as_torch(ours, torchs, exact, "dx in place")
@@ -156,8 +152,8 @@ def _assert_backward_adapted(
         for one in found:
             if one.da is None:
                 continue
-            exact = 0.5 + one.ranks(dh).double().t() @ (factor.double() * _activation(gate_up.double()))
-            torchs = 0.5 + one.ranks(dh).float().t() @ (factor * _activation(gate_up)).float()
+            exact = 0.5 + one.ranks(dh).double().t() @ (factor.double() * oracles.swiglu(gate_up.double()))
+            torchs = 0.5 + one.ranks(dh).float().t() @ (factor * oracles.swiglu(gate_up)).float()
             assert_as_exact_as_torch(one.da, torchs, exact, "dA")
 
 

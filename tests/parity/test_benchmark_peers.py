@@ -21,11 +21,11 @@ from rankfold.benchmarking.generate import PEER as GENERATING_PEER
 from rankfold.benchmarking.generate import offer, write_model
 from rankfold.benchmarking.lora_layers import make_layer, peft
 from rankfold.benchmarking.options import Shape, StepOptions
+from rankfold.benchmarking.processes import Offer, Worker
 from rankfold.benchmarking.remote import RemoteSide
 from rankfold.benchmarking.sections import GenerateOptions
 from rankfold.benchmarking.sides import ENGINE, PEER, PEER_KINDS
 from rankfold.benchmarking.timing import measure
-from rankfold.benchmarking.workers import Offer, Worker
 
 PLAIN = Path(__file__).parent / "plain"
 SIZES = {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "intermediate": 2816}

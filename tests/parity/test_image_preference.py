@@ -17,10 +17,10 @@ from engine.conversion.peft_read import AdapterSource
 from engine.data.collate import rank_batch
 from engine.data.row_shape import RowShape
 from engine.data.tokenizer import load_tokenizer
-from engine.preferences.data.preference_pairs import build_pairs
 from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
+from tests.support.answer_data import build_pairs
 from tests.support.peft_following import ALONE, DECAY, LR, build
 from tests.support.qwen_vl import PAD, make_model, stock_outputs
 

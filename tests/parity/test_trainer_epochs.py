@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.run.training_state import checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder
 from engine.data.order import DataOrder
 from engine.data.tokenizer import load_tokenizer
 from tests.support.commands import losses, options, run_tool

@@ -22,8 +22,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.data.opened_tokenizer import HuggingFaceTokenizer
 from engine.errors import UserError
-from engine.preferences.data.preference_pairs import build_pairs
 from tests.parity.trl_training import NEEDS_TRL
+from tests.support.answer_data import build_pairs
 from tests.support.shared_data import shared
 
 pytestmark = NEEDS_TRL

@@ -18,8 +18,6 @@ from engine.data.dataset import TokenDataset
 from engine.data.order import permutation
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer
-from engine.preferences.data.judged import build_judged
-from engine.preferences.data.preference_pairs import build_pairs
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
     BATCH,
@@ -32,6 +30,7 @@ from tests.parity.trl_training import (
     trl_settings,
     trl_start,
 )
+from tests.support.answer_data import build_judged, build_pairs
 
 LENGTH, CONVERSATION_STEPS, BETA = 192, 6, 0.3
 

@@ -15,7 +15,7 @@ import pytest
 
 from engine.data.order import permutation
 from engine.data.tokenizer import load_tokenizer
-from engine.preferences.data.judged import build_judged
+from engine.preferences.data.judged import MISMATCHED
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
     BALANCE,
@@ -34,6 +34,7 @@ from tests.parity.trl_training import (
     trl_start,
     with_balance,
 )
+from tests.support.answer_data import build_judged
 from tests.support.sweeps import sampled
 
 LENGTH = 64
@@ -97,8 +98,7 @@ def _check_tokens(workspace: Path, rows: list[dict[str, Any]]) -> None:
     dataset = build_judged(
         workspace / "answers.jsonl", tokenizer=load_tokenizer(workspace / "model"), seq_length=LENGTH
     )
-    assert dataset.mismatched is not None
-    for data, field in ((dataset, "completion_ids"), (dataset.mismatched, "KL_completion_ids")):
+    for data, field in ((dataset, "completion_ids"), (dataset.companions[MISMATCHED], "KL_completion_ids")):
         ours = [tokens.tolist() for row in range(len(data)) for tokens, _ in data.documents(row)]
         assert ours == [(row["prompt_ids"] + row[field])[:LENGTH] for row in rows]
 

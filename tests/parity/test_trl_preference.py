@@ -15,7 +15,6 @@ import torch
 
 from engine.data.order import permutation
 from engine.data.tokenizer import load_tokenizer
-from engine.preferences.data.preference_pairs import build_pairs
 from tests.parity.preference_data import save_model_and_adapter, short_pairs, write_records
 from tests.parity.trl_training import (
     BALANCE,
@@ -33,6 +32,7 @@ from tests.parity.trl_training import (
     trl_start,
     with_balance,
 )
+from tests.support.answer_data import build_pairs
 from tests.support.sweeps import sampled
 
 LENGTH = 96

@@ -22,8 +22,10 @@ from engine.data.row_shape import RowShape
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers, Mismatched
-from engine.preferences.data.judged import build_judged, parse_judged
-from engine.preferences.data.preference_pairs import build_pairs, parse_pair
+from engine.preferences.data.answer_columns import answer_columns, put_reference
+from engine.preferences.data.judged import MISMATCHED, parse_judged
+from engine.preferences.data.preference_pairs import parse_pair
+from tests.support.answer_data import build_judged, build_pairs
 
 PLACE = Place(Path("pairs.jsonl"), "line", 1)
 QUESTION = {"role": "user", "content": "Q"}
@@ -186,7 +188,7 @@ def test_minimind_records_have_the_templates_tokens(tmp_path: Path, data_dir: Pa
         assert len(runs) == 1, "one answer is compared"
         assert theirs.decode(tokens[targets]).strip().endswith(answer["content"] + theirs.eos_token)
         assert "earlier" not in theirs.decode(tokens[targets])
-    assert dataset.signs.tolist() == [1.0, -1.0] and dataset.target_counts.tolist() == [1]
+    assert answer_columns(dataset).signs.tolist() == [1.0, -1.0] and dataset.target_counts.tolist() == [1]
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
@@ -239,7 +241,7 @@ def test_batches_say_which_token_belongs_to_which_answer(packing: bool, tmp_path
     dataset = build_pairs(path, tokenizer=tokenizer, seq_length=24, packing=packing)
     assert packing == (len(dataset) < 9) and dataset.seq_length == 48
     assert dataset.target_counts.sum() == 9, "a pair counts once, however long"
-    dataset.reference_logps = np.arange(18, dtype=np.float32)
+    put_reference(dataset, np.arange(18, dtype=np.float32))
     batch = loader_of(dataset, len(dataset)).batches(0)[0]
     answers = batch.part(Answers)
     assert answers is not None and answers.reference_logps is not None
@@ -298,15 +300,14 @@ def test_mismatched_answers_are_those_of_the_record_before(packing: bool, tmp_pa
     records = judged(7)
     dataset = build_judged(write(tmp_path, records), tokenizer=tokenizer, seq_length=40, packing=packing)
     assert packing == (len(dataset) < 7) and dataset.seq_length == 40
-    assert dataset.target_counts.sum() == 7 and dataset.signs.tolist() == [1.0, -1.0] * 3 + [1.0]
+    assert dataset.target_counts.sum() == 7 and answer_columns(dataset).signs.tolist() == [1.0, -1.0] * 3 + [1.0]
     batch = loader_of(dataset, len(dataset)).batches(0)[0]
     beside = batch.part(Mismatched)
     assert beside is not None
     other = beside.batch
     assert other.part(Answers) is not None and batch.part(Answers) is not None
     assert other.part(Answers).documents == batch.part(Answers).documents
-    for data, shift in ((dataset, 0), (dataset.mismatched, 1)):
-        assert data is not None
+    for data, shift in ((dataset, 0), (dataset.companions[MISMATCHED], 1)):
         for document in range(7):
             span = slice(data.starts[document], data.starts[document] + data.lengths[document])
             question = tokenizer.encode(records[document]["prompt"])

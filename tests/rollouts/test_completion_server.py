@@ -151,7 +151,7 @@ def test_what_top_p_leaves_is_no_distribution_of_the_trainers(stand_in: StandIn)
     if stand_in.kind == "sglang":
         assert checked(stand_in, top_p=0.9) == []
         return
-    with pytest.raises(UserError, match="gives log-probabilities of what they leave"):
+    with pytest.raises(UserError, match="gives log-probabilities of the tokens they leave"):
         checked(stand_in, top_p=0.9)
     stand_in.scaled = False
     assert checked(stand_in, top_p=0.9) == []

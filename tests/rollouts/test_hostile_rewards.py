@@ -266,6 +266,5 @@ def test_a_reward_without_meaning_is_refused(reward: float, tmp_path: Path) -> N
     path = tmp_path / "large.py"
     path.write_text(f"def large(completions):\n    return [{reward} for _ in completions]\n", encoding="utf-8")
     found = score([f"{path}:large"], samples(["a"]))
-    assert (
-        found.num_failed == 1 and f"it returned {reward:g}, and rewards are from -1e+06 to 1e+06" in found.problems[0]
-    )
+    assert np.isnan(found.rewards).all()
+    assert f"it returned {reward:g}, and rewards are from -1e+06 to 1e+06" in found.problems[0]

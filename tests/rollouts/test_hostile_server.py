@@ -20,7 +20,7 @@ from tests.support.hostile_sockets import Script, hostile, repeats, sends, stall
 SECONDS = 0.6
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-LATE, LONG, GARBLED, GONE = "did not answer", "it has more than", "sends what is no answer of HTTP", "cannot be reached"
+LATE, LONG, GARBLED, GONE = "did not answer", "it has more than", "does not answer in HTTP", "cannot be reached"
 
 
 def content(text: bytes, *headers: bytes) -> bytes:

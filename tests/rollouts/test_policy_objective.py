@@ -33,7 +33,7 @@ from engine.ops.cross_entropy import cross_entropy
 from engine.ops.kernels import REFERENCE
 from engine.planning.predict import workload_of
 from engine.rollouts.objective.advantages import advantages
-from engine.rollouts.objective.policy import PolicyGradient, PolicySettings
+from engine.rollouts.objective.policy import PolicyGradient
 from engine.rollouts.objective.quantile import quantile
 
 ALONE = Axis("cp")
@@ -164,10 +164,14 @@ def _of_parts(logits: Tensor, labels: Tensor, kernels: LossKernels) -> Tensor:
     return found[0]
 
 
+def policy_gradient(**options: Any) -> PolicyGradient:
+    return PolicyGradient(ObjectiveOptions(name="grpo", **options), RolloutOptions(), cp=ALONE, dp=ALONE)
+
+
 def test_figures_are_means_over_what_they_are_of() -> None:
     """tokens, completions, clipped low and high, entropy, kl, ratio, difference, weight, g: as a step divides them."""
     sums = [24.0, 4.0, 6.0, 3.0, 48.0, 12.0, 36.0, 2.4, 18.0, 3.0]
-    token_level = PolicyGradient(PolicySettings(beta=0.1, correction="token_mask"), cp=ALONE, dp=ALONE)
+    token_level = policy_gradient(beta=0.1, importance_correction="token_mask")
     expected = {
         "clip_low": 0.25, "clip_high": 0.125, "clip_region": 0.375, "entropy": 2.0, "kl": 0.5, "sampler_ratio": 1.5,
         "sampler_difference": 0.1, "importance_weight": 0.75, "length": 6.0, "sampler_ratio_max": 9.0,
@@ -176,13 +180,13 @@ def test_figures_are_means_over_what_they_are_of() -> None:
     for count in (24.0, 4.0):
         found = token_level.named([*(one / count for one in sums), 9.0, 2.0])
         assert found == pytest.approx(expected)
-    sequences = PolicyGradient(PolicySettings(loss="gspo", level="sequence"), cp=ALONE, dp=ALONE)
+    sequences = policy_gradient(loss_type="gspo")
     found = sequences.named([one / 4 for one in [24.0, 4.0, 1.0, 2.0, *sums[4:]]])
     assert (found["clip_low"], found["clip_high"], found["entropy"]) == (0.25, 0.5, 2.0)
-    vespo = PolicyGradient(PolicySettings(loss="vespo"), cp=ALONE, dp=ALONE).named(sums)
+    vespo = policy_gradient(loss_type="vespo").named(sums)
     assert vespo["gamma_weight"] == 0.75 and "clip_high" not in vespo and "gamma_weight" not in found
     assert "kl" not in found and "importance_weight" not in found
-    assert "clip_low" not in PolicyGradient(PolicySettings(loss="cispo"), cp=ALONE, dp=ALONE).named(sums)
+    assert "clip_low" not in policy_gradient(loss_type="cispo", epsilon_high=5.0).named(sums)
     assert token_level.named([0.0] * len(sums)) == {}
 
 
@@ -194,10 +198,9 @@ def test_options_reach_the_objective() -> None:
     config = RunConfig(model=ModelOptions(path="x"), objective=options, rollout=rollout)
     built = build_objective(config, cp=ALONE, dp=ALONE)
     assert isinstance(built, PolicyGradient) and built.compares_with_base and built.temperature == 0.7
-    assert built.settings == PolicySettings(
-        loss="gspo", level="sequence", epsilon=3e-4, epsilon_high=3e-4, beta=0.04, temperature=0.7,
-        max_completion_length=9, samples_elsewhere=True, correction="token_mask",
-    )  # fmt: skip
+    assert built.options is options and (options.importance_level, options.divergence_weight) == ("sequence", 0.04)
+    assert (built.epsilon_high, built.max_completion_length) == (3e-4, 9)
+    assert (built.samples_elsewhere, built.correction) == (True, "token_mask")
     plain = replace(config, objective=ObjectiveOptions(name="grpo"))
     assert not build_objective(plain, cp=ALONE, dp=ALONE).compares_with_base
     assert plain.objective.compared_with is None

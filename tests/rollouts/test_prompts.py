@@ -53,7 +53,7 @@ def test_texts_and_conversations_are_tokenised_as_by_transformers(tmp_path: Path
         ({"text": "a"}, "the record has the fields text, expected prompt or messages"),
         ({"prompt": ""}, "has no tokens"),
         ({"prompt": 3}, "field 'prompt' is a number, expected a list of turns"),
-        ({"prompt": "a", "completions": "b"}, "field 'completions' has the name of what reward functions are given"),
+        ({"prompt": "a", "completions": "b"}, "field 'completions' has the name of an argument of reward functions"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
          "ends with a turn of the assistant"),
         ({"prompt": "a", "image": "x.png"}, "field 'image' names an image"),

@@ -17,8 +17,8 @@ import pytest
 from engine.config.rollout import RewardSource, RolloutOptions
 from engine.errors import UserError
 from engine.rollouts.figures import OVERLONG
+from engine.rollouts.objective.advantages import overlong_penalties, total_rewards
 from engine.rollouts.rewards.pool import RewardPool, Sample, Scores, _CallFailed
-from engine.rollouts.totals import overlong_penalties, total_rewards
 
 FUNCTIONS = """
 import asyncio, os, signal, sys, time
@@ -118,6 +118,11 @@ def score(entries: Sequence[str], given: list[Sample], *, workers: int = 1, time
         return scoring.result()
 
 
+def unscored(found: Scores) -> int:
+    """Returns how many completions have no reward."""
+    return int(np.isnan(found.rewards).all(axis=1).sum())
+
+
 def is_alive(path: Path) -> bool:
     """Whether the process runs whose number the file has, within five seconds from now."""
     state = Path(f"/proc/{path.read_text(encoding='utf-8')}/stat")
@@ -169,7 +174,7 @@ def test_a_bad_completion_costs_itself(bad: str, words: str, file: Path) -> None
     found = score([f"{file}:misbehaves"], samples(["fine", bad, "also"]), timeout=1.0)
     assert np.array_equal(found.rewards[:, 0], [1.0, np.nan, 1.0], equal_nan=True)
     assert found.problems == (f"misbehaves gave no reward for a completion of data line 2: {words}",)
-    assert found.num_failed == 1
+    assert unscored(found) == 1
 
 
 def test_a_copy_that_a_function_forks_answers_nobody(file: Path) -> None:
@@ -187,13 +192,13 @@ def test_a_copy_that_a_function_forks_answers_nobody(file: Path) -> None:
 def test_none_is_no_failure(file: Path) -> None:
     found = score([f"{file}:misbehaves", "exact_match"], samples(["none", "a"], answer=["none", "b"]))
     assert np.array_equal(found.rewards, [[np.nan, 1.0], [1.0, 0.0]], equal_nan=True)
-    assert not found.problems and not found.num_failed
+    assert not found.problems
 
 
 def test_a_function_that_always_hangs_is_given_up(file: Path) -> None:
     """Three completions are waited for, not six; all of them are named in two sentences."""
     found = score([f"{file}:misbehaves"], samples(["hangs"] * 6), timeout=0.3)
-    assert found.num_failed == 6
+    assert unscored(found) == 6
     assert found.problems == (
         "misbehaves gave no reward for a completion of data line 1 and 2 more: it did not come to an end within 0.3 s",
         "misbehaves gave no reward for a completion of data line 4 and 2 more: it was not called, as 3 others hung",
@@ -215,7 +220,7 @@ def test_what_a_hung_function_started_ends_with_it(file: Path, tmp_path: Path) -
     """With the process alone killed, what it started sleeps on for five minutes."""
     path = tmp_path / "pid"
     found = score([f"{file}:starts_another"], samples(["a"], pids=[str(path)]), timeout=1.0)
-    assert found.num_failed == 1 and not is_alive(path)
+    assert unscored(found) == 1 and not is_alive(path)
 
 
 def test_signals_that_stop_a_run_stop_no_process(file: Path) -> None:
@@ -304,7 +309,7 @@ def test_kinds_of_failures_are_counted_and_few(file: Path) -> None:
     """Eight reasons were eight sentences."""
     given = samples(["odd0"] + [f"odd{number}" for number in range(8)])
     found = score([f"{file}:raises_about"], given)
-    assert found.num_failed == 9 and len(found.problems) == 6
+    assert unscored(found) == 9 and len(found.problems) == 6
     assert found.problems[0] == (
         "raises_about gave no reward for a completion of data line 1 and 1 more: it raised ValueError: odd0"
     )
@@ -314,7 +319,7 @@ def test_kinds_of_failures_are_counted_and_few(file: Path) -> None:
 def test_a_call_that_is_too_large_is_said(file: Path) -> None:
     """A second for four completions, of which each takes a third: all are scored, late, and the log says why."""
     found = score([f"{file}:slow"], samples(["0.4"] * 4), timeout=1.0)
-    assert found.rewards.tolist() == [[1.0]] * 4 and found.num_failed == 0
+    assert found.rewards.tolist() == [[1.0]] * 4
     assert found.problems == (
         "slow was given 4 completions at once, and it did not come to an end within 1 s, but it scored each by itself: "
         "raise rollout.reward_timeout, or rollout.reward_workers, among which they are shared out",

@@ -93,4 +93,4 @@ def test_images_that_have_changed_since_are_said(place: Path, whole: Any, tmp_pa
     with Image.open(file) as image:
         image.resize((image.width + 30, image.height)).save(file)
     found, said = _train(folder, _half(whole("true")[0], tmp_path / "run"))
-    assert "warning: data.train differs from what" in said and found != whole("true")[1]
+    assert "warning: data.train differs from the data" in said and found != whole("true")[1]

@@ -87,7 +87,7 @@ def _trained(settings: dict[str, object], steps: int) -> tuple[list[dict[str, An
         run = prepared(settings, opened)
         assert isinstance(run.source, RolloutSource)
         for number, rows in enumerate(run.source.stream(0, 0, steps)):
-            result = run.training.step(rows.batches, rows.targets, run.course.rate(number))
+            result = run.training.step(rows.batches, rows.targets, run.step_plan.rate(number))
             assert run.source.buffer is not None
             named = run.training.objective.named(result.metrics.tolist())
             completions = [one.tokens.tolist() for one in run.source.buffer.completions]

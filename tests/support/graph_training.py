@@ -14,9 +14,8 @@ from engine.ops.attention.varlen import VarlenAttention
 from engine.ops.kernels import REFERENCE
 from engine.training.cuda_graph.build import Graphs
 from engine.training.cuda_graph.capture import Capture
-from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape
-from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.step import TrainStep
 from engine.vision.layers.fronts import ImageTower

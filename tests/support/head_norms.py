@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EPS = 1e-5
+from rankfold.benchmarking.oracles import halves_twice, rms_norm, rotated_heads, with_gradients
+
 SHAPES = [(5, 3, 1, 10), (1, 4, 4, 2), (0, 2, 1, 8), (9, 6, 2, 32), (37, 5, 3, 6), (2, 40, 8, 64)]
 """Tokens, query heads, key and value heads, head dimension."""
 
@@ -45,22 +46,13 @@ def problem(shape: tuple[int, int, int, int], *, device: str, dtype: torch.dtype
     )
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' way: x * cos + rotate_half(x) * sin."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = (torch.cat((table, table), -1)[:, None].to(x.dtype) for table in (cos, sin))
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 def expected(given: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     """q, k, v and the gradients of the product and of both weights, computed in `dtype`."""
-    heads, kv_heads, dim = given.sizes
-    qkv = given.qkv.to(dtype).detach().clone().requires_grad_()
-    weights = [weight.to(dtype).detach().clone().requires_grad_() for weight in given.weights]
-    parts = list(qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1))
-    for index, weight in enumerate(weights):
-        normed = torch.nn.functional.rms_norm(parts[index], (dim,), weight, EPS)
-        parts[index] = _turned(normed, given.cos, given.sin)
-    found = torch.autograd.grad(parts, [qkv, *weights], [gradient.to(dtype) for gradient in given.gradients])
-    named = zip(("dqkv", "dw of q", "dw of k"), found, strict=True)
-    return {**{name: part.detach() for name, part in zip("qkv", parts, strict=True)}, **dict(named)}
+    heads, kv_heads, _ = given.sizes
+    tables = [halves_twice(table, dtype) for table in (given.cos, given.sin)]
+
+    def split(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        return rotated_heads(qkv, *tables, heads, kv_heads, lambda q, k: (rms_norm(q, q_weight), rms_norm(k, k_weight)))
+
+    found = with_gradients(split, (given.qkv, *given.weights), given.gradients, dtype)
+    return dict(zip(("q", "k", "v", "dqkv", "dw of q", "dw of k"), found, strict=True))

@@ -72,7 +72,7 @@ def stepped(settings: dict[str, object], steps: int) -> list[dict[str, Any]]:
     with ExitStack() as opened:
         run = prepared(settings, opened)
         for number, rows in enumerate(run.source.stream(0, 0, steps)):
-            result = run.training.step(rows.batches, rows.targets, run.course.rate(number))
+            result = run.training.step(rows.batches, rows.targets, run.step_plan.rate(number))
             assert isinstance(run.source, RolloutSource) and run.source.buffer is not None
             completions = [one.tokens.tolist() for one in run.source.buffer.completions]
             named = run.training.objective.named(result.metrics.tolist())

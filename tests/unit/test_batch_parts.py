@@ -138,5 +138,5 @@ def test_what_the_reference_says_may_come_with_the_batch() -> None:
 def test_spans_are_the_documents_own() -> None:
     plain, found = batch_of(images()).documents, batch_of(images(), spans()).documents
     assert plain == Documents(lengths=(16, 6, 10), offsets=plain.offsets, max_length=16)
-    assert found.bidirectional is not None and found.bidirectional.spans == ((17, 20),)
+    assert found.seen_whole is not None and found.seen_whole.spans == ((17, 20),)
     assert (found.lengths, found.max_length) == (plain.lengths, plain.max_length)

@@ -17,17 +17,17 @@ pytest.importorskip("peft", reason="the step section compares with PEFT")
 
 from engine.errors import UserError
 from rankfold.benchmarking import step
-from rankfold.benchmarking.arrangement import arrange
-from rankfold.benchmarking.engine_side import EngineSide
-from rankfold.benchmarking.floor import GemmFloor
+from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
 from rankfold.benchmarking.model import attention_kernel, document_lengths, draw, draw_batches, step_operations
 from rankfold.benchmarking.options import ExpertsOptions, StepOptions, add_options, read_options
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peft_side import ExpertLoopSide, ExpertsSide, PeftSide
 from rankfold.benchmarking.remote import RemoteSide
 from rankfold.benchmarking.sides import Alone
+from rankfold.benchmarking.step import arrange
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, interleave, paired_ratio, summarise
+from tests.support.spawning import fork_context
 from tests.support.sweeps import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +39,14 @@ SMALL = StepOptions(**TINY, rows=2, length=9, repeats=2, warmup=1, device="cpu")
 
 @pytest.fixture(scope="module", params=sampled(["peft", "all"], ["peft"]))
 def tables(request: pytest.FixtureRequest) -> Iterator[tuple[Table, dict, list[str]]]:
-    """One whole run, child processes included, its JSON, and the sides it has; each takes seconds to import."""
-    table = step.run(replace(SMALL, peers=request.param))
+    """One whole run, child processes included, its JSON, and the sides it has; each takes seconds to import, which
+    forks of a process that has torch are spared. The slow run's import what they need themselves.
+    """
+    context = fork_context()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "peft":
+            patch.setattr("multiprocessing.get_context", lambda kind: context)
+        table = step.run(replace(SMALL, peers=request.param))
     yield (
         table,
         json.loads(table.json("the command")),

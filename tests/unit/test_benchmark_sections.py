@@ -33,6 +33,7 @@ from rankfold.benchmarking.kernels.groups import GROUPS, make_setting
 from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.lora_layers import engine, make_layer, peft, plain_torch
 from rankfold.benchmarking.lora_tax import arithmetic_limit, layer_linears
+from rankfold.benchmarking.memory import saved_bytes
 from rankfold.benchmarking.options import (
     _TAX_ON_CPU,
     _TAX_ON_GPU,
@@ -42,7 +43,6 @@ from rankfold.benchmarking.options import (
     for_device,
     read_shapes,
 )
-from rankfold.benchmarking.saved import saved_bytes
 from rankfold.benchmarking.sections import LoaderOptions, RolloutsOptions, TowerOptions
 
 ROOT = Path(__file__).resolve().parents[2]

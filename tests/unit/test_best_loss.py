@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.run.step_folders import best_step, checkpoint_folder, list_checkpoints, mark_best, prune
 from engine.errors import UserError
-from engine.training.best import BestLoss
-from engine.training.evaluations import ending
+from engine.training.evaluations import BestLoss, ending
 
 
 def _transformers_stops_at(losses: list[float], patience: int, threshold: float) -> int | None:

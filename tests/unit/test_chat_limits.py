@@ -17,9 +17,9 @@ import pytest
 
 from engine.data import tokenizer_calls
 from engine.data.build_store import Request, preprocess
-from engine.data.template import ChatTemplate, Runaway
+from engine.data.template import ChatTemplate
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
-from engine.data.tokenizer_calls import CallLimits
+from engine.data.tokenizer_calls import CallLimits, Runaway
 from engine.errors import UserError
 from tests.support.shared_data import shared
 from tests.support.sweeps import sampled
@@ -233,7 +233,7 @@ def test_a_thread_renders_too(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_not_written_is_not_marked() -> None:
     source = "{% set x %}{% generation %}" + "y" * 9 + "{% endgeneration %}{% endset %}z"
-    with pytest.raises(UserError, match="marks what it does not write as the assistant's"):
+    with pytest.raises(UserError, match="marks text that it does not write as the assistant's"):
         ChatTemplate(source, "x", {}).render_with_targets(CHAT)
 
 

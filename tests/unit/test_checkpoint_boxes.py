@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, manifest_from_json
+from engine.checkpoint.manifest import manifest_from_json
+from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.reshard import Box, box_spec, find_flaw, plan_copies
 from engine.checkpoint.run.training_state import TrainingCheckpoint
 from engine.checkpoint.safetensors_file import SafetensorsWriter

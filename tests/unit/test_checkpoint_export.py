@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
 from engine.conversion import proof
-from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.conversion.import_export import Work, export_hf, import_checkpoint
 from engine.conversion.live_logits import Overlay, adapter_plan, live_logits, proof_tokens
 from engine.conversion.merged_model import MergedSource
 from engine.conversion.peft_write import export_peft
@@ -60,7 +60,9 @@ def test_sound_exports_pass(tmp_path: Path, dtype: torch.dtype) -> None:
     import_checkpoint(base, tmp_path / "tp2", tensor=2)
     parts = open_source(tmp_path / "tp2")
     for source in (base, parts, MergedSource(base.model, base, run.trained(), scale=SCALE)):
-        report = export_hf(source, tmp_path / "out", overwrite=True, proof=partial(prove_model, source=source))
+        report = export_hf(
+            source, tmp_path / "out", work=Work(overwrite=True), proof=partial(prove_model, source=source)
+        )
         assert re.search(r"checked with transformers: logits of 32 tokens agree to \d.\de-\d\d", report.notes[-1])
     for source in (base, parts):
         try_adapter = partial(prove_adapter, base=source, trained=run.trained(), scale=SCALE)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 
 from engine.checkpoint.folder import check_output
-from engine.checkpoint.manifest import Manifest, PieceRecord, TensorRecord, manifest_from_json, read_manifest
+from engine.checkpoint.manifest import manifest_from_json, read_manifest
 from engine.checkpoint.manifest import write_manifest as write
+from engine.checkpoint.manifest_records import Manifest, PieceRecord, TensorRecord
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from engine.errors import UserError

@@ -21,8 +21,9 @@ from engine.checkpoint.run import saver as saver_module
 from engine.checkpoint.run.commit import TrainingContents, owned
 from engine.checkpoint.run.saver import SaveGroup, Saver, SaveReport
 from engine.checkpoint.run.snapshot import Snapshot, fits_in_host_memory, snapshot_bytes
-from engine.checkpoint.run.step_folders import list_checkpoints, prune, staging_folder
-from engine.checkpoint.run.training_state import TrainingCheckpoint, checkpoint_folder
+from engine.checkpoint.run.step_folders import checkpoint_folder, list_checkpoints, prune, staging_folder
+from engine.checkpoint.run.training_state import TrainingCheckpoint
+from engine.config.checkpoint import CheckpointOptions
 from engine.distributed.sharding import NamedShard, replicated_spec, split_spec
 from engine.errors import UserError
 
@@ -58,7 +59,7 @@ class Trained:
 def make_saver(run_dir: Path, trained: Trained, *, asynchronous: bool = True, **options: object) -> Saver:
     group = SaveGroup(run_dir=run_dir, **{"timeout": 20.0, **options})  # type: ignore[arg-type]
     snapshot = Snapshot(owned(trained.shards)) if asynchronous else None
-    return Saver(group, keep=0, keep_every=0, snapshot=snapshot)
+    return Saver(group, CheckpointOptions(keep=0), snapshot=snapshot)
 
 
 def stored(run_dir: Path, step: int) -> dict[str, Tensor]:
@@ -285,7 +286,7 @@ def test_a_snapshot_copies_a_storage_once(tmp_path: Path) -> None:
 
 def test_keep_and_keep_every(tmp_path: Path) -> None:
     trained = Trained()
-    saver = Saver(SaveGroup(run_dir=tmp_path), keep=2, keep_every=4, snapshot=None)
+    saver = Saver(SaveGroup(run_dir=tmp_path), CheckpointOptions(keep=2, keep_every=4), snapshot=None)
     for step in range(1, 12):
         saver.save(trained.shards, contents(step))
     assert sorted(list_checkpoints(tmp_path)) == [4, 8, 10, 11]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.manifest import read_manifest, write_manifest
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.import_export import export_hf, import_checkpoint
@@ -240,3 +242,19 @@ def test_a_layout_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tp*")) and not (tmp_path / "tp").exists()
     with pytest.raises(UserError, match="at least 1 partition"):
         import_checkpoint(open_source(tmp_path / "hf"), tmp_path / "tp", tensor=0)
+
+
+@pytest.mark.parametrize("record", [None, {"hidden": 32, "rope_theta": 10000.0, "rope_axes": [], "routed": None}])
+def test_manifests_describe_the_decoder_for_people_alone(tmp_path: Path, record: dict[str, object] | None) -> None:
+    """config.json is what a model is made by, whatever fields an engine's own description of it had."""
+    tiny_llama(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    import_checkpoint(source, tmp_path / "base", tensor=2)
+    manifest = read_manifest(tmp_path / "base")
+    kept = {key: value for key, value in manifest.model.items() if key != "decoder"}
+    model = kept if record is None else {**kept, "decoder": record}
+    write_manifest(tmp_path / "base", replace(manifest, model=model))
+    again = open_source(tmp_path / "base")
+    assert again.model.decoder == source.model.decoder and again.fingerprint() == source.fingerprint()
+    export_hf(again, tmp_path / "back")
+    assert_same_tensors(load_folder(tmp_path / "back"), load_folder(tmp_path / "hf"))

@@ -17,14 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint.run.training_state import (
-    TrainingCheckpoint,
-    checkpoint_folder,
-    latest_checkpoint,
-    list_checkpoints,
-    open_run,
-    prune,
-)
+from engine.checkpoint.run.step_folders import checkpoint_folder, latest_checkpoint, list_checkpoints, prune
+from engine.checkpoint.run.training_state import TrainingCheckpoint, open_run
 from engine.distributed.sharding import NamedShard, Piece, ShardSpec, padded_split_spec, replicated_spec, split_spec
 from engine.errors import UserError
 from tests.support.saved_training import save_training

@@ -65,7 +65,7 @@ def test_there_is_an_end_to_patience() -> None:
         ("(q", "unterminated"),
         ("a(?i)q", "global flags not at the start"),
         ("a" * 10_001, "10,001 characters"),
-        (r"((.*)\2)*", "refers to what was matched"),
+        (r"((.*)\2)*", "a backreference"),
     ],
 )
 def test_what_is_no_expression(text: str, words: str) -> None:

@@ -16,8 +16,9 @@ from engine.data.row_shape import RowShape
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers
-from engine.preferences.data.judged import build_judged
-from engine.preferences.data.preference_pairs import build_pairs
+from engine.preferences.data.answer_columns import answer_columns
+from engine.preferences.data.judged import MISMATCHED
+from tests.support.answer_data import build_judged, build_pairs
 from tests.unit.test_data_loader import random_dataset
 
 
@@ -70,7 +71,8 @@ def test_pairs_stay_together(packing: bool, tmp_path: Path, stories_dir: Path) -
     whole = build_pairs(path, tokenizer=load_tokenizer(stories_dir), seq_length=64, packing=packing)
     train, held = hold_out(whole, 0.3, 1)
     assert sorted(contents(train) + contents(held)) == sorted(contents(whole))
-    assert held.group == 2 and held.report.unit == "pair" and held.compares
+    assert held.group == 2 and held.report.unit == "pair"
+    assert answer_columns(held).signs.tolist() == [1.0, -1.0] * 29
     assert train.target_counts.sum() + held.target_counts.sum() == 29
     loader = EvalLoader(held, RowShape(micro_batch_size=2))
     assert sum(len(one.documents) for batch in loader if (one := batch.part(Answers))) == 2 * held.report.documents
@@ -80,8 +82,6 @@ def test_mismatched_answers_go_with_theirs(tmp_path: Path, stories_dir: Path) ->
     path = tmp_path / "judged.jsonl"
     path.write_text("".join(f'{{"prompt": "{"x" * n} ", "completion": "c", "label": true}}\n' for n in range(1, 12)))
     whole = build_judged(path, tokenizer=load_tokenizer(stories_dir), seq_length=64)
-    assert whole.mismatched is not None
-    pairs = set(zip(contents(whole), contents(whole.mismatched), strict=True))
+    pairs = set(zip(contents(whole), contents(whole.companions[MISMATCHED]), strict=True))
     for part in hold_out(whole, 0.3, 1):
-        assert part.mismatched is not None
-        assert set(zip(contents(part), contents(part.mismatched), strict=True)) <= pairs
+        assert set(zip(contents(part), contents(part.companions[MISMATCHED]), strict=True)) <= pairs

@@ -20,9 +20,8 @@ from transformers import DataCollatorWithFlattening
 
 from engine.batch import IGNORE_LABEL, Batch
 from engine.data.dataset import TokenDataset, dataset_of
-from engine.data.loader import DataLoader, EvalLoader
+from engine.data.loader import DataLoader, EvalLoader, RowMeanLoader
 from engine.data.order import DataOrder, permutation
-from engine.data.row_means import RowMeanLoader
 from engine.data.row_shape import RowShape
 from engine.errors import UserError
 

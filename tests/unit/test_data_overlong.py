@@ -15,9 +15,8 @@ from engine.data.stored_rows import stored_dataset
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
-from engine.preferences.data.judged import build_judged
-from engine.preferences.data.preference_pairs import build_pairs
 from engine.rollouts.data.prompts import PromptSet, read_prompts
+from tests.support.answer_data import build_judged, build_pairs
 from tests.support.shared_data import shared
 
 LIMIT = 12
@@ -90,8 +89,8 @@ def test_one_policy_for_all_kinds(name: str, overlong: str, tmp_path: Path, toke
     assert report.dropped_overlong == (2 if drops else 0)
     assert report.truncated == report.dropped_prompt_only == (0 if cuts or drops else 1)
     assert (report.pieces > 4) == cuts and report.dropped == 4 - report.documents
-    for one in (data, data.mismatched):
-        for row in range(0 if one is None else len(one)):
+    for one in (data, *data.companions.values()):
+        for row in range(len(one)):
             for tokens, targets in one.documents(row):
                 assert len(tokens) <= LIMIT and targets.any(), "a row without an answer is never trained on"
 
@@ -110,3 +109,24 @@ def test_long_prompts_are_left_out(overlong: str, tmp_path: Path, tokenizer: Tok
         write(tmp_path, [{"prompt": "a"}, {"prompt": "word " * 30}]), tokenizer=tokenizer, room=LIMIT, overlong=overlong
     )
     assert (len(found.prompts), found.num_too_long) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["text", "pairs", "judged"])
+def test_the_first_of_two_faults_is_named(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Records are judged many at a time; a long one comes before one that is no record, and after it."""
+    kind = KINDS[name]
+    long, broken = kind.record(*LONG_PROMPT), kind.record("Q ", "yes") | {"prompt": 3}
+    for records, message in (
+        ([kind.record(*FITS), long, broken], rf"line 2: .* \d+ tokens, more than data\.seq_length {LIMIT}"),
+        ([kind.record(*FITS), broken, long], "line 2: field 'prompt' is a number, expected a string"),
+    ):
+        with pytest.raises(UserError, match=message):
+            kind.build(write(tmp_path, records), tokenizer=tokenizer, seq_length=LIMIT, overlong="error")
+
+
+def test_the_first_faulty_prompt_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    long = {"prompt": "word " * 30}
+    for broken, fault in (({"prompt": ""}, "has no tokens"), ({"prompt": 3}, "is a number, expected a list of turns")):
+        for records, message in (([long, broken], r"line 1: .* \d+ tokens"), ([broken, long], f"line 1: .* {fault}")):
+            with pytest.raises(UserError, match=message):
+                read_prompts(write(tmp_path, records), tokenizer=tokenizer, room=LIMIT, overlong="error")

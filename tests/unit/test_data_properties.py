@@ -24,7 +24,9 @@ from engine.data.dataset import dataset_of
 from engine.data.formats import parse_record, read_samples
 from engine.data.record_files import Place
 from engine.errors import UserError
-from engine.preferences.data.preference_pairs import build_pairs, parse_pair
+from engine.preferences.data.answer_columns import answer_columns
+from engine.preferences.data.preference_pairs import parse_pair
+from tests.support.answer_data import build_pairs
 from tests.unit.test_data_concatenate import Letters
 
 TEXTS = st.text(alphabet="ab \n{}é\ud800", max_size=6)
@@ -214,4 +216,4 @@ def test_pairs_stay_pairs(pairs: list[tuple[str, str, str]], packing: bool, seq_
         for number, (ids, targets) in zip(numbers, data.documents(row), strict=True):
             found[number] = (ids.tolist(), targets.tolist())
     assert [found[number] for number in sorted(found)] == expected
-    assert data.signs.tolist() == [1.0, -1.0] * len(kept)
+    assert answer_columns(data).signs.tolist() == [1.0, -1.0] * len(kept)

@@ -21,7 +21,7 @@ from engine.data.checked_file import CheckedFile
 from engine.data.collate import build_batch
 from engine.data.dataset import TokenDataset
 from engine.data.store import open_store
-from engine.data.store_manifest import MANIFEST
+from engine.data.store_paths import MANIFEST
 from engine.data.stored_rows import cut_spans, stored_dataset
 from engine.data.text_reader import build_texts
 from engine.data.tokenizer import load_tokenizer

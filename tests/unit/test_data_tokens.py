@@ -12,8 +12,7 @@ import torch
 
 from engine.batch import IGNORE_LABEL
 from engine.data.dataset import TokenDataset
-from engine.data.loader import EvalLoader
-from engine.data.row_means import RowMeanLoader
+from engine.data.loader import EvalLoader, RowMeanLoader
 from engine.data.row_shape import RowShape
 from engine.data.text_reader import build_texts
 from engine.errors import UserError

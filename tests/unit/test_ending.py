@@ -26,7 +26,7 @@ LIMIT = 20.0
 FAILURES: dict[str, tuple[BaseException, int, str]] = {
     "user": (UserError("train.steps is 0: give 1."), 2, "error: train.steps is 0: give 1."),
     "defect": (RuntimeError("an assertion"), 1, "RuntimeError: an assertion"),
-    "memory": (MemoryError("CUDA out of memory"), 2, "what fits with `rankfold plan memory`."),
+    "memory": (MemoryError("CUDA out of memory"), 2, "settings that fit with `rankfold plan memory`."),
     "disk": (OSError(28, "No space left on device"), 2, "free some space, or use a folder on another disk."),
     "interrupt": (KeyboardInterrupt(), 130, "interrupted"),
     "status": (SystemExit(7), 7, ""),

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.errors import UserError
+from engine.models.decoder import rotary_frequencies
 from engine.models.families import family_of
-from engine.models.rotary import rotary_frequencies
 
 FAMILIES = {
     "gemma2": "Gemma2", "gemma3_text": "Gemma3", "granite": "Granite", "llama": "Llama", "mistral": "Mistral",

@@ -17,8 +17,8 @@ from engine.errors import UserError
 from engine.training.guards.fingerprint import AT_ONCE, Fingerprints
 from engine.training.guards.run_guards import Guards
 from engine.training.guards.spikes import NO_LIMIT, RunningLimit, as_float32
-from engine.training.observer import StepSeen
-from engine.training.step_figures import StepFigures
+from engine.training.observer import LaunchedStep
+from engine.training.step import StepFigures
 from tests.distributed.guarded_runs import OPTIONS, build_run, drive, guards_of, zero_b
 from tests.distributed.sharded_runs import Layout, Run
 from tests.support.graph_training import make_steps, pair
@@ -321,7 +321,7 @@ def test_figures_that_are_not_reported_are_judged_too():
         _leap(run, step)
         batches, targets = run.batches(step)
         result = run.step(batches, targets, 1e-3)
-        guards.after(StepSeen(step, batches, targets, 1e-3, 0, result, StepFigures(result)))
+        guards.after(LaunchedStep(step, batches, targets, 1e-3, 0, result, StepFigures(result)))
         if step % 5 == 0:
             guards.judge(step)
         assert len(said) == (1 if step >= 15 else 0)
@@ -349,7 +349,7 @@ def test_a_replayed_step_is_guarded_like_another(kind: str):
         before = built.flat.master.clone()
         result = graphs(step.batches, step.targets, step.lr)
         assert torch.equal(before, built.flat.master) == (number == LEAP or step.lr == 0)
-        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result, StepFigures(result)))
+        guards.after(LaunchedStep(number, step.batches, step.targets, step.lr, 0, result, StepFigures(result)))
         guards.judge(number)
     assert len(said) == 1 and said[0].startswith(f"step {LEAP}: the loss is "), said
     assert said[0].endswith("; the update was skipped")
@@ -369,7 +369,7 @@ def test_a_replayed_step_is_computed_again_without_the_graph():
         if number == 5:
             weight[1, 1] = torch.nan
         result = graphs(step.batches, step.targets, step.lr)
-        guards.after(StepSeen(number, step.batches, step.targets, step.lr, 0, result, StepFigures(result)))
+        guards.after(LaunchedStep(number, step.batches, step.targets, step.lr, 0, result, StepFigures(result)))
         guards.judge(number)
     assert len(said) == 2
     assert "is the output of layers.1.attention.o_proj, in forward of micro-batch 0, on rank 0" in said[0]

@@ -11,9 +11,8 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.optim.loss_scale import LossScale
 from engine.training.guards.run_guards import Guards
-from engine.training.observer import StepSeen
-from engine.training.step import StepResult
-from engine.training.step_figures import StepFigures
+from engine.training.observer import LaunchedStep
+from engine.training.step import StepFigures, StepResult
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
 
@@ -23,7 +22,7 @@ ALONE = Layout(case="adapters", grid=RankGrid())
 def _see(guards: Guards, step: int, *, loss: float, scale: float) -> None:
     figures = [torch.tensor(value) for value in (loss, float("inf"), scale)]
     result = StepResult(figures[0], figures[1], torch.zeros(0), figures[2])
-    guards.after(StepSeen(step, [], 1.0, 1e-3, 0, result, StepFigures(result)))
+    guards.after(LaunchedStep(step, [], 1.0, 1e-3, 0, result, StepFigures(result)))
     guards.judge(step)
 
 

@@ -46,7 +46,7 @@ CATCHES_ALL = {
     ("engine/rollouts/rewards/worker.py", "_load_all"): "a file of reward functions is the user's program",
     ("engine/rollouts/rewards/worker.py", "_scored"): "so is a reward function",
     ("engine/rollouts/rewards/worker.py", "_described"): "and so is the class of an exception that it raises",
-    ("rankfold/benchmarking/workers.py", "_serve"): "a worker process sends any error to the process that asked",
+    ("rankfold/benchmarking/processes.py", "_serve"): "a worker process sends any error to the process that asked",
     ("engine/data/template.py", "_run"): "a chat template is a program that comes with a model",
 }
 """Where an error of any kind is caught and not raised again as it was."""

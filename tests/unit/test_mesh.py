@@ -57,10 +57,18 @@ def test_gradients_are_not_summed_on_the_group_of_context_attention(tp: int, mon
     assert mesh.cp.group is not mesh.dp_cp.group and mesh.cp.size == mesh.dp_cp.size == 4
 
 
+def test_the_ends_of_a_pipeline_are_its_first_and_last_rank() -> None:
+    """Ranks by hand: two tensor ranks, three stages."""
+    ends = [shape_mesh(RankGrid(pp=3, tp=2), rank).pp_ends for rank in range(6)]
+    assert [(axis.size, axis.rank) for axis in ends] == [(2, 0), (2, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
+    replicas = [shape_mesh(RankGrid(pp=2, tp=4), rank, 2).kv_replica for rank in range(8)]
+    assert [(axis.size, axis.rank) for axis in replicas] == [(2, 0), (2, 1), (2, 0), (2, 1)] * 2
+
+
 def test_experts_fold_into_the_ranks_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks by hand: tensor ranks are neighbours, then data ranks; expert ranks are neighbours among those they are
     taken from."""
-    whole = RankGrid(tp=2, dp=4, ep=4, cuts_experts=False)
+    whole = RankGrid(tp=2, dp=4, ep=4, shards_experts=False)
     assert whole.expert_groups() == {
         "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
@@ -70,13 +78,13 @@ def test_experts_fold_into_the_ranks_of_a_stage(monkeypatch: pytest.MonkeyPatch)
         "ep": [[0, 2], [4, 6], [1, 3], [5, 7]],
         "edp": [[0, 4], [2, 6], [1, 5], [3, 7]],
     }
-    stages = RankGrid(pp=2, tp=2, ep=2, cuts_experts=False)
+    stages = RankGrid(pp=2, tp=2, ep=2, shards_experts=False)
     assert stages.expert_groups() == {"ep": [[0, 1], [2, 3]], "edp": [[0], [1], [2], [3]]}
     for grid in (whole, cut, stages):
         mesh, made = _built(monkeypatch, grid)
         assert made["ep"] == len(grid.expert_groups()["ep"]) and mesh.ep.size == grid.ep
         assert made["edp"] == (4 if mesh.edp.size > 1 else 0) and mesh.edp.size * grid.ep == (
-            grid.dp if grid.cuts_experts else grid.dp * grid.tp
+            grid.dp if grid.shards_experts else grid.dp * grid.tp
         )
         for rank in range(grid.world_size):
             described = shape_mesh(grid, rank)

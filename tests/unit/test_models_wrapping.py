@@ -90,7 +90,7 @@ def test_layers_behind_the_features_are_carried_along() -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_of_a_config_that_says_both_the_weights_are_believed(shares: bool, tmp_path: Path) -> None:
+def test_of_a_config_that_is_ambiguous_the_weights_are_believed(shares: bool, tmp_path: Path) -> None:
     """InternVL's config has tied embeddings by default, whatever its `text_config` says, and transformers ties them
     only if they are equal. A tied head instead of its own moves the logits by more than their own size."""
     model = make_model("internvl")

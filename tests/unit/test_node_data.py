@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.data import mapped_dataset
 from engine.data.columns import contiguous
 from engine.data.dataset import TokenDataset, dataset_of
 from engine.errors import UserError
+from engine.preferences.data.answer_columns import AnswerColumns
 from engine.runtime.launch import Launch
-from engine.training import node_data
 from engine.training.node_data import NodeData
 
 RANKS = 3
@@ -38,16 +39,16 @@ def packed() -> TokenDataset:
     return dataset_of(DOCUMENTS, seq_length=16, packing=True)
 
 
-def _answers(shift: int, mismatched: TokenDataset | None = None) -> TokenDataset:
+def _answers(shift: int, **companions: TokenDataset) -> TokenDataset:
     tokens = np.arange(60, dtype=np.int32) + 70000 * shift
     targets = np.arange(60) % 3 > 0
     signs = np.array([1, -1] * 10, dtype=np.float32)
-    columns = contiguous(tokens, targets, np.arange(0, 61, 3), group=2, signs=signs)
-    return TokenDataset(columns, seq_length=16, packing=True, mismatched=mismatched)
+    columns = contiguous(tokens, targets, np.arange(0, 61, 3), group=2, extras=[AnswerColumns(signs=signs)])
+    return TokenDataset(columns, seq_length=16, packing=True, companions=companions)
 
 
 def pairs() -> TokenDataset:
-    return _answers(1, _answers(0))
+    return _answers(1, other=_answers(0))
 
 
 def on_ranks(build: Callable[[], TokenDataset], said: list[str] | None = None) -> list[TokenDataset | Exception]:
@@ -82,14 +83,18 @@ def test_all_ranks_have_what_one_has_built(build: Callable[[], TokenDataset], te
     for dataset in found:
         assert isinstance(dataset, TokenDataset) and dataset is not built[0]
         assert dataset.fingerprint() == built[0].fingerprint() and dataset.report == built[0].report
-        for name in ("tokens", "targets", "target_counts", "row_lengths", "signs", "starts", "document_targets"):
+        for name in ("tokens", "targets", "target_counts", "row_lengths", "starts"):
             ours, theirs = getattr(dataset, name), getattr(built[0], name)
             assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
         assert isinstance(dataset.tokens.base, np.memmap), "the pages are the machine's, not the process's"
         assert [[a.tolist() for a in pair] for pair in dataset.documents(1)] == [
             [a.tolist() for a in pair] for pair in built[0].documents(1)
         ]
-        assert (dataset.mismatched is None) == (built[0].mismatched is None)
+        assert np.array_equal(dataset.columns.target_counts, built[0].columns.target_counts)
+        assert list(dataset.companions) == list(built[0].companions)
+        for ours, theirs in zip(dataset.extras, built[0].extras, strict=True):
+            assert type(ours) is type(theirs) and ours.arrays().keys() == theirs.arrays().keys()
+            assert all(np.array_equal(ours.arrays()[name], array) for name, array in theirs.arrays().items())
 
 
 def test_a_refusal_is_one_sentence_on_all_ranks(temporary: Path) -> None:
@@ -127,7 +132,7 @@ def test_without_room_each_rank_reads_by_itself(
         (folder / "tokens.npy").write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(node_data, "save_dataset", full)
+    monkeypatch.setattr(mapped_dataset, "save_dataset", full)
     said: list[str] = []
     found = on_ranks(packed, said)
     assert {one.fingerprint() for one in found if isinstance(one, TokenDataset)} == {packed().fingerprint()}
@@ -147,7 +152,7 @@ def test_the_first_rank_of_every_machine_speaks(
     def full(dataset: TokenDataset, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_data, "save_dataset", full)
+    monkeypatch.setattr(mapped_dataset, "save_dataset", full)
     launch = Launch(rank=2, world_size=4, device=torch.device("cpu"), meeting="here")
     dataset = NodeData.of_this_process(launch).get(plain)
     assert dataset.fingerprint() == plain().fingerprint()

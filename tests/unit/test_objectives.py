@@ -27,10 +27,11 @@ from engine.objectives.language_modeling import LanguageModeling
 from engine.objectives.objective import Objective
 from engine.objectives.stuck import REPORTS, StuckLoss
 from engine.preferences.batch_parts import Answers
-from engine.preferences.objectives.kto import Kto, KtoSettings
-from engine.preferences.objectives.preference import LOSSES, Preference, PreferenceSettings
+from engine.preferences.objectives.kto import Kto
+from engine.preferences.objectives.preference import Preference
 
 ALONE = Axis("cp")
+LOSSES = ("sigmoid", "ipo", "hinge", "orpo", "simpo")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 
 LENGTHS = (3, 5, 1, 4)
@@ -78,7 +79,12 @@ def logps_by_hand(losses: Tensor) -> Tensor:
 
 
 def preference(loss: str, **settings: Any) -> Preference:
-    return Preference(PreferenceSettings(loss=loss, **settings), cp=ALONE, compares_with_base=False)
+    name: Any = "dpo" if loss == "sigmoid" else loss
+    return Preference(ObjectiveOptions(name=name, **settings), cp=ALONE)
+
+
+def kto(**settings: Any) -> Kto:
+    return Kto(ObjectiveOptions(name="kto", **settings), cp=ALONE, dp=ALONE)
 
 
 def sums_of(objective: Objective, losses: Tensor, batch: Batch, baseline: Tensor | None = None) -> tuple[Tensor, dict]:
@@ -184,12 +190,7 @@ def test_simpo_is_that_of_trl(smoothing: float) -> None:
 def test_kto_by_hand() -> None:
     losses, batch = make_batch()
     assert batch.part(Answers) is not None and batch.part(Answers).reference_logps is not None
-    objective = Kto(
-        KtoSettings(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5),
-        cp=ALONE,
-        dp=ALONE,
-        compares_with_base=False,
-    )
+    objective = kto(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
     logps = logps_by_hand(losses)
     ratios = logps - batch.part(Answers).reference_logps
     policy = torch.tensor([-3.0, -2.0, -4.0, -1.0])
@@ -207,13 +208,13 @@ def test_kto_by_hand() -> None:
 
 
 def test_a_model_that_moved_away_from_all_answers_has_no_divergence() -> None:
-    objective = Kto(KtoSettings(), cp=ALONE, dp=ALONE, compares_with_base=False)
+    objective = kto()
     _, batch = make_batch()
     assert objective.baseline.of(objective.baseline.sums(batch, torch.zeros(4) - 9, torch.zeros(4))).item() == 0.0
 
 
 def test_a_kind_that_does_not_occur_is_not_reported() -> None:
-    objective = Kto(KtoSettings(), cp=ALONE, dp=ALONE, compares_with_base=False)
+    objective = kto()
     found = objective.named([1.0, 2.0, 0.0, -3.0, 0.0, 0.1])
     assert found == {"reward_desirable": 2.0, "logp_desirable": -3.0, "desirable": 1.0, "kl": 0.1}
 
@@ -226,7 +227,7 @@ def test_gradients_by_finite_differences(settings: dict[str, Any]) -> None:
     losses, batch = make_batch(dtype=torch.float64)
     baseline = torch.tensor(0.2, dtype=torch.float64)
     if settings["loss"] == "kto":
-        objective: Objective = Kto(KtoSettings(beta=0.3), cp=ALONE, dp=ALONE, compares_with_base=False)
+        objective: Objective = kto(beta=0.3)
     else:
         objective = preference(**settings)
     losses.requires_grad_()
@@ -289,7 +290,7 @@ def test_options_become_the_objective() -> None:
     assert isinstance(_built(), LanguageModeling)
     built = _built(name="dpo", beta=0.15)
     assert isinstance(built, Preference) and built.compares_with_base
-    assert (built.settings.loss, built.settings.beta) == ("sigmoid", 0.15)
+    assert (built.options.name, built.options.preference_strength) == ("dpo", 0.15)
     assert not _built(name="simpo").compares_with_base
     kept = _built(name="kto", reference="initial")
     assert isinstance(kept, Kto) and not kept.compares_with_base and kept.loss_at_chance == 0.5

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.ops.attention.packed import causal_attention
 from engine.ops.rope import inverse_frequencies
-from tests.support.torch_attention import torch_by_document
+from rankfold.benchmarking.oracles import attention_by_document
 
 DOCUMENTS = [(7,), (5, 5, 5), (1, 9, 1, 1, 3), (4, 6, 6, 2), (1,)]
 HEADS = [(4, 4), (6, 2), (3, 1)]
@@ -28,7 +28,7 @@ def _inputs(lengths: tuple[int, ...], heads: tuple[int, int], dtype: torch.dtype
 def test_documents_are_apart(lengths: tuple[int, ...], heads: tuple[int, int]):
     q, k, v = _inputs(lengths, heads, torch.float64)
     ours = causal_attention(q, k, v, lengths, scale=0.3)
-    theirs = torch_by_document(q, k, v, lengths, 0.3)
+    theirs = attention_by_document(q, k, v, lengths, 0.3)
     torch.testing.assert_close(ours, theirs)
     dy = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = (torch.autograd.grad(out, (q, k, v), dy) for out in (ours, theirs))
@@ -52,9 +52,9 @@ def test_a_document_does_not_read_its_neighbours():
 def test_bf16_error_is_torchs_own():
     lengths = (16, 9, 40)
     q, k, v = _inputs(lengths, (4, 2), torch.bfloat16)
-    exact = torch_by_document(q.double(), k.double(), v.double(), lengths, 0.4)
+    exact = attention_by_document(q.double(), k.double(), v.double(), lengths, 0.4)
     ours = (causal_attention(q, k, v, lengths, scale=0.4).double() - exact).norm()
-    theirs = (torch_by_document(q, k, v, lengths, 0.4).double() - exact).norm()
+    theirs = (attention_by_document(q, k, v, lengths, 0.4).double() - exact).norm()
     assert ours <= 2 * theirs
 
 

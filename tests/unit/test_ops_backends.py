@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,48 +87,47 @@ def test_without_triton_a_gpu_computes_in_plain_torch(monkeypatch: pytest.Monkey
         choose_kernels("triton", device=CUDA, dtype=torch.bfloat16)
 
 
-# Triton decides at its import whether it interprets, so these run in processes of their own
-_CHOICE = """
-import sys, torch
+# Triton decides at its import whether it interprets, so each choice is made in a fork of a process without Triton
+_CHOICES = """
+import os, sys, torch
 from engine.errors import UserError
 from engine.ops.backends import choose_kernels
-wanted, device, dtype = sys.argv[1:4]
-try:
-    kernels, sentence = choose_kernels(wanted, device=torch.device(device), dtype=getattr(torch, dtype))
-    print(kernels.name, "triton" in sys.modules, sentence, sep="|")
-except UserError as error:
-    print("refused", "triton" in sys.modules, error, sep="|")
+for request in sys.argv[1:]:
+    if os.fork() == 0:
+        wanted, device, dtype, os.environ["TRITON_INTERPRET"] = request.split()
+        try:
+            kernels, sentence = choose_kernels(wanted, device=torch.device(device), dtype=getattr(torch, dtype))
+            print(kernels.name, "triton" in sys.modules, sentence, sep="|", flush=True)
+        except UserError as error:
+            print("refused", "triton" in sys.modules, error, sep="|", flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-def _choice(wanted: str, device: str, dtype: str, *, interpret: bool) -> tuple[str, bool, str]:
-    """(name or "refused", whether Triton was imported, the sentence)."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    command = [sys.executable, "-c", _CHOICE, wanted, device, dtype]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    name, imported, sentence = done.stdout.strip().split("|")
-    return name, imported == "True", sentence
+def _choices(*requests: str) -> list[tuple[str, bool, str]]:
+    """(name or "refused", whether Triton was imported, the sentence) of each request: the wanted kernels, a device, a
+    dtype, and TRITON_INTERPRET."""
+    command = [sys.executable, "-c", _CHOICES, *requests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    answers = [line.split("|") for line in done.stdout.splitlines()]
+    return [(name, imported == "True", sentence) for name, imported, sentence in answers]
 
 
 @needs_triton
-def test_a_run_on_a_cpu_does_not_import_triton() -> None:
-    name, imported, _ = _choice("auto", "cpu", "float32", interpret=True)
+def test_a_run_imports_and_takes_triton_on_a_gpu_or_by_name() -> None:
+    on_a_cpu, on_a_gpu, in_float64, compiled, interpreted, in_bfloat16 = _choices(
+        "auto cpu float32 1", "auto cuda bfloat16 0", "auto cuda float64 0", "triton cpu float32 0",
+        "triton cpu float32 1", "triton cpu bfloat16 1",
+    )  # fmt: skip
+    name, imported, _ = on_a_cpu
     assert name in ("native", "reference") and not imported
-
-
-@needs_triton
-def test_auto_on_a_gpu_takes_triton() -> None:
-    assert _choice("auto", "cuda", "bfloat16", interpret=False)[0] == "triton"
-    name, _, sentence = _choice("auto", "cuda", "float64", interpret=False)
+    assert on_a_gpu[0] == "triton"
+    name, _, sentence = in_float64
     assert name == "reference" and "torch.float64" in sentence
-
-
-@needs_triton
-def test_triton_on_a_cpu_needs_the_interpreter() -> None:
-    name, _, sentence = _choice("triton", "cpu", "float32", interpret=False)
+    name, _, sentence = compiled
     assert name == "refused" and "TRITON_INTERPRET=1" in sentence and "set model.kernels to auto" in sentence
-    name, _, sentence = _choice("triton", "cpu", "float32", interpret=True)
+    name, _, sentence = interpreted
     assert name == "triton" and "interpreted" in sentence
-    name, imported, sentence = _choice("triton", "cpu", "bfloat16", interpret=True)
+    name, imported, sentence = in_bfloat16
     assert name == "refused" and not imported and "right in float32" in sentence

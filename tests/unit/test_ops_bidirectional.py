@@ -51,9 +51,7 @@ PATHS = {
 
 def documents(spans: tuple[tuple[int, int], ...] = SPANS) -> Documents:
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    return Documents(
-        lengths=LENGTHS, offsets=offsets, max_length=max(LENGTHS), bidirectional=BidirectionalSpans.of(spans)
-    )
+    return Documents(lengths=LENGTHS, offsets=offsets, max_length=max(LENGTHS), seen_whole=BidirectionalSpans.of(spans))
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
@@ -135,7 +133,7 @@ def test_torch_takes_the_flash_calls() -> None:
     assert spans is not None
     spans = replace(spans, earlier_N=spans.earlier_N.to(meta), offsets=spans.offsets.to(meta))
     offsets = torch.empty(5, dtype=torch.int32, device=meta)
-    on_device = Documents(lengths=(), offsets=offsets, max_length=23, bidirectional=spans)
+    on_device = Documents(lengths=(), offsets=offsets, max_length=23, seen_whole=spans)
     out = with_spans(VarlenAttention(), REFERENCE_BLOCKS)(q, k, v, on_device, scale=0.3)
     assert out.shape == q.shape and out.dtype == q.dtype
     gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
@@ -150,10 +148,10 @@ def test_on_a_gpu(path: str) -> None:
     device = torch.device("cuda")
     q, k, v = (x.detach().to(device).requires_grad_() for x in inputs(torch.bfloat16))
     record = documents()
-    assert record.bidirectional is not None and record.offsets is not None
-    spans = record.bidirectional
+    assert record.seen_whole is not None and record.offsets is not None
+    spans = record.seen_whole
     spans = replace(spans, earlier_N=spans.earlier_N.to(device), offsets=spans.offsets.to(device))
-    record = replace(record, offsets=record.offsets.to(device), bidirectional=spans)
+    record = replace(record, offsets=record.offsets.to(device), seen_whole=spans)
     plain = VarlenAttention() if path == "one call" else attention_by_document
     found = with_spans(plain, CUDA_BLOCKS)(q, k, v, record, scale=0.4)
     exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]

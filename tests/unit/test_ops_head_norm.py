@@ -11,7 +11,8 @@ from engine.ops.backends import NATIVE
 from engine.ops.gradients import GradientSink
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.kernels import REFERENCE, Kernels
-from tests.support.head_norms import EPS, SHAPES, expected, problem
+from rankfold.benchmarking.oracles import EPS
+from tests.support.head_norms import SHAPES, expected, problem
 
 needs_native = pytest.mark.skipif(not native_status().available, reason=native_status().reason)
 BACKENDS = [

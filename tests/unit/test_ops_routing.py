@@ -218,7 +218,7 @@ def test_the_gradient_of_the_auxiliary_loss(scale: float | None):
     outputs = [balance.through(one, padding) for one in logits]
     for one in outputs:
         balance.seen(one, route(one, RULE, loops=True)[1], padding)
-    balance.settle()
+    balance.finish_counts()
     torch.stack(outputs).sum().backward()
     wide = [one.detach().double()[~padding].requires_grad_() for one in logits]
     scores = torch.softmax(torch.cat(wide), dim=-1)

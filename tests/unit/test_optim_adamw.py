@@ -15,7 +15,8 @@ from engine.distributed.sharding import replicated_spec
 from engine.layers.module import ShardEntry
 from engine.ops.gradients import GradientSink
 from engine.optim.adamw import FlatAdamW
-from engine.optim.flat import ALIGNMENT, FlatParameters
+from engine.optim.flat import FlatParameters
+from engine.optim.flat_layout import ALIGNMENT
 from engine.optim.lr_schedule import learning_rate
 
 SHAPES = {

@@ -18,7 +18,8 @@ from engine.distributed.sharding import replicated_spec
 from engine.layers.module import ShardEntry
 from engine.ops.gradients import GradientSink
 from engine.optim.flat import FlatParameters
-from engine.optim.reduce import GradientReducer, plan_buckets
+from engine.optim.flat_layout import plan_buckets
+from engine.optim.reduce import GradientReducer
 
 CPU = torch.device("cpu")
 

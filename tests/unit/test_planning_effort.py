@@ -93,6 +93,14 @@ def test_what_is_built_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyP
     assert counts == [(2, ["balanced"] * 2)] * 2
 
 
+def test_the_ends_of_a_text_model_are_built_once() -> None:
+    """Positions, embedding and head are traced on one model, and the layer on another."""
+    workload = _workload({**SMALL, "vocab_size": 1997}, _config(492))
+    before = traces._tracer.cache_info().misses
+    predict_layout(workload, Layout(), MemoryPlan())
+    assert traces._tracer.cache_info().misses - before == 2
+
+
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("level", ["selective", "full"])
 @pytest.mark.parametrize("hf", [SMALL, MIXTURE], ids=["dense", "mixture"])

@@ -34,11 +34,11 @@ from engine.models.families import family_of
 from engine.planning.ledger import ADAPTERS, GRADIENTS, MASTERS, OPTIMIZER, WEIGHTS
 from engine.planning.machine import MACHINES
 from engine.planning.peak import predict_layout
-from engine.planning.planned_rows import Routing, expert_rows
 from engine.planning.predict import workload_of
-from engine.planning.rank_layout import Layout, Workload
+from engine.planning.rank_layout import Layout, Routing, Workload
 from engine.planning.search import Candidate, SearchRequest, layouts, search
 from engine.planning.step_time import predict_time
+from engine.planning.traced_batch import expert_rows
 from engine.planning.traces import rank_model
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source
@@ -240,7 +240,7 @@ def test_a_search_spreads_experts_every_way() -> None:
     """And proposes nothing that a run refuses."""
     assert {one.parallel.expert for one in layouts(4)} == {1}
     ways = {
-        (one.parallel.expert, one.parallel.cuts_experts)
+        (one.parallel.expert, one.parallel.shards_experts)
         for one in layouts(4, has_experts=True)
         if (one.parallel.tensor, one.parallel.sequence, one.data) == (2, None, 2)
     }
@@ -250,13 +250,13 @@ def test_a_search_spreads_experts_every_way() -> None:
     workload = _workload(odd, config)
     wanted = SearchRequest(config=config, devices=4, capacity=2**34, recompute=("selective",))
     found = search(wanted, workload, MACHINES["h100-80"])
-    spread = {(one.layout.parallel.expert, one.layout.parallel.cuts_experts) for one in found.fitting}
+    spread = {(one.layout.parallel.expert, one.layout.parallel.shards_experts) for one in found.fitting}
     assert {(2, True), (2, False), (1, False)} <= spread
     reasons = {one.reason for one in found.refused if one.layout.parallel.expert == 4}
     assert any("does not divide the model's 6 experts" in reason for reason in reasons)
     assert not [one for one in found.fitting if one.layout.parallel.expert == 4]
     # 200 features over 4 tensor ranks are 50, which a GPU's grouped products do not take
-    cut = [one for one in found.fitting if one.layout.parallel.tensor == 4 and one.layout.parallel.cuts_experts]
+    cut = [one for one in found.fitting if one.layout.parallel.tensor == 4 and one.layout.parallel.shards_experts]
     assert not cut and any("a multiple of 8" in one.reason for one in found.refused)
 
 

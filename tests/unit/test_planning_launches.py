@@ -139,10 +139,10 @@ def test_a_launch_takes_its_longest_limit() -> None:
 def test_adapters_alone_are_the_tax() -> None:
     config = _config(512, lora=LoraOptions(rank=16))
     workload = _workload(SMALL, config)
-    tax = lora_tax(workload, Layout(), MemoryPlan(), H100, workload.plan)
+    tax = lora_tax(workload, Layout(), MemoryPlan(), H100)
     assert tax is not None and 1.1 < tax < 3
     full = _workload(SMALL, _config(512, lora=LoraOptions(rank=0), trainable=("*",)))
-    assert lora_tax(full, Layout(), MemoryPlan(), H100, full.plan) is None
+    assert lora_tax(full, Layout(), MemoryPlan(), H100) is None
 
 
 def test_the_page_sums_to_the_predicted_step() -> None:
@@ -151,7 +151,7 @@ def test_the_page_sums_to_the_predicted_step() -> None:
     answer = answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine="h100-80", document_length=128)
     best = answer.found.fitting[0]
     assert best.workload.document_length == 128
-    page = time_by_kernel.report_answer(answer)
+    page = time_by_kernel.report(best, answer.machine)
     rows = [line.split() for line in page.splitlines()]
     (total,) = (float(row[-2]) for row in rows if row[0] == "sum")
     time = predict_time(best.workload, best.layout, best.memory, answer.machine)
@@ -163,7 +163,6 @@ def test_the_page_sums_to_the_predicted_step() -> None:
 def test_a_share_of_faster_products_says_of_which_it_is_one() -> None:
     """Beside those in 16 bits, a step with products in FP8 can come to more than all of their speed."""
     config = _config(512, lora=LoraOptions(rank=16), model=ModelOptions(path="m", dtype="bfloat16", base_dtype="fp8"))
-    page = time_by_kernel.report_answer(
-        answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine="h100-80")
-    )
+    answer = answer_for(SMALL, config, devices=1, gpu_memory=80, reserve=0, machine="h100-80")
+    page = time_by_kernel.report(answer.found.fitting[0], answer.machine)
     assert " TFLOP/s (1," in page and " in FP8), " in page and "of the speed of products in 16 bits, counting" in page

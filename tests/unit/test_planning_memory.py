@@ -24,8 +24,8 @@ from engine.config.run import RunConfig
 from engine.kernels.native.loader import native_status
 from engine.planning.ledger import DECODED
 from engine.planning.peak import PeakEstimate
-from engine.planning.planned_rows import Routing
 from engine.planning.predict import predict_peak
+from engine.planning.rank_layout import Routing
 from engine.runtime.launch import Launch
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import build, draw_batches, measure

@@ -15,10 +15,9 @@ from engine.distributed.ranks import RankGrid
 from engine.layers.host_copies import HostCopy
 from engine.training.guards.fingerprint import Fingerprints
 from engine.training.guards.replicas import ReplicaGuard
-from engine.training.observer import StepSeen
+from engine.training.observer import LaunchedStep
 from engine.training.reports.step_reporter import RunClock, StepReporter
-from engine.training.step import StepResult
-from engine.training.step_figures import StepFigures
+from engine.training.step import StepFigures, StepResult
 from tests.distributed.guarded_runs import OPTIONS, build_run, guards_of
 from tests.distributed.sharded_runs import Layout
 from tests.support.device_stand_in import OnDevice, Stream, device_stand_in
@@ -71,9 +70,9 @@ def test_a_report_waits_for_its_own_step_alone(every: int) -> None:
         for number in range(1, STEPS + 1):
             result = _step(stream, number)
             ends.append(stream.launched)
-            seen = StepSeen(number, [], 1.0, 1e-3, 0, result, StepFigures(result))
+            launched = LaunchedStep(number, [], 1.0, 1e-3, 0, result, StepFigures(result))
             copied = stream.launched - ends[-1]
-            reporter.after(seen, rows=1, tokens=1, figures={"reward": number / 2})
+            reporter.after(launched, rows=1, tokens=1, figures={"reward": number / 2})
             assert stream.waited <= ends[number - 1] + copied, "the report waited for the step that had just begun"
         reporter.catch_up(last=True)
     reported = [number for number in range(1, STEPS + 1) if number % every == 0 or number == STEPS]

@@ -17,16 +17,8 @@ import pytest
 
 from engine.errors import UserError
 from engine.telemetry.metrics import MetricsWriter
-from engine.telemetry.trackers import (
-    Mlflow,
-    TensorBoard,
-    TrackedRun,
-    TrackerChoice,
-    Trackers,
-    Wandb,
-    check_trackers,
-    open_trackers,
-)
+from engine.telemetry.tracker_packages import Mlflow, TensorBoard, Wandb
+from engine.telemetry.trackers import TrackedRun, TrackerChoice, Trackers, check_trackers, open_trackers
 
 
 def run_in(folder: Path) -> TrackedRun:

@@ -23,7 +23,7 @@ from engine.ops.attention.flash import FLASH2, FLASH3, FLASH4, choose_flash
 from engine.ops.attention.varlen import AttentionChoice, VarlenAttention, choose_attention, why_not_varlen
 from engine.ops.backends import NATIVE
 from engine.ops.kernels import REFERENCE
-from tests.support.torch_attention import torch_by_document
+from rankfold.benchmarking.oracles import attention_by_document
 from tests.support.varlen_stand_in import varlen_attn
 
 DOCUMENTS = [(7,), (5, 5, 5), (1, 9, 1, 1, 3), (4, 6, 6, 2)]
@@ -59,7 +59,7 @@ def _gradients(out: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 def test_one_call_equals_torch_by_document(lengths: tuple[int, ...], heads: tuple[int, int], padded: int):
     inputs = _inputs(lengths, heads)
     ours = VarlenAttention(attend=varlen_attn)(*inputs, _documents(lengths, padded=padded), scale=0.3)
-    theirs = torch_by_document(*inputs, lengths, 0.3)
+    theirs = attention_by_document(*inputs, lengths, 0.3)
     torch.testing.assert_close(ours, theirs)
     for mine, other in zip(_gradients(ours, inputs), _gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(mine, other)
@@ -250,11 +250,11 @@ def test_torchs_kernel_on_a_gpu(heads: tuple[int, int], size: int, padded: int):
     exact = _inputs(lengths, heads, torch.bfloat16, size=size)
     exact = [x.detach().double().requires_grad_() for x in exact]
     half = [x.detach().to(device, torch.bfloat16).requires_grad_() for x in exact]
-    answer = torch_by_document(*exact, lengths, size**-0.5)
+    answer = attention_by_document(*exact, lengths, size**-0.5)
     answers = (answer, *_gradients(answer, exact))
     documents = _documents(lengths, padded=padded, device=device)
     ours = VarlenAttention()(*half, documents, scale=size**-0.5)
-    theirs = torch_by_document(*half, lengths, size**-0.5)
+    theirs = attention_by_document(*half, lengths, size**-0.5)
     for mine, other, right in zip(
         (ours, *_gradients(ours, half)), (theirs, *_gradients(theirs, half)), answers, strict=True
     ):

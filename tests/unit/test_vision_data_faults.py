@@ -19,10 +19,10 @@ from engine.data.dataset import TokenDataset
 from engine.data.row_shape import WHOLE
 from engine.data.text_reader import build_texts
 from engine.errors import UserError
-from engine.preferences.data.judged import build_judged
 from engine.vision.data.families import vision_family
 from engine.vision.data.files import MOST_PIXELS, image_size, read_image
 from engine.vision.data.reader import ImageReader
+from tests.support.answer_data import build_judged
 from tests.support.vision_data import fixture_tokenizer, read_json
 from tests.unit.test_vision_data_rows import minicpm_records, opened, write
 
@@ -265,7 +265,7 @@ def test_a_conversation_that_a_family_cannot_express_names_its_record(tmp_path: 
 def test_a_configuration_without_what_images_need_is_refused(tmp_path: Path) -> None:
     config = read_json("minicpm-v-2", "config.json")
     del config["query_num"]
-    with pytest.raises(UserError, match="config.json lacks what the images of a MiniCPMV need"):
+    with pytest.raises(UserError, match="config.json lacks entries that images of a MiniCPMV need"):
         vision_family(config, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "minicpm-v-2"))
     assert (
         vision_family({"model_type": "llama"}, tmp_path, fixture_tokenizer(tmp_path / "tokenizer", "cogvlm-v1")) is None

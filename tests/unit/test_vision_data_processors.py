@@ -221,7 +221,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
     feature = KINDS[kind]["tokens"].get("context_image_token", KINDS[kind]["tokens"].get("image_token"))
     places = [at for at, token in enumerate(encoded.ids) if token == tokenizer.convert_tokens_to_ids(feature)]
     assert [at for spans in encoded.spans for span in spans for at in range(*span)] == places
-    tiles = [family.tiles(image, alone=False) for image in made]
+    tiles = [family.tiles(image, is_only_image=False) for image in made]
     patches = np.concatenate([one.patches_PF for one in tiles])
     pixels = found["pixel_values"]
     if kind not in BY_GRID:
@@ -231,7 +231,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(kind: str, tmp_pa
         pixels, patches = pixels[..., :28, :28], np.concatenate(shown)
     np.testing.assert_array_equal(patches, pixels.reshape(patches.shape).numpy())
     assert all(one.patches_PF.shape[1] == family.patch_features for one in tiles)
-    assert [family.grids(image.size, alone=False) for image in made] == [one.grids for one in tiles]
+    assert [family.grids(image.size, is_only_image=False) for image in made] == [one.grids for one in tiles]
     if kind in BY_GRID:
         assert [list(grid) for one in tiles for grid in one.grids] == found["image_grid_thw"][:, 1:].tolist()
 

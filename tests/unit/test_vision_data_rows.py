@@ -25,13 +25,14 @@ from engine.data.text_reader import build_texts
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.preferences.batch_parts import Answers
-from engine.preferences.data.judged import build_judged
-from engine.preferences.data.preference_pairs import build_pairs
+from engine.preferences.data.answer_columns import answer_columns
+from engine.preferences.data.judged import MISMATCHED
 from engine.vision.batch_parts import CrossImages, ExpertTokens, Images
 from engine.vision.data import row_images as row_images
 from engine.vision.data.columns import VisionColumns
 from engine.vision.data.families import vision_family
 from engine.vision.data.reader import ImageReader
+from tests.support.answer_data import build_judged, build_pairs
 from tests.support.shared_data import shared
 from tests.support.vision_data import fixture_tokenizer, read_json
 
@@ -373,8 +374,7 @@ def test_judged_answers_take_their_questions_images_to_the_mismatched_ones(tmp_p
         tokenizer=tokenizer, seq_length=256, images=images,
     )  # fmt: skip
     others = [with_answer(question, answers[number - 1]) for number, question in enumerate(questions)]
-    for found, expected in ((judged, records), (judged.mismatched, others)):
-        assert found is not None
+    for found, expected in ((judged, records), (judged.companions[MISMATCHED], others)):
         data = build_texts(
             write(tmp_path / "plain.jsonl", expected), tokenizer=tokenizer, seq_length=256, images=images
         )
@@ -386,7 +386,7 @@ def test_judged_answers_take_their_questions_images_to_the_mismatched_ones(tmp_p
             torch.equal(ours.part(Images).patches_PF, theirs.part(Images).patches_PF)
             and ours.part(Images).documents[-1] == 1
         )
-    assert judged.signs.tolist() == [-1.0, 1.0, 1.0]
+    assert answer_columns(judged).signs.tolist() == [-1.0, 1.0, 1.0]
 
 
 def test_a_fingerprint_knows_the_images_but_not_their_folder(tmp_path: Path) -> None:
@@ -456,8 +456,8 @@ def test_a_preview_counts_features(tmp_path: Path) -> None:
     copy_images("minicpm-v-2", tmp_path)
     file = write(tmp_path / "records.jsonl", minicpm_records())
     (document,) = first_documents([file], 1, tokenizer, data_format="auto", mask_prompt=True, images=images)
-    assert document.extras is not None
-    text = preview(document.tokens, document.targets, tokenizer, colour=False, images=document.extras.spans)
+    (extras,) = document.extras
+    text = preview(document.tokens, document.targets, tokenizer, colour=False, images=extras.spans)
     tile = "<image>⟨4 features⟩</image>"
     assert text == f"<用户>{tile}<slice>{tile}{tile}</slice>↵\nWho are they? <AI>⟦ They are two football players.</s>⟧"
 

@@ -89,7 +89,7 @@ def test_what_the_device_cannot_do(
     options: dict[str, Any], words: str, place: Workplace, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told before the data, which may take hours to read, is opened at all."""
-    monkeypatch.setattr("engine.training.course_data.build_data", lambda *_: pytest.fail("data was read first"))
+    monkeypatch.setattr("engine.training.prepare.build_data", lambda *_: pytest.fail("data was read first"))
     monkeypatch.setattr("engine.ops.backends._interprets", lambda: False)  # kernel tests of this process turn it on
     place.options |= options
     refused(words)

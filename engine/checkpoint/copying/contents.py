@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.checkpoint.copying.direct_io import BLOCK_BYTES, RangeReader, Scratch
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box, Copy, box_spec, plan_copies
+from engine.checkpoint.reshard import Box, box_spec
 from engine.checkpoint.safetensors_file import raw_bytes
 from engine.errors import UserError
 from engine.kernels.checksum import Checksum
@@ -126,15 +126,12 @@ class GatheredRows(Content):
 
     Args:
         source, name, box: which part of which tensor.
-        check: called before the first byte is read; raises where the stored bytes are damaged.
     """
 
-    def __init__(self, source: TensorReader, name: str, box: Box, check: Callable[[], None] | None = None) -> None:
-        self._source, self._name, self._box, self._check = source, name, box, check
+    def __init__(self, source: TensorReader, name: str, box: Box) -> None:
+        self._source, self._name, self._box = source, name, box
 
     def blocks(self, scratch: Scratch, unit: int = 1) -> Iterator[memoryview]:
-        if self._check is not None:
-            self._check()
         shape, dtype = self._source.shape(self._name), self._source.dtype(self._name)
         for start, stop in row_blocks(self._box.shape(shape), dtype.itemsize):
             part = rows_of(self._box, shape, start, stop)
@@ -178,50 +175,5 @@ def rows_of(box: Box, shape: tuple[int, ...], start: int, stop: int) -> Box:
     """Returns the rows [start, stop) of a box of a tensor of `shape`, as a box of that tensor."""
     if not shape:
         return box
-    ranges = list(box.ranges(shape))
-    ranges[0] = (ranges[0][0] + start, ranges[0][0] + stop)
-    runs = [(dim, first, last - first) for dim, (first, last) in enumerate(ranges) if (first, last) != (0, shape[dim])]
-    return Box(*runs[0], tuple(runs[1:])) if runs else Box()
-
-
-class PlacedCopy(NamedTuple):
-    """A run of a wanted box that is contiguous in a stored piece: elements from `first` of piece `source`."""
-
-    source: int
-    first: int
-    num_elements: int
-    is_whole: bool
-
-
-def contiguous_copies(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[PlacedCopy] | None:
-    """Returns the runs that make up `box` one after another, or None where it is scattered over the stored pieces."""
-    local_shape = box.shape(shape)
-    placed = []
-    for copy in plan_copies(box_spec(shape, box), stored):
-        stored_shape = stored[copy.source].shape(shape)
-        if not _is_run(copy.source_slices, stored_shape) or not _is_run(copy.local_slices, local_shape):
-            return None
-        place = PlacedCopy(
-            source=copy.source,
-            first=_first(copy.source_slices, stored_shape),
-            num_elements=copy.num_elements,
-            is_whole=copy.num_elements == math.prod(stored_shape),
-        )
-        placed.append((_first(copy.local_slices, local_shape), place))
-    return [place for _, place in sorted(placed)]
-
-
-def touched(shape: tuple[int, ...], box: Box, stored: Sequence[Box]) -> list[Copy]:
-    """Returns the copies out of stored pieces that a box needs."""
-    return plan_copies(box_spec(shape, box), stored)
-
-
-def _is_run(slices: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
-    """Returns whether the elements are contiguous in a row-major tensor."""
-    lengths = [part.stop - part.start for part in slices]
-    partial = [dim for dim, length in enumerate(lengths) if length != shape[dim]]
-    return not partial or all(length == 1 for length in lengths[: partial[-1]])
-
-
-def _first(slices: tuple[slice, ...], shape: tuple[int, ...]) -> int:
-    return sum(part.start * math.prod(shape[dim + 1 :]) for dim, part in enumerate(slices))
+    (first, _), *others = box.ranges(shape)
+    return Box.of(((first + start, first + stop), *others), shape)

@@ -13,14 +13,16 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from engine.checkpoint.copying.writeback import start_writeback
 from engine.errors import UserError
+from engine.telemetry.processors import available_processors
 
 BLOCK_BYTES = 4 << 20
 """Bytes handled at a time by each thread: large enough for a disk, small enough for a processor's cache."""
@@ -32,6 +34,15 @@ _FEWEST_BYTES = 1 << 20
 """Below, a run is left to the page cache: a direct write waits for the disk."""
 
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
+
+_MAX_THREADS = 8
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def default_threads() -> int:
+    """Returns two threads for each processor, since one often waits for the disk; up to a limit past which a disk
+    gains nothing."""
+    return max(2, min(_MAX_THREADS, 2 * available_processors()))
 
 
 class Scratch:
@@ -75,7 +86,7 @@ class RangeReader:
             if os.fstat(self._descriptor).st_size < self._end:
                 raise UserError(f"{path} is shorter than its header says: copy it again.")
             if _DIRECT and length >= _FEWEST_BYTES and not _is_cached(self._descriptor, self._end - 1):
-                direct = _open_direct(path, os.O_RDONLY)
+                direct = open_direct(path, os.O_RDONLY)
                 if direct is not None:
                     self._use(direct, is_direct=True)
         except BaseException:
@@ -149,7 +160,7 @@ class RunWriter:
         first, last = min(_round_up(begin), end), max(end // ALIGNMENT * ALIGNMENT, begin)
         if self._direct is None or first >= last:
             self._write(self._plain, begin, end)
-            start_writeback(self._plain, self._first + begin, end - begin)
+            _start_writeback(self._plain, self._first + begin, end - begin)
         else:
             self._write(self._plain, begin, first)
             self._write_direct(self._direct, first, last)
@@ -171,35 +182,51 @@ class RunWriter:
             self._write(self._plain, begin, end)
 
 
+@cache
+def _sync_file_range() -> ctypes._NamedFuncPointer | None:
+    """Returns Linux's sync_file_range; None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Starts writing bytes [offset, offset + length) of an open file to the disk, without waiting for them.
+
+    By default the system keeps written bytes in memory until there are many, and the flush at the end waits for all of
+    them; started early, the disk works beside the processor. A hint: errors are ignored here, because the flush at the
+    end reports them.
+    """
+    function = _sync_file_range()
+    if function is not None:
+        function(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
 def read_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
     """Asks the system to read bytes (offset, length) of a file into the page cache, and returns at once."""
+    _advise(path, ranges, "POSIX_FADV_WILLNEED")
+
+
+def forget(path: Path) -> None:
+    """Asks the system, where it supports this, to drop a file from the page cache, so that reads go to the disk."""
+    _advise(path, [(0, 0)], "POSIX_FADV_DONTNEED")
+
+
+def _advise(path: Path, ranges: Iterable[tuple[int, int]], advice: str) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for offset, length in ranges:
-            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, offset, length, getattr(os, advice))
     finally:
         os.close(descriptor)
 
 
-def forget(path: Path) -> None:
-    """Asks the system, where it supports this, to drop a file from the page cache, so that reads go to the disk."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def open_direct(path: Path) -> int | None:
-    """Returns a descriptor that writes an existing file past the page cache; None where that is not supported."""
-    return _open_direct(path, os.O_WRONLY)
-
-
-def _open_direct(path: Path, flags: int) -> int | None:
+def open_direct(path: Path, flags: int = os.O_WRONLY) -> int | None:
+    """Returns a descriptor of an existing file past the page cache; None where that is not supported."""
     if not _DIRECT:
         return None
     try:

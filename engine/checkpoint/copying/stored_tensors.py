@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 
-from engine.checkpoint.copying.contents import Content, FileRange, GatheredRows, StoredBytes, contiguous_copies, touched
+from engine.checkpoint.copying.contents import Content, FileRange, GatheredRows, StoredBytes
 from engine.checkpoint.copying.direct_io import read_ahead
 from engine.checkpoint.copying.exchange import Exchange, StoredPiece
 from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box
+from engine.checkpoint.reshard import Box, box_spec, plan_copies
 from engine.checkpoint.rows import Rows, StoredRows
 from engine.checkpoint.safetensors_file import num_bytes
 
@@ -25,20 +27,13 @@ class StoredTensors(TensorReader):
         """
         return None
 
-    def piece_checksum(self, name: str, index: int) -> str | None:
+    def recorded_sum(self, name: str, index: int) -> str | None:
         """Returns the recorded checksum of a piece, where there is one."""
         return None
 
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         """Raises UserError about a piece that does not have its recorded checksum."""
         raise NotImplementedError
-
-    def check_piece(self, name: str, index: int) -> None:
-        """Raises UserError where a piece does not have its recorded checksum."""
-
-    def check_tensor(self, name: str) -> None:
-        """Raises UserError where a piece of the tensor does not have its recorded checksum."""
-        self._check_pieces(name, range(len(self.boxes(name))))
 
     def content(self, name: str, box: Box) -> Content:
         """Returns the contents of a part of a tensor, as a `Content` that can be copied elsewhere block by block."""
@@ -52,7 +47,7 @@ class StoredTensors(TensorReader):
         """Returns the contents of parts of a tensor; those that read the same pieces are parts of one `Exchange`."""
         stored = self._stored_pieces(name)
         if stored is None:
-            return [self._gathered(name, box) for box in wanted]
+            return [GatheredRows(self, name, box) for box in wanted]
         runs = [self._runs(name, box, stored) for box in wanted]
         exchange = Exchange(self.shape(name), self.dtype(name), stored, wanted)
         return [exchange.part(index) if own is None else StoredBytes(own) for index, own in enumerate(runs)]
@@ -66,27 +61,25 @@ class StoredTensors(TensorReader):
                 return None
             size = num_bytes(self.dtype(name), box.shape(self.shape(name)))
             refuse = partial(self.refuse_piece, name, index)
-            found.append(StoredPiece(box=box, run=FileRange(*place, size, self.piece_checksum(name, index), refuse)))
+            found.append(StoredPiece(box=box, run=FileRange(*place, size, self.recorded_sum(name, index), refuse)))
         return found
 
     def _runs(self, name: str, box: Box, stored: Sequence[StoredPiece]) -> list[FileRange] | None:
         """Returns the runs that make up a part one after another; None where there are none, or where a piece would be
         read in parts that must be checked as a whole."""
-        placed = contiguous_copies(self.shape(name), box, [piece.box for piece in stored])
-        if placed is None:
-            return None
-        itemsize, runs = self.dtype(name).itemsize, []
-        for copy in placed:
-            run = stored[copy.source].run
-            if not copy.is_whole and run.checksum is not None:
+        shape, itemsize = self.shape(name), self.dtype(name).itemsize
+        runs: list[tuple[int, FileRange]] = []
+        for copy in plan_copies(box_spec(shape, box), [piece.box for piece in stored]):
+            run, whole = stored[copy.source].run, stored[copy.source].box.shape(shape)
+            first, place = _start(copy.source_slices, whole), _start(copy.local_slices, box.shape(shape))
+            if first is None or place is None:
                 return None
-            part = FileRange(run.path, run.offset + copy.first * itemsize, copy.num_elements * itemsize)
-            runs.append(run if copy.is_whole else part)
-        return runs
-
-    def _gathered(self, name: str, box: Box) -> Content:
-        needed = {copy.source for copy in touched(self.shape(name), box, self.boxes(name))}
-        return GatheredRows(self, name, box, lambda: self._check_pieces(name, sorted(needed)))
+            if copy.num_elements < math.prod(whole):
+                if run.checksum is not None:
+                    return None
+                run = FileRange(run.path, run.offset + first * itemsize, copy.num_elements * itemsize)
+            runs.append((place, run))
+        return [run for _, run in sorted(runs, key=itemgetter(0))]
 
     def expect_rows(self, name: str, rows: Sequence[int]) -> None:
         shape, dtype = self.shape(name), self.dtype(name)
@@ -98,6 +91,11 @@ class StoredTensors(TensorReader):
             offsets = [place[1] + (row - start) * row_bytes for row in rows if start <= row < stop]
             read_ahead(place[0], [(offset, row_bytes) for offset in offsets])
 
-    def _check_pieces(self, name: str, indices: Sequence[int]) -> None:
-        for index in indices:
-            self.check_piece(name, index)
+
+def _start(slices: tuple[slice, ...], shape: tuple[int, ...]) -> int | None:
+    """Returns the first element of slices of a row-major tensor, counted from 0; None where they are not contiguous."""
+    lengths = [part.stop - part.start for part in slices]
+    partial = [dim for dim, length in enumerate(lengths) if length != shape[dim]]
+    if partial and any(length != 1 for length in lengths[: partial[-1]]):
+        return None
+    return sum(part.start * math.prod(shape[dim + 1 :]) for dim, part in enumerate(slices))

@@ -7,6 +7,7 @@ interpreter's lock. The checksum of each tensor is computed on the way, so nothi
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes, content_checksum
-from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, forget
+from engine.checkpoint.copying.direct_io import Scratch, ThreadScratch, default_threads, forget
 from engine.checkpoint.copying.exchange import ExchangedPart
 from engine.checkpoint.copying.file_writers import SCANNED, Output, Piece, PlannedFile, Sink
 from engine.checkpoint.copying.resumable import Journal, Written
-from engine.checkpoint.copying.threads import default_threads
-from engine.checkpoint.safetensors_file import file_header
 from engine.errors import UserError
 from engine.files.refusals import FileError, writing
 
@@ -34,10 +33,12 @@ class Streaming:
     Args:
         written: (file, key) -> the record of the tensor.
         kept_bytes: of them, those that an earlier call had written and this one only compared.
+        seconds: spent until they were on the disk.
     """
 
     written: dict[tuple[str, str], Written]
     kept_bytes: int
+    seconds: float
 
 
 def write_files(
@@ -64,6 +65,7 @@ def write_files(
         FileError: the disk is full or fails.
         UserError: an input is damaged.
     """
+    begin = time.monotonic()
     writer = _Writer(folder, journal, scan, progress or (lambda _: None))
     # A few threads write; products inside one must not start threads of their own on the same processors.
     before = torch.get_num_threads()
@@ -77,7 +79,7 @@ def write_files(
     for output in outputs:
         with writing(output.path):
             output.finish_empty()
-    return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes)
+    return Streaming(written=dict(journal.entries), kept_bytes=writer.kept_bytes, seconds=time.monotonic() - begin)
 
 
 def _by_order(outputs: Iterable[Output]) -> list[list[tuple[Output, Piece]]]:
@@ -145,8 +147,7 @@ class _Writer:
         known = self._known.get((output.file.name, piece.key))
         if known is None or (self._scan and "finite" not in known.facts and piece.dtype in SCANNED):
             return False
-        found = _checksum_of(output.path, output.offsets[piece.key], piece.num_bytes, self._local.scratch)
-        if found != known.checksum:
+        if _checksum_of(output, piece, self._local.scratch) != known.checksum:
             return False
         with self._lock:
             self.kept_bytes += piece.num_bytes
@@ -186,8 +187,10 @@ def _blocks(contents: Sequence[Content], scratch: Scratch) -> Iterator[tuple[int
         yield places[index], block
 
 
-def _checksum_of(path: Path, offset: int, length: int, scratch: Scratch) -> str:
-    return content_checksum(StoredBytes([FileRange(path, offset, length)]), scratch)
+def _checksum_of(output: Output, piece: Piece, scratch: Scratch) -> str:
+    """Reads a tensor back from its file, and returns its checksum."""
+    stored = FileRange(output.path, output.offsets[piece.key], piece.num_bytes)
+    return content_checksum(StoredBytes([stored]), scratch)
 
 
 def compare_files(
@@ -205,8 +208,8 @@ def compare_files(
     """
     lock, local = threading.Lock(), ThreadScratch()
 
-    def compare(path: Path, offset: int, piece: Piece) -> None:
-        if _checksum_of(path, offset, piece.num_bytes, local.scratch) != written[path.name, piece.key].checksum:
+    def compare(output: Output, piece: Piece) -> None:
+        if _checksum_of(output, piece, local.scratch) != written[output.file.name, piece.key].checksum:
             raise UserError(
                 f"{piece.key} reads back from {folder.parent} with other bytes than were written: the disk is faulty, "
                 "give a folder on another one."
@@ -218,11 +221,9 @@ def compare_files(
     with ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="compare") as pool:
         futures = []
         for file in files:
-            path = folder / file.name
-            declared = {piece.key: (piece.dtype, piece.shape) for piece in file.pieces}
-            _, offsets, _ = file_header(declared, file.metadata)
-            forget(path)
-            futures += [pool.submit(compare, path, offsets[piece.key], piece) for piece in file.pieces]
+            output = Output(folder / file.name, file)
+            forget(output.path)
+            futures += [pool.submit(compare, output, piece) for piece in file.pieces]
         try:
             for future in futures:
                 future.result()

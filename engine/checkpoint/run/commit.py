@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.folder import stats_of
-from engine.checkpoint.manifest import ENGINE_VERSION, MANIFEST, Manifest, manifest_from_json, write_manifest
+from engine.checkpoint.manifest import ENGINE_VERSION, MANIFEST, manifest_from_json, write_manifest
+from engine.checkpoint.manifest_records import Manifest
 from engine.checkpoint.piece_columns import RankPart, join_parts, piece_key, write_columns
 from engine.checkpoint.pieces import plan_pieces
 from engine.checkpoint.run.step_folders import move_into_place
@@ -27,7 +28,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.durable import sync_folder, write_durably
 from engine.files.refusals import FileError, writing
-from engine.kernels.checksum import Checksum
+from engine.kernels.checksum import checksum_of
 from engine.sentences import listed
 
 RUN_CONFIG = "run.yaml"
@@ -101,11 +102,11 @@ def require_wanted(staging: Path, rank: int) -> None:
     Raises:
         NoRoom: it has.
     """
-    note = staging / _failed_name(0)
+    note = staging / _name(0, "failed")
     with writing(staging):
         if note.is_file():
-            (staging / _done_name(rank)).unlink(missing_ok=True)
-            (staging / _part_name(rank)).unlink(missing_ok=True)
+            (staging / _name(rank, "done")).unlink(missing_ok=True)
+            (staging / _name(rank, "safetensors")).unlink(missing_ok=True)
             raise NoRoom(note.read_text(encoding="utf-8"))
 
 
@@ -131,7 +132,7 @@ def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> RankPa
     Raises:
         UserError: the disk does not take them.
     """
-    path = staging / _part_name(rank)
+    path = staging / _name(rank, "safetensors")
     planned = []
     for shard in shards:
         keys = [
@@ -156,28 +157,20 @@ def write_part(staging: Path, rank: int, shards: Sequence[NamedShard]) -> RankPa
     return RankPart.of(path.name, written)
 
 
-def _part_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def _done_name(rank: int) -> str:
-    return f"rank_{rank:05d}.done"
-
-
-def _failed_name(rank: int) -> str:
-    return f"rank_{rank:05d}.failed"
+def _name(rank: int, ending: str) -> str:
+    return f"rank_{rank:05d}.{ending}"
 
 
 def leave_record(staging: Path, rank: int, written: RankPart) -> None:
     """Writes the record by which rank 0 learns that this rank's part is on the disk, and its contents."""
-    write_durably(staging / _done_name(rank), written.to_bytes())
+    write_durably(staging / _name(rank, "done"), written.to_bytes())
     sync_folder(staging)
 
 
 def leave_failure(staging: Path, rank: int, reason: str) -> None:
     """Writes the reason why there will be no part of this rank, for rank 0; does its best on a failing disk."""
     with suppress(FileError):
-        write_durably(staging / _failed_name(rank), reason)  # whole or absent: others read it as soon as it is there
+        write_durably(staging / _name(rank, "failed"), reason)  # whole or absent: others read it as soon as it is there
 
 
 def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPart]:
@@ -194,13 +187,13 @@ def collect(staging: Path, ranks: Iterable[int], deadline: float) -> list[RankPa
     while waiting:
         with writing(staging):
             there = set(os.listdir(staging))
-            for rank in [rank for rank in waiting if _done_name(rank) in there]:
-                parts.append(RankPart.from_bytes((staging / _done_name(rank)).read_bytes()))
+            for rank in [rank for rank in waiting if _name(rank, "done") in there]:
+                parts.append(RankPart.from_bytes((staging / _name(rank, "done")).read_bytes()))
                 waiting.remove(rank)
                 LOG.progressed()
             for rank in waiting:
-                if _failed_name(rank) in there:
-                    reason = (staging / _failed_name(rank)).read_text(encoding="utf-8")
+                if _name(rank, "failed") in there:
+                    reason = (staging / _name(rank, "failed")).read_text(encoding="utf-8")
                     raise UserError(f"rank {rank} could not write its part: {reason or 'it could not say why either'}")
         if not waiting:
             break
@@ -237,8 +230,8 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Sequenc
             "state": contents.state,
             "base": contents.base,
             "lora": contents.lora,
-            "run_config_checksum": text_checksum(config),
-            "beside": {name: text_checksum(data) for name, data in contents.beside.items()},
+            "run_config_checksum": checksum_of(config),
+            "beside": {name: checksum_of(data) for name, data in contents.beside.items()},
         },
         columns=columns,
     )
@@ -253,10 +246,3 @@ def publish(staging: Path, out: Path, contents: TrainingContents, parts: Sequenc
     move_into_place(staging, out)
     with writing(out):
         sync_folder(out.parent.parent)
-
-
-def text_checksum(text: bytes) -> str:
-    """Returns the checksum of a small file beside the tensors."""
-    found = Checksum()
-    found.update(memoryview(text))
-    return found.text()

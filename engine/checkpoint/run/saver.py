@@ -33,9 +33,12 @@ from engine.checkpoint.run.commit import (
 )
 from engine.checkpoint.run.snapshot import Snapshot
 from engine.checkpoint.run.step_folders import checkpoint_folder, held, mark_best, prune, staging_folder
+from engine.config.checkpoint import CheckpointOptions
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.files.refusals import writing
+
+_KEEP_ALL = CheckpointOptions(keep=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +96,7 @@ def save_now(
     number: int,
     shards: Sequence[NamedShard],
     contents: TrainingContents,
-    *,
-    keep: int = 0,
-    keep_every: int = 0,
-    keep_best: bool = False,
+    options: CheckpointOptions = _KEEP_ALL,
 ) -> SaveReport:
     """Saves in this thread. Rank 0 returns when the checkpoint is whole, another rank when its part is written.
 
@@ -105,8 +105,8 @@ def save_now(
         number: counts the saves of the run, the same on all ranks.
         shards: this rank's tensors; those that it does not own are skipped.
         contents: the rest.
-        keep, keep_every: see `prune`, which follows.
-        keep_best: mark it where the evaluation after its step had the lowest loss so far.
+        options: which checkpoints stay; with `keep_best` this one is marked where the evaluation after its step had
+            the lowest loss so far.
 
     Raises:
         UserError: nothing was saved; earlier checkpoints are unchanged.
@@ -137,9 +137,9 @@ def save_now(
     problem = None
     try:
         best = contents.state.get("best", {})
-        if keep_best and best.get("step") == contents.step:
+        if options.keep_best and best.get("step") == contents.step:
             mark_best(group.run_dir, contents.step, best["loss"])
-        prune(group.run_dir, keep, keep_every, token=group.token)
+        prune(group.run_dir, options.keep, options.keep_every, token=group.token)
     except UserError as error:  # the checkpoint exists nevertheless
         problem = str(error)
     seconds = time.monotonic() - begin
@@ -160,15 +160,12 @@ class Saver:
 
     Args:
         group: the ranks.
-        keep, keep_every, keep_best: which checkpoints stay, see `save_now`.
+        options: which checkpoints stay, see `save_now`.
         snapshot: host memory to write from while training continues; None pauses training until it is written.
     """
 
-    def __init__(
-        self, group: SaveGroup, *, keep: int, keep_every: int, snapshot: Snapshot | None, keep_best: bool = False
-    ) -> None:
-        self._group, self._snapshot = group, snapshot
-        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
+    def __init__(self, group: SaveGroup, options: CheckpointOptions, *, snapshot: Snapshot | None) -> None:
+        self._group, self._options, self._snapshot = group, options, snapshot
         self._number = 0
         self._running: _Running | None = None
         self._is_overdue = False
@@ -254,15 +251,7 @@ class Saver:
 
     def _attempt(self, shards: Sequence[NamedShard], contents: TrainingContents) -> SaveReport:
         try:
-            return save_now(
-                self._group,
-                self._number,
-                shards,
-                contents,
-                keep=self._keep,
-                keep_every=self._keep_every,
-                keep_best=self._keep_best,
-            )
+            return save_now(self._group, self._number, shards, contents, self._options)
         except UserError as error:
             return SaveReport(step=contents.step, path=None, problem=str(error).rstrip("."))
 

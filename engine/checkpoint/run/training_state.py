@@ -9,46 +9,21 @@ values of everything trained) and `adapter/<logical name>`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.manifest import MANIFEST, read_manifest
 from engine.checkpoint.pieces import PieceReader
-from engine.checkpoint.reader import TensorReader
-from engine.checkpoint.reshard import Box
-from engine.checkpoint.run.commit import RUN_CONFIG, text_checksum
-from engine.checkpoint.run.step_folders import (
-    CHECKPOINTS,
-    best_step,
-    checkpoint_folder,
-    latest_checkpoint,
-    list_checkpoints,
-    mark_best,
-    prune,
-)
+from engine.checkpoint.reader import Renamed
+from engine.checkpoint.run.commit import RUN_CONFIG
+from engine.checkpoint.run.step_folders import best_step, list_checkpoints
 from engine.checkpoint.weight_source import WeightSource
+from engine.config.run_files import CHECKPOINTS
 from engine.errors import UserError
+from engine.kernels.checksum import checksum_of
 from engine.sentences import listed
-
-__all__ = [
-    "ADAPTER",
-    "CHECKPOINTS",
-    "MASTER",
-    "TrainedValues",
-    "TrainingCheckpoint",
-    "best_step",
-    "checkpoint_folder",
-    "latest_checkpoint",
-    "list_checkpoints",
-    "mark_best",
-    "open_run",
-    "prune",
-]
 
 MASTER, ADAPTER, MOMENTS = "master/", "adapter/", ("optim.exp_avg/", "optim.exp_avg_sq/")
 _MAX_CONFIG_BYTES, _MAX_BESIDE_BYTES = 16 << 20, 8 << 30
@@ -111,9 +86,11 @@ class TrainingCheckpoint(PieceReader):
         checksum = sums.get(name) if isinstance(sums, dict) else None
         return _read_checked(self.folder / name, checksum, _MAX_BESIDE_BYTES)
 
-    def trained(self) -> TrainedValues:
-        """Returns the trained values by logical name."""
-        return TrainedValues(self)
+    def trained(self) -> Renamed:
+        """Returns the trained values by logical name: the fp32 masters where there are any, else the adapters."""
+        prefixes = (ADAPTER, MASTER)  # masters win
+        names = [(prefix, name) for prefix in prefixes for name in self.tensor_names() if name.startswith(prefix)]
+        return Renamed(self, {name.removeprefix(prefix): name for prefix, name in names})
 
 
 def _read_checked(path: Path, checksum: object, limit: int) -> bytes:
@@ -124,43 +101,9 @@ def _read_checked(path: Path, checksum: object, limit: int) -> bytes:
             data = file.read(limit)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): use another copy of the checkpoint.") from error
-    if text_checksum(data) != checksum:
+    if checksum_of(data) != checksum:
         raise UserError(f"{path} is damaged: it is not what was written; use another copy of the checkpoint.")
     return data
-
-
-class TrainedValues(TensorReader):
-    """Trained tensors of a checkpoint by logical name: the fp32 masters where there are any, else the adapters."""
-
-    def __init__(self, checkpoint: TrainingCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        self._stored: dict[str, str] = {}
-        for prefix in (ADAPTER, MASTER):  # masters win
-            for name in checkpoint.tensor_names():
-                if name.startswith(prefix):
-                    self._stored[name.removeprefix(prefix)] = name
-
-    @property
-    def label(self) -> str:
-        return self._checkpoint.label
-
-    def tensor_names(self) -> list[str]:
-        return list(self._stored)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.shape(self._stored[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._checkpoint.dtype(self._stored[name])
-
-    def boxes(self, name: str) -> Sequence[Box]:
-        return self._checkpoint.boxes(self._stored[name])
-
-    def view(self, name: str, index: int) -> Tensor:
-        return self._checkpoint.view(self._stored[name], index)
 
 
 def expect_base(
@@ -178,7 +121,7 @@ def expect_base(
     if weights is None:
         return
     sums = checkpoint.base.get("sums")
-    if sums is None or (weights.sums() is None and weights.kind == "partitioned"):
+    if sums is None or (weights.sums() is None and weights.model.manifest is not None):
         if say is not None:
             old = checkpoint.folder if sums is None else weights.label
             say(

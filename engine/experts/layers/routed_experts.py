@@ -19,6 +19,7 @@ expert is an MLP as in a model without a mixture.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -178,12 +179,14 @@ class GroupedLinear(ShardedModule):
             parts = [
                 self.storage[:, index * rows : (index + 1) * rows, : self._in].unbind() for index in range(len(leaves))
             ]
-            blocks = tuple(map(self._own_weights, self._experts, zip(*parts, strict=True)))
+            weights = zip(self._experts, zip(*parts, strict=True), strict=True)
+            blocks = tuple(self._own_parts("weight", expert, own, spec) for expert, own in weights)
         bias_EO: Tensor | None = None
         bias_blocks: Blocks = ()
         if bias:
             bias_EO = build.empty((len(experts), rows * len(leaves)))
-            bias_blocks = tuple(map(self._own_biases, bias_EO, self._experts))
+            biases, bias_spec = zip(self._experts, bias_EO, strict=True), self._bias_spec()
+            bias_blocks = tuple(self._own_parts("bias", expert, own.split(rows), bias_spec) for expert, own in biases)
         self.trained: list[ShardEntry] = [entry for entry in self.entries if entry.sink is not None]
         low_rank, b_EOR = None, self.storage[..., self._in :]
         if self.encoded is not None:
@@ -267,31 +270,27 @@ class GroupedLinear(ShardedModule):
                     f"multiple of {GROUPED_MULTIPLE}: use a parallel.tensor that leaves one."
                 )
 
-    def _own_weights(self, expert: int, weights: tuple[Tensor, ...]) -> tuple[GradientBlock, ...]:
+    def _own_parts(self, kind: str, expert: int, parts: Sequence[Tensor], spec: ShardSpec) -> tuple[GradientBlock, ...]:
+        """Takes a weight or a bias for each linear of an expert."""
         blocks, rows = [], self._spec.local_shape[0]
-        for index, (leaf, weight) in enumerate(zip(self._names, weights, strict=True)):
-            module, part = f"{self._prefix}.{expert}.{leaf}", slice(index * rows, (index + 1) * rows)
-            entry = self.own(f"{module}.weight", weight, self._spec, trainable=self._build.plan.trains(module))
+        for index, (leaf, part) in enumerate(zip(self._names, parts, strict=True)):
+            module = f"{self._prefix}.{expert}.{leaf}"
+            entry = self.own(f"{module}.{kind}", part, spec, trainable=self._build.plan.trains(module))
             if entry.sink is not None:
-                blocks.append(GradientBlock(entry.sink, part, _ALL))
+                blocks.append(GradientBlock(entry.sink, slice(index * rows, (index + 1) * rows), _ALL))
         return tuple(blocks)
 
-    def _own_biases(self, bias_O: Tensor, expert: int) -> tuple[GradientBlock, ...]:
-        """Takes a bias for each linear of an expert: cut as the rows of its weight, or whole, where one rank's output
-        has it."""
-        tp, spec = self._build.layout.expert_axes.tp, self._spec
-        outputs, rows = spec.global_shape[0], spec.local_shape[0]
-        own_spec = replicated_spec((outputs,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        own_spec = replace(own_spec, data=spec.data)
-        if spec.dim == 0:
-            own_spec = replace(spec, global_shape=(outputs,), local_shape=(rows,))
-        blocks = []
-        for index, leaf in enumerate(self._names):
-            module, part = f"{self._prefix}.{expert}.{leaf}", slice(index * rows, (index + 1) * rows)
-            entry = self.own(f"{module}.bias", bias_O[part], own_spec, trainable=self._build.plan.trains(module))
-            if entry.sink is not None:
-                blocks.append(GradientBlock(entry.sink, part, _ALL))
-        return tuple(blocks)
+    def _bias_spec(self) -> ShardSpec:
+        """Returns the shard of a bias: cut as the rows of its weight, or whole, where one rank's output has it."""
+        outputs = (self._spec.global_shape[0],)
+        if self._spec.dim == 0:
+            return replace(self._spec, global_shape=outputs, local_shape=self._spec.local_shape[:1])
+        return self._whole_spec(outputs)
+
+    def _whole_spec(self, shape: tuple[int, ...]) -> ShardSpec:
+        """Returns the shard of what every tensor rank has whole, beside weights that are cut."""
+        tp = self._build.layout.expert_axes.tp
+        return replace(replicated_spec(shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",)), data=self._spec.data)
 
     def _build_adapters(
         self, adapters: list[ExpertAdapter], b_EOR: Tensor, padded: int, site: int, first_feature: int
@@ -365,15 +364,12 @@ class GroupedLinear(ShardedModule):
 
     def _factor_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
         """Returns the shards of A and B: one is cut as the weight, the gradient of the other is a partial sum."""
-        tp = self._build.layout.expert_axes.tp
         outputs, inputs = spec.global_shape
         if spec.dim == 0:
             cut = replace(spec, global_shape=(outputs, rank), local_shape=(spec.local_shape[0], rank))
-            whole = replicated_spec((rank, inputs), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-            return replace(whole, data=spec.data), cut
+            return self._whole_spec((rank, inputs)), cut
         cut = replace(spec, global_shape=(rank, inputs), local_shape=(rank, spec.local_shape[1]))
-        whole = replicated_spec((outputs, rank), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        return cut, replace(whole, data=spec.data)
+        return cut, self._whole_spec((outputs, rank))
 
     def _common_specs(self, spec: ShardSpec, rank: int) -> tuple[ShardSpec, ShardSpec]:
         """Returns the shards of A and B that all experts share: every rank of the data has rows for them, and every
@@ -437,14 +433,14 @@ class RoutedMLP(Branch):
         layout = build.layout
         axes, rule, intermediate = layout.expert_axes, sizes.rule, sizes.intermediate
         tp, self._ep = axes.tp, axes.ep
-        self.routes_apart = layout.routes_apart
+        self.routes_local_tokens = layout.routes_local_tokens
         self.ends_region = False
         """Whether a region that backward recomputes ends with the output, which is not read a second time."""
         here = rule.num_experts // self._ep.size
         experts = range(self._ep.rank * here, (self._ep.rank + 1) * here)
         self._layout = layout
         self.rows_E = torch.zeros(rule.num_experts, dtype=torch.int64, device=build.device)
-        """Rows that this rank's tokens have sent to each expert in training, since somebody set it to zero."""
+        """Rows that this rank's tokens have sent to each expert in training, since it was last set to zero."""
         self._loops = not _is_gpu(build)
         inner = deferred_sums(build)
         self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)
@@ -483,11 +479,11 @@ class RoutedMLP(Branch):
                 intermediate=sizes.shared,
                 bias=False,
                 first_site=shared_site,
-                build=build if self.routes_apart else inner,
+                build=build if self.routes_local_tokens else inner,
             )
             if sizes.gates_shared:
                 self.shared_gate = _TokenWeight(f"{prefix}.shared_expert_gate", 1, hidden, build=inner)
-        self._reads_output = self.routes_apart and self.shared_gate is not None
+        self._reads_output = self.routes_local_tokens and self.shared_gate is not None
         """Whether the shared expert is gated behind the output, so that a second run does not end before it."""
 
     @property
@@ -514,7 +510,7 @@ class RoutedMLP(Branch):
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         layout = self._layout
         x = compute_input(u, source, layout.kernels)
-        if self.routes_apart:
+        if self.routes_local_tokens:
             return self._whole(x, context)
         x = to_partial(x, layout.tp, splits_tokens=layout.splits_tokens)
         routed, link = self._dispatch(x, context)

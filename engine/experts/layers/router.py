@@ -94,9 +94,10 @@ class Router(ShardedModule):
             return route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
         layout, padding = self._build.layout, context.part(PaddingTokens)
         padding_T = None if padding is None else padding.padding_T
-        if padding_T is not None and layout.routes_apart:
+        if padding_T is not None and layout.routes_local_tokens:
             padding_T = local_part(padding_T, layout.tp)
-        if layout.routes_apart or layout.tp.rank == 0:  # elsewhere the gradient is a partial sum, of which one has it
+        # where ranks have the same tokens, the gradient is a partial sum, of which one has it
+        if layout.routes_local_tokens or layout.tp.rank == 0:
             logits_TE = balance.through(logits_TE, padding_T)
         weights, slots = route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
         if not context.repeats:

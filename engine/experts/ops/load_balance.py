@@ -54,14 +54,14 @@ class LoadBalance(AuxiliaryLoss):
         self.slope_E = torch.zeros(num_experts, dtype=torch.float32, device=device)
         """The gradient with respect to each probability of a token, with the loss scale."""
         self.loss = torch.zeros((), dtype=torch.float32, device=device)
-        """The loss of the last step that was settled, without its coefficient."""
+        """The loss of the last step whose counts are finished, without its coefficient."""
 
     def begin(self, *, counts_alone: bool) -> None:
-        """Counts from now on what routers choose, until `settle`."""
+        """Counts from now on what routers choose, until `finish_counts`."""
         self._counts, self.counts_alone = True, counts_alone
         self._sums_3E.zero_()
 
-    def settle(self) -> None:
+    def finish_counts(self) -> None:
         """Puts the ranks' counts together, if they have been counting. Collective over the axes."""
         if not self._counts:
             return

@@ -40,7 +40,7 @@ class _Bidirectional(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, attention: MergeableAttention
     ) -> Tensor:
-        spans = documents.bidirectional
+        spans = documents.seen_whole
         assert spans is not None
         out, lse = attention.forward(q, k, v, documents, scale=scale)
         queries, keys = spans.earlier_N, spans.earlier_N + 1
@@ -61,7 +61,7 @@ class _Bidirectional(torch.autograd.Function):
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         q, k, v, out, lse = ctx.saved_tensors
-        attention, spans, scale = ctx.attention, ctx.documents.bidirectional, ctx.scale
+        attention, spans, scale = ctx.attention, ctx.documents.seen_whole, ctx.scale
         whole = attention.backward(dout, q, k, v, out, lse, ctx.documents, scale=scale)
         queries, keys = spans.earlier_N, spans.earlier_N + 1
         of_queries, of_keys = (
@@ -91,7 +91,7 @@ class BidirectionalAttention:
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, documents: Documents, *, scale: float) -> Tensor:
         """See `engine.ops.attention.packed.causal_attention`."""
-        if documents.bidirectional is None:
+        if documents.seen_whole is None:
             return self.plain(q_THD, k_TKD, v_TKD, documents, scale=scale)
         out: Tensor = _Bidirectional.apply(q_THD, k_TKD, v_TKD, documents, scale, self.attention)
         return out

@@ -17,9 +17,6 @@ from torch import Tensor
 from engine.distributed.mesh import Axis
 from engine.kernels.records import Documents
 from engine.ops.attention.blocks import AttentionBlocks
-from engine.ops.attention.ring import ring_attention
-from engine.ops.attention.sinks import SinkAttention
-from engine.ops.attention.ulysses import ulysses_attention
 from engine.ops.kernels import Attention
 from engine.zigzag import ContextPlan
 
@@ -57,6 +54,11 @@ def context_attention(
     if axis.size == 1:
         return attention(q_THD, k_TKD, v_TKD, documents, scale=scale)
     if method == "ring":
+        from engine.ops.attention.ring import ring_attention
+        from engine.ops.attention.sinks import SinkAttention
+
         sinks = attention.sinks if isinstance(attention, SinkAttention) else None
         return ring_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, blocks=blocks, sinks=sinks)
+    from engine.ops.attention.ulysses import ulysses_attention
+
     return ulysses_attention(q_THD, k_TKD, v_TKD, plan, axis, scale=scale, attention=attention, documents=documents)

@@ -84,7 +84,7 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
 
 def masked_blocks(documents: Documents, window: int | None) -> tuple[_Block, ...]:
     """Returns the blocks of queries, each with the keys that some of it sees; lengths are those on the host."""
-    spans = () if documents.bidirectional is None else documents.bidirectional.spans
+    spans = () if documents.seen_whole is None else documents.seen_whole.spans
     return _blocks(documents.lengths, window, spans)
 
 
@@ -150,7 +150,7 @@ class _MaskedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedAttention:
-    """A backend's attention for layers with a window, a soft cap or bidirectional spans; has the signature of
+    """A backend's attention for layers with a window, a soft cap or spans seen whole; has the signature of
     `kernels.Attention`.
 
     Args:
@@ -172,7 +172,7 @@ class MaskedAttention:
             UserError: the documents' lengths are not on the host.
         """
         longest = max(documents.lengths, default=documents.max_length)
-        spans = () if documents.bidirectional is None else documents.bidirectional.spans
+        spans = () if documents.seen_whole is None else documents.seen_whole.spans
         hides_nothing = self.window is None or longest <= self.window
         if self.softcap is None and hides_nothing and not (self.masks_spans and spans):
             return self.plain(q_THD, k_TKD, v_TKD, documents, scale=scale)

@@ -30,14 +30,14 @@ class AuxiliaryLoss(ContextPart):
     __slots__ = ()
 
     def begin(self, *, counts_alone: bool) -> None:
-        """Counts from now on, until `settle`.
+        """Counts from now on, until `finish_counts`.
 
         Args:
             counts_alone: whether the next pass only counts, without a backward.
         """
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def finish_counts(self) -> None:
         """Puts the ranks' counts together, if they have been counting. Collective."""
         raise NotImplementedError
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.errors import UserError
 from engine.kernels.records import Documents
-from engine.ops.attention.flash import choose_flash
 from engine.ops.kernels import Kernels
 
 _BLOCK = 128
@@ -130,6 +129,8 @@ def choose_attention(
     if why is None and not packed and wanted == "auto":
         why = "rows hold one document each, which share a call"
     if why is None:
+        from engine.ops.attention.flash import choose_flash
+
         capability = torch.cuda.get_device_capability(device)
         flash, title = choose_flash(wanted, head_dim=head_dim, capability=capability)
         if flash is not None:

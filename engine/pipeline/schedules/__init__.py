@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from engine.choices import SCHEDULES
 from engine.errors import UserError
 from engine.pipeline.schedule import Action, Schedule
-from engine.pipeline.schedules.interleaved import interleaved
 from engine.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
-from engine.pipeline.schedules.zero_bubble import zb_h1, zb_v
 
 
 def chosen_schedule(asked: str, virtual: int | None, *, layers_are_frozen: bool) -> str:
@@ -83,23 +81,32 @@ def make_schedule(
     """
     _check(name, num_ranks, virtual, num_microbatches, first_trainable_stage)
     kind = name if name != "lora" else "interleaved" if virtual > 1 else "1f1b"
-    make: dict[str, Callable[[int], list[Action]]] = {
-        "1f1b": lambda rank: one_forward_one_backward(rank, num_ranks, num_microbatches),
-        "interleaved": lambda rank: interleaved(rank, num_ranks, virtual, num_microbatches),
-        "zb_h1": lambda rank: zb_h1(rank, num_ranks, num_microbatches),
-        "zb_v": lambda rank: zb_v(rank, num_ranks, num_microbatches),
-    }
+    make = _actions(kind, num_ranks, virtual, num_microbatches)
     dealt = tuple(range(num_ranks))
     return Schedule(
         name=name,
         num_microbatches=num_microbatches,
         stage_rank=dealt + dealt[::-1] if kind == "zb_v" else dealt * virtual,
         actions=tuple(
-            tuple(action for action in make[kind](rank) if action.op == "F" or action.stage >= first_trainable_stage)
+            tuple(action for action in make(rank) if action.op == "F" or action.stage >= first_trainable_stage)
             for rank in range(num_ranks)
         ),
         first_trainable_stage=first_trainable_stage,
     )
+
+
+def _actions(kind: str, num_ranks: int, virtual: int, num_microbatches: int) -> Callable[[int], list[Action]]:
+    """Returns the function that lists a rank's actions."""
+    if kind == "1f1b":
+        return lambda rank: one_forward_one_backward(rank, num_ranks, num_microbatches)
+    if kind == "interleaved":
+        from engine.pipeline.schedules.interleaved import interleaved
+
+        return lambda rank: interleaved(rank, num_ranks, virtual, num_microbatches)
+    from engine.pipeline.schedules.zero_bubble import zb_h1, zb_v
+
+    zero_bubble = zb_v if kind == "zb_v" else zb_h1
+    return lambda rank: zero_bubble(rank, num_ranks, num_microbatches)
 
 
 _MOST_PASSES = 1_000_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -16,9 +17,10 @@ from engine.data.chat import Message
 from engine.data.document import Document
 from engine.data.formats import ChatSample, CompletionSample
 from engine.data.record_files import Place, Record, read_records
-from engine.data.tokenize import ConversationReader, tokenize_samples
+from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
+from engine.preferences.data.answer_columns import Judgement
 from engine.vision.data.records import ImageSample
 
 AnswerSample = CompletionSample | ChatSample | ImageSample
@@ -35,16 +37,10 @@ ParsedRecord = TypeVar("ParsedRecord", bound=Parsed)
 
 
 class AnswerReader(RecordReader[ParsedRecord]):
-    """Reads records of answers.
-
-    Args:
-        tokenizer: encodes the text.
-        images: as for `engine.data.tokenize.tokenize_samples`.
-    """
+    """Reads records of answers; arguments as for `RecordReader`."""
 
     def __init__(self, tokenizer: Tokenizer, *, images: ConversationReader | None = None) -> None:
-        self._tokenizer, self._images = tokenizer, images
-        self.family = None if images is None else images.family
+        super().__init__(tokenizer, images=images, mask_prompt=True, stream_length=2, last_answer=True)
 
     def open(self, path: Path) -> tuple[int, Iterator[ParsedRecord]]:
         if path.suffix.lower() == ".txt":
@@ -52,15 +48,11 @@ class AnswerReader(RecordReader[ParsedRecord]):
         count, records = read_records(path)
         return count, (self.parse(place, record) for place, record in records)
 
-    def documents(self, records: Sequence[ParsedRecord]) -> list[Document]:
-        samples = [sample for record in records for sample in record.samples]
-        found = tokenize_samples(
-            samples, self._tokenizer, mask_prompt=True, stream_length=2, last_answer=True, images=self._images
-        )
+    def documents(self, records: Sequence[ParsedRecord]) -> Iterator[Document]:
+        found = super().documents([sample for record in records for sample in record.samples])
         of_records = zip(*[iter(found)] * self.kind.width, strict=True)
-        return [
-            document for record, own in zip(records, of_records, strict=True) for document in self.judge(record, own)
-        ]
+        for record, own in zip(records, of_records, strict=True):
+            yield from self.judge(record, own)
 
     @abstractmethod
     def parse(self, place: Place, record: Record) -> ParsedRecord:
@@ -72,7 +64,7 @@ class AnswerReader(RecordReader[ParsedRecord]):
 
     @abstractmethod
     def judge(self, record: ParsedRecord, documents: tuple[Document, ...]) -> Sequence[Document]:
-        """Returns the documents of a record, each with its sign."""
+        """Returns the documents of a record, each with its judgement."""
 
 
 def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None:
@@ -86,3 +78,8 @@ def ends_with_answer(place: Place, turns: Sequence[Message], field: str) -> None
             f"field '{field}' ends with a turn of {turns[-1]['role']}, but an answer of the assistant is compared; "
             "correct the record."
         )
+
+
+def judged(document: Document, sign: int) -> Document:
+    """Returns a document with its judgement; see `Judgement`."""
+    return replace(document, extras=(Judgement(sign), *document.extras))

@@ -16,19 +16,20 @@ answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine.config.data import Packing
-from engine.data.build import Paths, build_dataset
 from engine.data.chat import Message
 from engine.data.columns import Columns
 from engine.data.data_report import DatasetReport
 from engine.data.dataset import TokenDataset
 from engine.data.document import Document
+from engine.data.extras import extra_of
 from engine.data.formats import (
+    LABELS,
     ChatSample,
     CompletionSample,
     conversation_sample,
@@ -38,14 +39,13 @@ from engine.data.formats import (
 )
 from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
-from engine.data.tokenize import ConversationReader
-from engine.data.tokenizer import Tokenizer
-from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
+from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer, judged
 from engine.sentences import listed
 from engine.vision.data.columns import Extras
 from engine.vision.data.records import ImageSample
 
-LABELS = ("label", "kto_tag")
+MISMATCHED = "engine.preferences.batch_parts:Mismatched"
+"""The part that holds mismatched answers: the companion of judged ones."""
 _FORMATS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": "completion"}
 
 
@@ -128,38 +128,23 @@ class JudgedReader(AnswerReader[Judged]):
 
     def judge(self, record: Judged, documents: tuple[Document, ...]) -> Sequence[Document]:
         (document,) = documents
-        return (replace(document, sign=1 if record.liked else -1),)
+        return (judged(document, 1 if record.liked else -1),)
+
+    def gather(self, documents: list[Document]) -> list[Document]:
+        return documents
 
     def arrange(
-        self, documents: Sequence[Document], *, seq_length: int, packing: Packing, report: DatasetReport
+        self, gathered: Sequence[list[Document]], *, seq_length: int, packing: Packing, report: DatasetReport
     ) -> TokenDataset:
         assert packing != "concatenate", "which would tear answers apart"
+        documents = [document for part in gathered for document in part]
         before = [documents[-1], *documents[:-1]]
-        others = [_mismatched(own, other) for own, other in zip(documents, before, strict=True)]
-        answers, mismatched = (Columns.of_documents(_truncated(side, seq_length)) for side in (documents, others))
+        swapped = [_mismatched(own, other) for own, other in zip(documents, before, strict=True)]
+        answers, mismatched = (Columns.of_documents(_truncated(side, seq_length)) for side in (documents, swapped))
         rows = answers.rows(seq_length, packing=packing, sizes=np.maximum(answers.lengths, mismatched.lengths))
         shape: dict[str, Any] = {"seq_length": seq_length, "packing": packing}
-        return TokenDataset(answers, rows, **shape, mismatched=TokenDataset(mismatched, rows, **shape), report=report)
-
-
-def build_judged(
-    paths: Paths,
-    *,
-    tokenizer: Tokenizer,
-    images: ConversationReader | None = None,
-    **options: Any,
-) -> TokenDataset:
-    """Reads and tokenises files of judged answers; a row has room for `seq_length` tokens.
-
-    Args:
-        paths: one file, several, or patterns with *; JSON or JSON lines.
-        tokenizer, images: as for `AnswerReader`.
-        options: as for `engine.data.build.build_dataset`.
-
-    Raises:
-        UserError: a file or record cannot be used, or there are fewer than two answers.
-    """
-    return build_dataset(paths, JudgedReader(tokenizer, images=images), **options)
+        others = TokenDataset(mismatched, rows, **shape)
+        return TokenDataset(answers, rows, **shape, companions={MISMATCHED: others}, report=report)
 
 
 def _truncated(documents: Sequence[Document], length: int) -> list[Document]:
@@ -171,7 +156,8 @@ def _truncated(documents: Sequence[Document], length: int) -> list[Document]:
 def _mismatched(own: Document, other: Document) -> Document:
     """Returns the question of one document, with all its images, as answers have none, and the answer of another."""
     question, answer = int(own.targets.argmax()), int(other.targets.argmax())
-    mine, theirs = own.extras or Extras(), other.extras or Extras()
+    mine, theirs = (extra_of(one.extras, Extras) or Extras() for one in (own, other))
+    judgement = tuple(extra for extra in own.extras if not isinstance(extra, Extras))
     # the last position of a question predicts the answer's first token
     odd = {at: label for at, label in (mine.odd_labels or {}).items() if at < question - 1}
     odd |= {at + question - answer: label for at, label in (theirs.odd_labels or {}).items() if at >= answer - 1}
@@ -179,6 +165,5 @@ def _mismatched(own: Document, other: Document) -> Document:
         own.place,
         np.concatenate((own.tokens[:question], other.tokens[answer:])),
         np.concatenate((np.zeros(question, dtype=bool), other.targets[answer:])),
-        Extras(mine.images, odd) if mine.images or odd else None,
-        own.sign,
+        (*judgement, Extras(mine.images, odd)) if mine.images or odd else judgement,
     )

@@ -23,15 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.data.build import Paths, build_dataset
 from engine.data.chat import Message
-from engine.data.dataset import TokenDataset
 from engine.data.document import Document
 from engine.data.formats import (
-    ALPACA_PROMPT,
-    ALPACA_PROMPT_WITH_INPUT,
-    ALPACA_RESPONSE,
+    LABELLED,
+    LABELS,
     CompletionSample,
+    alpaca_prompt,
     conversation_sample,
     conversation_turns,
     refuse_images,
@@ -40,9 +38,7 @@ from engine.data.formats import (
 )
 from engine.data.overlong import Fate, RecordKind
 from engine.data.record_files import Place, Record
-from engine.data.tokenize import ConversationReader
-from engine.data.tokenizer import Tokenizer
-from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer
+from engine.preferences.data.answers import AnswerReader, AnswerSample, ends_with_answer, judged
 from engine.sentences import listed
 
 ANSWERS = ("chosen", "rejected")
@@ -70,7 +66,7 @@ def parse_pair(place: Place, record: Record) -> Pair:
     for answer in ANSWERS:
         if answer not in record:
             found = listed(record) or "none"
-            other = "kto" if "label" in record or "kto_tag" in record else "language_modeling"
+            other = LABELLED if any(label in record for label in LABELS) else "language_modeling"
             raise place.error(
                 f"the record has the fields {found}, expected chosen and rejected, two answers to one question: add "
                 f"'{answer}', or set objective.name to {other}."
@@ -96,8 +92,7 @@ def _texts(place: Place, record: Record) -> tuple[str, list[str]]:
     if "instruction" in record:
         instruction = string_field(place, record, "instruction", "preference")
         given = string_field(place, record, "input", "preference") if record.get("input") else ""
-        prompt = ALPACA_PROMPT_WITH_INPUT if given else ALPACA_PROMPT
-        return prompt.format(instruction=instruction, input=given) + ALPACA_RESPONSE, answers
+        return alpaca_prompt(instruction, given), answers
     if "prompt" in record:
         return string_field(place, record, "prompt", "preference"), answers
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))
@@ -147,27 +142,7 @@ class PairReader(AnswerReader[Pair]):
 
     def judge(self, record: Pair, documents: tuple[Document, ...]) -> Sequence[Document]:
         chosen, rejected = _with_same_question(documents)
-        return replace(chosen, sign=1), replace(rejected, sign=-1)
-
-
-def build_pairs(
-    paths: Paths,
-    *,
-    tokenizer: Tokenizer,
-    images: ConversationReader | None = None,
-    **options: Any,
-) -> TokenDataset:
-    """Reads and tokenises files of pairs; a row has room for twice `seq_length` tokens.
-
-    Args:
-        paths: one file, several, or patterns with *; JSON or JSON lines.
-        tokenizer, images: as for `AnswerReader`.
-        options: as for `engine.data.build.build_dataset`.
-
-    Raises:
-        UserError: a file or record cannot be used, or no pair is left.
-    """
-    return build_dataset(paths, PairReader(tokenizer, images=images), **options)
+        return judged(chosen, 1), judged(rejected, -1)
 
 
 def _with_same_question(sides: tuple[Document, ...]) -> tuple[Document, ...]:

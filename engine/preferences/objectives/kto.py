@@ -18,12 +18,12 @@ Legend: T tokens held here, N answers of the micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Axis
@@ -33,21 +33,6 @@ from engine.preferences.objectives.likelihood import answers_of, log_likelihoods
 
 AT_CHANCE = 0.5
 """The loss of a policy that is its reference, where both weights are 1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KtoSettings:
-    """The constants of the loss.
-
-    Args:
-        beta: b above.
-        desirable_weight: w+ above.
-        undesirable_weight: w- above.
-    """
-
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
 
 
 class MismatchedMean:
@@ -82,10 +67,9 @@ class Kto:
     """The KTO objective: the loss of a step is the mean over the answers of the global batch.
 
     Args:
-        settings: the constants.
+        options: the constants.
         cp: over whose ranks the tokens of each row are split.
         dp: over whose ranks the global batch is split.
-        compares_with_base: as in engine.preferences.objectives.preference.Preference.
     """
 
     metrics: tuple[str, ...] = (
@@ -102,16 +86,16 @@ class Kto:
     temperature = 1.0
     needs_entropies = False
 
-    def __init__(self, settings: KtoSettings, *, cp: Axis, dp: Axis, compares_with_base: bool) -> None:
-        self.settings, self.compares_with_base = settings, compares_with_base
+    def __init__(self, options: ObjectiveOptions, *, cp: Axis, dp: Axis) -> None:
+        self.options, self.compares_with_base = options, options.compared_with == "base"
         self.baseline = MismatchedMean(dp)
         self._cp = cp
 
     @property
     def loss_at_chance(self) -> float | None:
         """The loss of a policy equal to its reference: a half where liked and disliked answers weigh 1, else None."""
-        settings = self.settings
-        return AT_CHANCE if settings.desirable_weight == settings.undesirable_weight == 1 else None
+        options = self.options
+        return AT_CHANCE if options.desirable_weight == options.undesirable_weight == 1 else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """Returns the answers' log-likelihoods, fp32 [N]."""
@@ -126,14 +110,14 @@ class Kto:
         entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
-        settings, answers = self.settings, answers_of(batch)
+        options, answers = self.options, answers_of(batch)
         logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference
         assert reference is not None and baseline is not None, "an objective with a reference and a baseline got none"
         ratios, liked = logps - reference, answers.signs > 0
-        weights = torch.where(liked, settings.desirable_weight, settings.undesirable_weight)
-        loss = (weights * torch.sigmoid(-settings.beta * answers.signs * (ratios - baseline))).sum()
-        rewards, held = settings.beta * ratios.detach(), logps.detach()
+        weights = torch.where(liked, options.desirable_weight, options.undesirable_weight)
+        loss = (weights * torch.sigmoid(-options.preference_strength * answers.signs * (ratios - baseline))).sum()
+        rewards, held = options.preference_strength * ratios.detach(), logps.detach()
         columns = (
             liked.to(rewards.dtype),
             rewards * liked,
@@ -162,13 +146,7 @@ class Kto:
 
 def build_kto(config: RunConfig, *, cp: Axis, dp: Axis) -> Kto:
     """Returns the KTO objective of a configuration; see `engine.objectives.build.build_objective`."""
-    options = config.objective
-    settings = KtoSettings(
-        beta=options.preference_strength,
-        desirable_weight=options.desirable_weight,
-        undesirable_weight=options.undesirable_weight,
-    )
-    return Kto(settings, cp=cp, dp=dp, compares_with_base=options.compared_with == "base")
+    return Kto(config.objective, cp=cp, dp=dp)
 
 
 _NO_SHARE = 1e-6

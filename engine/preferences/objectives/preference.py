@@ -5,14 +5,14 @@ reference, n its length, and c and r the preferred and the other answer of a pai
 
 | loss    | of a pair                                                                     | paper            |
 |---------|-------------------------------------------------------------------------------|------------------|
-| sigmoid | -(1 - e) log s(b d) - e log s(-b d),  d = (l - l_ref)_c - (l - l_ref)_r       | arXiv 2305.18290 |
+| dpo     | -(1 - e) log s(b d) - e log s(-b d),  d = (l - l_ref)_c - (l - l_ref)_r       | arXiv 2305.18290 |
 | ipo     | (d / n - 1 / 2b)^2, each side of d divided by its own length                   | arXiv 2310.12036 |
 | hinge   | max(0, 1 - b d)                                                                | arXiv 2305.10425 |
 | orpo    | -l_c / n_c - b log s(log odds_c - log odds_r),  odds = p / (1 - p), p = e^(l/n) | arXiv 2403.07691 |
 | simpo   | -(1 - e) log s(m) - e log s(-m),  m = b (l_c / n_c - l_r / n_r) - g            | arXiv 2405.14734 |
 
 b is beta, e the label smoothing, g simpo's margin. `length_normalised` divides each side of d by its own length for
-sigmoid and hinge too. orpo and simpo need no reference.
+dpo and hinge too. orpo and simpo need no reference.
 
 Legend: T tokens held here, N answers and P = N / 2 pairs of the micro-batch.
 """
@@ -21,51 +21,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config.objective import ObjectiveOptions
 from engine.config.run import RunConfig
 from engine.distributed.mesh import Axis
 from engine.objectives.objective import ObjectiveSums
 from engine.preferences.objectives.likelihood import answers_of, log_likelihoods
 
-LOSSES = ("sigmoid", "ipo", "hinge", "orpo", "simpo")
-REFERENCE_FREE = ("orpo", "simpo")
 CHANCE = math.log(2)
-"""The sigmoid loss of a policy that is its reference."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceSettings:
-    """The choice of loss, and its constants.
-
-    Args:
-        loss: one of LOSSES.
-        beta: b above.
-        label_smoothing: e above, the share of pairs that are assumed to be labelled the wrong way round.
-        length_normalised: compare means over an answer's tokens instead of sums.
-        margin: g above.
-    """
-
-    loss: str = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    length_normalised: bool = False
-    margin: float = 0.0
+"""The loss of dpo for a policy that is its reference."""
 
 
 class Preference:
     """A preference objective: the loss of a step is the mean over the pairs of the global batch.
 
     Args:
-        settings: the loss.
+        options: the loss and its constants.
         cp: over whose ranks the tokens of each row are split.
-        compares_with_base: the reference is the model without adapters, computed with each step; else the batch brings
-            the reference's log-likelihoods, or the loss needs none.
     """
 
     metrics: tuple[str, ...] = (
@@ -84,15 +61,16 @@ class Preference:
     needs_entropies = False
     baseline = None
 
-    def __init__(self, settings: PreferenceSettings, *, cp: Axis, compares_with_base: bool) -> None:
-        assert settings.loss in LOSSES, settings.loss
-        self.settings, self.compares_with_base = settings, compares_with_base
-        self._cp = cp
+    def __init__(self, options: ObjectiveOptions, *, cp: Axis) -> None:
+        self.options, self._cp = options, cp
+        self.compares_with_base = options.compared_with == "base"
+        """Whether the reference is the model without adapters, computed with each step; else the batch brings the
+        reference's log-likelihoods, or the loss needs none."""
 
     @property
     def loss_at_chance(self) -> float | None:
-        """The loss of a policy equal to its reference: log 2 for sigmoid, whatever the smoothing; else None."""
-        return CHANCE if self.settings.loss == "sigmoid" else None
+        """The loss of a policy equal to its reference: log 2 for dpo, whatever the smoothing; else None."""
+        return CHANCE if self.options.name == "dpo" else None
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """Returns the answers' log-likelihoods, fp32 [N]."""
@@ -111,16 +89,16 @@ class Preference:
         entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
-        settings, answers = self.settings, answers_of(batch)
+        options, answers = self.options, answers_of(batch)
         logps = log_likelihoods(token_losses_T, batch, self._cp)
         reference = answers.reference_logps if reference is None else reference
         lengths = answers.lengths.clamp(min=1.0)
-        if settings.loss in REFERENCE_FREE:
+        if options.compared_with is None:
             scores = logps / lengths
         else:
             assert reference is not None, "an objective with a reference got none"
             scores = logps - reference
-            if settings.length_normalised or settings.loss == "ipo":
+            if options.length_normalised or options.name == "ipo":
                 scores = scores / lengths
         chosen, rejected = scores.view(-1, 2).unbind(1)
         loss = self._losses(chosen, rejected).sum()
@@ -129,23 +107,23 @@ class Preference:
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Returns the losses of the pairs, fp32 [P]."""
-        settings, difference = self.settings, chosen - rejected
-        if settings.loss == "ipo":
-            return (difference - 1 / (2 * settings.beta)) ** 2
-        if settings.loss == "hinge":
-            return F.relu(1 - settings.beta * difference)
-        if settings.loss == "orpo":
+        options, difference = self.options, chosen - rejected
+        if options.name == "ipo":
+            return (difference - 1 / (2 * options.preference_strength)) ** 2
+        if options.name == "hinge":
+            return F.relu(1 - options.preference_strength * difference)
+        if options.name == "orpo":
             odds = difference - (_log_one_minus_exp(chosen) - _log_one_minus_exp(rejected))
-            return -chosen - settings.beta * F.logsigmoid(odds)
-        logits = settings.beta * difference - (settings.margin if settings.loss == "simpo" else 0.0)
-        smoothing = settings.label_smoothing
+            return -chosen - options.preference_strength * F.logsigmoid(odds)
+        logits = options.preference_strength * difference - (options.margin if options.name == "simpo" else 0.0)
+        smoothing = options.label_smoothing
         if not smoothing:
             return -F.logsigmoid(logits)
         return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
     def _figures(self, scores: Tensor, logps: Tensor) -> tuple[Tensor, ...]:
         """Returns sums over pairs, in the order of `metrics`."""
-        rewards_chosen, rewards_rejected = (self.settings.beta * scores).view(-1, 2).unbind(1)
+        rewards_chosen, rewards_rejected = (self.options.preference_strength * scores).view(-1, 2).unbind(1)
         logp_chosen, logp_rejected = logps.view(-1, 2).unbind(1)
         better = (rewards_chosen > rewards_rejected).to(scores.dtype)
         margin = rewards_chosen - rewards_rejected
@@ -155,15 +133,7 @@ class Preference:
 
 def build_preference(config: RunConfig, *, cp: Axis, dp: Axis) -> Preference:
     """Returns the objective over pairs that a configuration names; see `engine.objectives.build.build_objective`."""
-    options = config.objective
-    settings = PreferenceSettings(
-        loss="sigmoid" if options.name == "dpo" else options.name,
-        beta=options.preference_strength,
-        label_smoothing=options.label_smoothing,
-        length_normalised=options.length_normalised,
-        margin=options.margin,
-    )
-    return Preference(settings, cp=cp, compares_with_base=options.compared_with == "base")
+    return Preference(config.objective, cp=cp)
 
 
 def _log_one_minus_exp(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A completion is an ordinary document, the prompt's tokens and the completion's, of which the completion's are targets.
 So packing, batches and every layout treat it as any other. The other values are columns beside the documents, and reach
-the objective as `engine.batch.Completions`.
+the objective as `Completions`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from engine.batch import IGNORE_LABEL, InputRank
 from engine.data.columns import Columns, contiguous
+from engine.data.dataset import TokenDataset
 from engine.data.extras import ExtraColumns
+from engine.data.parts import CollatedRows, NumberedDocuments
+from engine.rollouts.batch_parts import Completions
 
 RowWeight = Literal["tokens", "completions"]
 """The weight of a row in the loss: its target tokens, or its completions."""
@@ -60,7 +66,7 @@ class CompletionColumns(ExtraColumns):
     old_logps: NDArray[np.float32] | None = None
     reference_logps: NDArray[np.float32] | None = None
     row_weight: RowWeight = "tokens"
-    collector: ClassVar[str] = "engine.rollouts.data.row_completions:RowCompletions"
+    collector: ClassVar[str] = "engine.rollouts.data.completions:RowCompletions"
 
     def __post_init__(self) -> None:
         for column in self.of_tokens().values():
@@ -112,3 +118,40 @@ def completion_columns(completions: Sequence[Completion], row_weight: RowWeight)
             )
         ],
     )
+
+
+class RowCompletions(NumberedDocuments):
+    """Collects the completions of a micro-batch, with the values of each token in the column of its label; see
+    `engine.data.parts.PartCollector`."""
+
+    def __init__(self, dataset: TokenDataset, input_rank: InputRank) -> None:
+        super().__init__()
+        self._dataset = dataset
+
+    def finish(self, rows: CollatedRows) -> tuple[Completions]:
+        """Returns the completions."""
+        columns, documents = self._dataset.extra(CompletionColumns), self.documents
+        assert columns is not None, "documents that are no completions"
+        ids_BS, lengths = self.numbered(rows)
+        logps_BS: dict[str, Tensor | None] = {}
+        for name, known in columns.of_tokens().items():
+            logps_BS[f"{name}_BS"] = None
+            if known is None:
+                continue
+            values_BS = np.zeros(rows.labels_BS.shape, dtype=np.float32)
+            for placed, held in self.spans():
+                first = int(self._dataset.starts[placed.document])
+                values_BS[placed.row, held.start : held.stop - 1] = known[first + 1 : first + placed.length]
+            trained = np.where(rows.labels_BS != IGNORE_LABEL, values_BS, np.float32(0))
+            logps_BS[f"{name}_BS"] = torch.from_numpy(trained)
+        sampled_BS = logps_BS.pop("sampled_logps_BS")
+        assert sampled_BS is not None
+        completions = Completions(
+            ids_BS=torch.from_numpy(ids_BS),
+            advantages=torch.from_numpy(columns.advantages[documents]),
+            lengths=torch.from_numpy(lengths),
+            documents=tuple(documents),
+            sampled_logps_BS=sampled_BS,
+            **logps_BS,
+        )
+        return (completions,)

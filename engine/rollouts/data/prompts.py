@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -125,8 +125,11 @@ def read_prompts(
     files = expand_paths(paths)
     long = LongRecords(PROMPT, limit=room, overlong=overlong)
     kept: list[Prompt] = []
-    for chunk in read_chunks(files, read_records, _TOLD, progress):
-        prompts = [parse_prompt(place, record, tokenizer) for place, record in chunk]
+
+    def prompts_of(records: list[tuple[Place, Record]]) -> Iterator[Prompt]:
+        return (parse_prompt(place, record, tokenizer) for place, record in records)
+
+    for _, prompts in read_chunks(files, read_records, prompts_of, _TOLD, progress):
         lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
         fates = long.decide(Measures.of_lengths(lengths, np.ones(len(lengths), dtype=bool)))
         for prompt, fate in zip(prompts, fates.tolist(), strict=True):
@@ -143,10 +146,7 @@ def read_prompts(
             "rollout.max_completion_length."
         )
     columns = tuple(sorted({name for prompt in kept for name in prompt.columns}))
-    whole = tuple(
-        Prompt(place=one.place, ids=one.ids, given=one.given, columns={name: one.columns.get(name) for name in columns})
-        for one in kept
-    )
+    whole = tuple(replace(one, columns={name: one.columns.get(name) for name in columns}) for one in kept)
     return PromptSet(
         prompts=whole, columns=columns, num_too_long=too_long, longest=max(len(prompt.ids) for prompt in whole)
     )
@@ -169,7 +169,7 @@ def parse_prompt(place: Place, record: Record, tokenizer: Tokenizer) -> Prompt:
         )
     columns = {key: value for key, value in record.items() if key != name}
     if (taken := next((key for key in columns if key in _RESERVED), None)) is not None:
-        raise place.error(f"field '{taken}' has the name of what reward functions are given; rename it.")
+        raise place.error(f"field '{taken}' has the name of an argument of reward functions; rename it.")
     if isinstance(record[name], str):
         text = string_field(place, record, name, "prompt")
         ids: Sequence[int] = tokenizer.encode(text, bos=tokenizer.adds_bos)

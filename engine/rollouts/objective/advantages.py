@@ -1,4 +1,4 @@
-"""Advantages: the reward of each completion of a prompt, relative to its group.
+"""Rewards and advantages: the scores of a completion as one number, and this number relative to its group.
 
     A = (r - mean of the group) / (s + 1e-4)
 
@@ -9,10 +9,13 @@ advantage is (r - mean) / (s + 1e-4) with mean and s of the generation batch. A 
 judge has the advantage 0, and does not count in its group.
 
 In float64 on the host, of the rewards alone: every layout gets the same.
+
+Legend: N completions, F reward functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +25,29 @@ from engine.choices import RewardScale
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, so that nothing is divided by 0."""
+
+
+def total_rewards(rewards_NF: NDArray[np.float64], weights_F: Sequence[float]) -> NDArray[np.float64]:
+    """Returns fp64 [N], the weighted sums of the functions' scores; NaN where there is none.
+
+    Args:
+        rewards_NF: NaN where a function gave none.
+        weights_F: of the functions.
+    """
+    totals: NDArray[np.float64] = np.nansum(rewards_NF * np.asarray(weights_F, dtype=np.float64), axis=1)
+    totals[np.isnan(rewards_NF).all(axis=1)] = np.nan
+    return totals
+
+
+def overlong_penalties(lengths_N: NDArray[np.int64], *, longest: int, buffer: int) -> NDArray[np.float64]:
+    """Returns fp64 [N], from 0 to -1: a penalty that grows over the last tokens (arXiv 2503.14476, equation 13).
+
+    Args:
+        lengths_N: tokens of each completion.
+        longest: tokens that a completion may have.
+        buffer: tokens over which it grows.
+    """
+    return -np.clip((lengths_N - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
 class Advantages(NamedTuple):

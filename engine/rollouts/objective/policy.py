@@ -6,7 +6,7 @@ generation batch began with, and A the advantage of the completion, the ratio r 
     r = exp(p - p_old),   l = -min(min(r, d) A, clip(r, 1 - e, 1 + e_high) A) + b k,
     k = (exp(p_ref - p) - (p_ref - p) - 1) r
 
-with e, e_high, d and b the settings' epsilon, epsilon_high, delta and beta. k estimates the divergence from the
+with e, e_high, d and b the options' epsilon, epsilon_high, delta and beta. k estimates the divergence from the
 reference (k3 of http://joschu.net/blog/kl-approx.html); its ratio is the bias correction. Where the batch brings no
 p_old it is p itself, without gradient. With n the target tokens of a completion, and sums over the global batch:
 
@@ -22,8 +22,8 @@ p_old it is p itself, without gradient. With n the target tokens of a completion
 | sapo    | as grpo, with l = -4 s(t (r - 1)) A / t + b k, s the sigmoid        | arXiv 2511.20347 |
 | vespo   | as dapo, with l = -g A p + b k, no gradient through g               | arXiv 2602.10693 |
 
-t is the setting's temperature for A > 0, or the other. g = u^c exp(a (1 - u)) for the ratio u = exp(sum of p - p_old)
-of the whole completion, with c and a the settings' pair for A >= 0, or the other. Any loss may have the ratio of gspo.
+t is the option's temperature for A > 0, or the other. g = u^c exp(a (1 - u)) for the ratio u = exp(sum of p - p_old)
+of the whole completion, with c and a the options' pair for A >= 0, or the other. Any loss may have the ratio of gspo.
 The first term of l may count only where the entropy of the distribution is among the highest (2506.01939), and in
 completions with A >= 0 or from which the model is not far (the mean of p_old - p is at most the threshold, 2512.02556;
 of p_sampled - p where another program samples). It may be weighed with w = exp(p_old - p_sampled), which corrects for a
@@ -37,14 +37,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.choices import ImportanceCorrection, PolicyLoss, RatioLevel
+from engine.choices import PolicyLoss
+from engine.config.objective import ObjectiveOptions
+from engine.config.rollout import RolloutOptions
 from engine.config.run import RunConfig
 from engine.distributed.collectives import all_reduce
 from engine.distributed.differentiable import reduce_from_all
@@ -62,51 +63,6 @@ _FARTHEST, _NEVER = 20.0, math.log(1e-8)
 def row_weight(loss: PolicyLoss) -> RowWeight:
     """Returns the weight of a row of completions in the loss: the divisor of the sums of `PolicyGradient`."""
     return "tokens" if loss in DIVIDED_BY_TOKENS else "completions"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySettings:
-    """The choice of loss, and its constants; see the module.
-
-    Args:
-        loss: see the table.
-        level: of the ratio.
-        epsilon, epsilon_high, delta: limits of the ratio; delta None for none.
-        temperature_pos, temperature_neg: of sapo.
-        gamma_pos, gamma_neg: exponents (c, a) of vespo.
-        beta: weight of the divergence; 0 does not compute it.
-        kl_bias_correction: whether the divergence is multiplied by the ratio.
-        temperature: logits are divided by it.
-        max_completion_length: the divisor of dr_grpo.
-        top_entropy_quantile: share of the tokens whose first term counts.
-        reports_entropy: whether the mean entropy is a figure.
-        off_policy_threshold: see the module; None for none.
-        samples_elsewhere: whether another program samples, whose p_sampled measures the distance of the model from a
-            completion.
-        correction: the kind of w.
-        importance_min, importance_max: the limits of w; None for none.
-    """
-
-    loss: PolicyLoss = "dapo"
-    level: RatioLevel = "token"
-    epsilon: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
-    temperature_pos: float = 1.0
-    temperature_neg: float = 1.05
-    gamma_pos: tuple[float, float] = (2.0, 3.0)
-    gamma_neg: tuple[float, float] = (3.0, 2.0)
-    beta: float = 0.0
-    kl_bias_correction: bool = True
-    temperature: float = 1.0
-    max_completion_length: int = 512
-    top_entropy_quantile: float = 1.0
-    reports_entropy: bool = True
-    off_policy_threshold: float | None = None
-    samples_elsewhere: bool = False
-    correction: ImportanceCorrection = "none"
-    importance_min: float | None = None
-    importance_max: float | None = 3.0
 
 
 class _Spread(torch.autograd.Function):
@@ -167,7 +123,8 @@ class PolicyGradient:
     """A policy-gradient objective.
 
     Args:
-        settings: the loss.
+        options: the loss and its constants.
+        rollout: how the completions were sampled.
         cp: over whose ranks the tokens of each row are split.
         dp: over whose ranks the global batch is split.
     """
@@ -191,15 +148,24 @@ class PolicyGradient:
     loss_at_chance: float | None = None
     baseline = None
 
-    def __init__(self, settings: PolicySettings, *, cp: Axis, dp: Axis) -> None:
-        self.settings, self.temperature = settings, settings.temperature
-        self.needs_entropies = settings.reports_entropy or settings.top_entropy_quantile < 1.0
+    def __init__(self, options: ObjectiveOptions, rollout: RolloutOptions, *, cp: Axis, dp: Axis) -> None:
+        self.options, self.temperature = options, rollout.temperature
+        self.epsilon_high = options.epsilon if options.epsilon_high is None else options.epsilon_high
+        self.correction = options.importance_correction
+        """The kind of w."""
+        if self.correction == "none" and rollout.corrects_sampler:
+            self.correction = "token_truncate"
+        self.samples_elsewhere = rollout.server is not None or self.correction != "none"
+        """Whether p_sampled, not p_old, measures the distance of the model from a completion."""
+        self.max_completion_length = rollout.max_completion_length
+        self.needs_entropies = options.report_entropy or options.top_entropy_quantile < 1.0
+        self._by_sequence = options.importance_level == "sequence"
         self._cp, self._dp = cp, dp
 
     @property
     def compares_with_base(self) -> bool:
         """Whether there is a divergence from the model without adapters."""
-        return self.settings.beta > 0
+        return self.options.divergence_weight > 0
 
     def reference(self, token_losses_T: Tensor, batch: Batch) -> Tensor:
         """Returns the log-probability of each label, fp32 [T]."""
@@ -214,12 +180,12 @@ class PolicyGradient:
         entropies_T: Tensor | None = None,
     ) -> ObjectiveSums:
         """Returns a micro-batch's sums; see engine.objectives.objective.Objective."""
-        settings, completions = self.settings, batch.part(Completions)
+        options, completions = self.options, batch.part(Completions)
         assert completions is not None and (entropies_T is not None) == self.needs_entropies, "see needs_entropies"
         tokens, logps_T = _Tokens.of(batch, completions, self._cp), -token_losses_T
         old_T = logps_T.detach() if completions.old_logps_BS is None else completions.old_logps_BS.flatten()
         log_ratio_T = (logps_T - old_T) * tokens.weights_T
-        ratio_T = (tokens.mean_of_each(log_ratio_T) if settings.level == "sequence" else log_ratio_T).exp()
+        ratio_T = (tokens.mean_of_each(log_ratio_T) if self._by_sequence else log_ratio_T).exp()
         advantages_T = tokens.each(completions.advantages)
 
         sampled_T = completions.sampled_logps_BS.flatten()
@@ -227,29 +193,29 @@ class PolicyGradient:
         difference_T = (old_T - sampled_T).nan_to_num(nan=0.0) * tokens.weights_T
         weight_T = self._importance_weight(difference_T, tokens)
         gammas = None
-        if settings.loss == "vespo":
+        if options.loss_type == "vespo":
             gammas = self._gammas(log_ratio_T.detach(), weight_T, completions.advantages, tokens)
             losses_T = -tokens.each(gammas) * advantages_T * logps_T
         else:
             losses_T = self._surrogate(ratio_T, logps_T, advantages_T)
-        if entropies_T is not None and settings.top_entropy_quantile < 1.0:
+        if entropies_T is not None and options.top_entropy_quantile < 1.0:
             losses_T = losses_T * self._least_sure(entropies_T, tokens.weights_T > 0)
-        if settings.off_policy_threshold is not None:
-            before_T = sampled_T if settings.samples_elsewhere else old_T
+        if options.off_policy_threshold is not None:
+            before_T = sampled_T if self.samples_elsewhere else old_T
             away_T = (before_T - logps_T.detach()).nan_to_num(nan=0.0)
             losses_T = losses_T * self._on_policy(away_T, advantages_T, tokens)
         if weight_T is not None and gammas is None:
             losses_T = losses_T * weight_T
         divergence_T = None
-        if settings.beta:
+        if options.divergence_weight:
             known = completions.reference_logps_BS
             reference = known.flatten() if reference is None and known is not None else reference
             assert reference is not None, "an objective with a reference got none"
             away_T = (reference - logps_T) * tokens.weights_T
             divergence_T = away_T.exp() - away_T - 1.0
-            if settings.kl_bias_correction:
+            if options.kl_bias_correction:
                 divergence_T = divergence_T * ratio_T
-            losses_T = losses_T + settings.beta * divergence_T
+            losses_T = losses_T + options.divergence_weight * divergence_T
 
         loss = (losses_T * self._shares(tokens, completions)).sum()
         figures = self._figures(
@@ -262,15 +228,15 @@ class PolicyGradient:
 
     def _surrogate(self, ratio_T: Tensor, logps_T: Tensor, advantages_T: Tensor) -> Tensor:
         """Returns the first term of l."""
-        settings = self.settings
-        if settings.loss == "cispo":
-            return -ratio_T.detach().clamp(max=settings.epsilon_high) * advantages_T * logps_T
-        if settings.loss == "sapo":
-            temperatures_T = torch.where(advantages_T > 0, settings.temperature_pos, settings.temperature_neg)
+        options = self.options
+        if options.loss_type == "cispo":
+            return -ratio_T.detach().clamp(max=self.epsilon_high) * advantages_T * logps_T
+        if options.loss_type == "sapo":
+            temperatures_T = torch.where(advantages_T > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
             return -(temperatures_T * (ratio_T - 1)).sigmoid() * 4 / temperatures_T * advantages_T
-        clipped_T = ratio_T.clamp(1 - settings.epsilon, 1 + settings.epsilon_high)
-        if settings.delta is not None:
-            ratio_T = ratio_T.clamp(max=settings.delta)
+        clipped_T = ratio_T.clamp(1 - options.epsilon, 1 + self.epsilon_high)
+        if options.delta is not None:
+            ratio_T = ratio_T.clamp(max=options.delta)
         return -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
 
     def _gammas(self, log_ratio_T: Tensor, weight_T: Tensor | None, advantages: Tensor, tokens: _Tokens) -> Tensor:
@@ -286,9 +252,9 @@ class PolicyGradient:
             logs_T = logs_T + weight_T.log().clamp(_NEVER, _FARTHEST)
         sums = all_reduce(tokens.held_sums(logs_T * tokens.weights_T, len(tokens.lengths)), self._cp)
         log_ratios = sums.clamp(_NEVER, _FARTHEST)
-        (k_pos, lambda_pos), (k_neg, lambda_neg) = self.settings.gamma_pos, self.settings.gamma_neg
-        powers = torch.where(advantages >= 0, k_pos, k_neg)
-        decays = torch.where(advantages >= 0, lambda_pos, lambda_neg)
+        options = self.options
+        powers = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
+        decays = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
         # as in TRL, values too large for fp32 count as nothing
         return (powers * log_ratios + decays * (1 - log_ratios.exp())).exp().nan_to_num(posinf=0.0)
 
@@ -298,7 +264,7 @@ class PolicyGradient:
         def add(tensor: Tensor) -> Tensor:
             return all_reduce(all_reduce(tensor.contiguous(), self._cp), self._dp)
 
-        return entropies_T >= quantile(entropies_T, held_T, 1 - self.settings.top_entropy_quantile, add)
+        return entropies_T >= quantile(entropies_T, held_T, 1 - self.options.top_entropy_quantile, add)
 
     def _on_policy(self, away_T: Tensor, advantages_T: Tensor, tokens: _Tokens) -> Tensor:
         """Returns a mask of the tokens of completions that are not worse than their group, or near the model.
@@ -307,20 +273,19 @@ class PolicyGradient:
             away_T: log-probability of a token when it was sampled, minus the current one.
         """
         sums = all_reduce(tokens.held_sums(away_T * tokens.weights_T, len(tokens.lengths)), self._cp)
-        assert self.settings.off_policy_threshold is not None
-        near = sums / tokens.lengths <= self.settings.off_policy_threshold
+        assert self.options.off_policy_threshold is not None
+        near = sums / tokens.lengths <= self.options.off_policy_threshold
         return (advantages_T >= 0) | (tokens.each(near.float()) > 0)
 
     def _importance_weight(self, difference_T: Tensor, tokens: _Tokens) -> Tensor | None:
         """Returns w for `difference_T`, p_old - p_sampled; None where nothing is corrected."""
-        settings = self.settings
-        if settings.correction == "none":
+        if self.correction == "none":
             return None
-        level, kind = settings.correction.split("_")
+        level, kind = self.correction.split("_")
         differences = difference_T
         if level == "sequence":
             differences = all_reduce(tokens.held_sums(difference_T, len(tokens.lengths)), self._cp)
-        low, high = settings.importance_min, settings.importance_max
+        low, high = self.options.importance_min, self.options.importance_max
         weights = differences.exp()
         if kind == "truncate":
             weights = weights.clamp(low, high)
@@ -335,13 +300,13 @@ class PolicyGradient:
 
     def _shares(self, tokens: _Tokens, completions: Completions) -> Tensor:
         """Returns the factor of each token's loss, before the sum is divided as `row_weight` says."""
-        weights_T, settings = tokens.weights_T, self.settings
-        if settings.loss in ("grpo", "gspo", "sapo"):
+        weights_T, options = tokens.weights_T, self.options
+        if options.loss_type in ("grpo", "gspo", "sapo"):
             # padding has any number; its weight is 0
             return weights_T / tokens.each(tokens.lengths).clamp(min=1.0)
-        if settings.loss == "bnpo":
+        if options.loss_type == "bnpo":
             return weights_T * (len(tokens.lengths) / completions.lengths.sum().clamp(min=1.0))
-        return weights_T / settings.max_completion_length if settings.loss == "dr_grpo" else weights_T
+        return weights_T / self.max_completion_length if options.loss_type == "dr_grpo" else weights_T
 
     @torch.no_grad()
     def _figures(
@@ -356,11 +321,11 @@ class PolicyGradient:
         gammas: Tensor | None,
     ) -> Tensor:
         """Returns fp32 [metrics], in their order."""
-        settings, weights_T = self.settings, tokens.weights_T
-        low_T = (ratio_T < 1 - settings.epsilon) & (advantages_T < 0)
-        high_T = (ratio_T > (0 if settings.loss == "cispo" else 1) + settings.epsilon_high) & (advantages_T > 0)
+        options, weights_T = self.options, tokens.weights_T
+        low_T = (ratio_T < 1 - options.epsilon) & (advantages_T < 0)
+        high_T = (ratio_T > (0 if options.loss_type == "cispo" else 1) + self.epsilon_high) & (advantages_T > 0)
         ratios_T = weights_T
-        if settings.level == "sequence":
+        if self._by_sequence:
             ratios_T = weights_T / tokens.each(tokens.lengths).clamp(min=1.0)
         nothing_T = torch.zeros_like(weights_T)
         columns = (
@@ -389,21 +354,21 @@ class PolicyGradient:
         if not tokens:
             return {}
         figures = dict(zip(self.metrics[2:], (one / tokens for one in sums), strict=True))
-        if self.settings.level == "sequence":
+        if self._by_sequence:
             figures |= {name: figures[name] * tokens / completions for name in ("clip_low", "clip_high")}
         figures["clip_region"] = figures["clip_low"] + figures["clip_high"]
         figures["gamma_weight"] *= tokens / completions
-        if self.settings.loss in ("cispo", "sapo", "vespo"):
+        if self.options.loss_type in ("cispo", "sapo", "vespo"):
             del figures["clip_low"], figures["clip_region"]
-        if self.settings.loss in ("sapo", "vespo"):
+        if self.options.loss_type in ("sapo", "vespo"):
             del figures["clip_high"]
-        if self.settings.loss != "vespo":
+        if self.options.loss_type != "vespo":
             del figures["gamma_weight"]
-        if not self.settings.reports_entropy:
+        if not self.options.report_entropy:
             del figures["entropy"]
-        if not self.settings.beta:
+        if not self.options.divergence_weight:
             del figures["kl"]
-        if self.settings.correction == "none":
+        if self.correction == "none":
             del figures["importance_weight"]
         largest = dict(zip(self.maxima, means[len(self.metrics) :], strict=False))
         return {**figures, **largest, "length": tokens / completions}
@@ -411,30 +376,4 @@ class PolicyGradient:
 
 def build_policy_gradient(config: RunConfig, *, cp: Axis, dp: Axis) -> PolicyGradient:
     """Returns the policy gradient of a configuration; see `engine.objectives.build.build_objective`."""
-    options, rollout = config.objective, config.rollout
-    correction = options.importance_correction
-    if correction == "none" and rollout.corrects_sampler:
-        correction = "token_truncate"
-    settings = PolicySettings(
-        loss=options.loss_type,
-        level=options.importance_level,
-        epsilon=options.epsilon,
-        epsilon_high=options.epsilon if options.epsilon_high is None else options.epsilon_high,
-        delta=options.delta,
-        temperature_pos=options.sapo_temperature_pos,
-        temperature_neg=options.sapo_temperature_neg,
-        gamma_pos=(options.vespo_k_pos, options.vespo_lambda_pos),
-        gamma_neg=(options.vespo_k_neg, options.vespo_lambda_neg),
-        beta=options.divergence_weight,
-        kl_bias_correction=options.kl_bias_correction,
-        temperature=rollout.temperature,
-        max_completion_length=rollout.max_completion_length,
-        top_entropy_quantile=options.top_entropy_quantile,
-        reports_entropy=options.report_entropy,
-        off_policy_threshold=options.off_policy_threshold,
-        samples_elsewhere=rollout.server is not None or correction != "none",
-        correction=correction,
-        importance_min=options.importance_min,
-        importance_max=options.importance_max,
-    )
-    return PolicyGradient(settings, cp=cp, dp=dp)
+    return PolicyGradient(config.objective, config.rollout, cp=cp, dp=dp)

@@ -83,12 +83,10 @@ class Scores:
 
     Args:
         rewards: fp64 [N, functions]; NaN where there is none.
-        num_failed: completions without any score on which a function failed.
         problems: sentences on failures, a few for each function.
     """
 
     rewards: NDArray[np.float64]
-    num_failed: int
     problems: tuple[str, ...]
 
 
@@ -415,13 +413,7 @@ class RewardPool:
 
 
 def _scores(samples: Sequence[Sample], rewards: NDArray[np.float64], failures: Sequence[_Failures]) -> Scores:
-    failed = {place for one in failures for place, _ in one.of_completions}
-    unscored = np.isnan(rewards).all(axis=1)
-    return Scores(
-        rewards=rewards,
-        num_failed=sum(bool(unscored[place]) for place in failed),
-        problems=tuple(sentence for one in failures for sentence in one.sentences(samples)),
-    )
+    return Scores(rewards=rewards, problems=tuple(sentence for one in failures for sentence in one.sentences(samples)))
 
 
 def _request(function: int, samples: Sequence[Sample]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class WrongValue(UserError):
         super().__init__(sentence.format(described(value)))
         self._sentence, self._value = sentence, value
 
-    def told(self, describe: Callable[[object], str]) -> str:
+    def with_value(self, describe: Callable[[object], str]) -> str:
         """Returns the sentence with another description of the value."""
         return self._sentence.format(describe(self._value))
 

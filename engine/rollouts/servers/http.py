@@ -134,7 +134,7 @@ class HttpServer:
             except JsonFlaw as flaw:
                 raise UserError(
                     f"{self.url} answers {path} with other content than was asked for ({flaw}): see that it is the "
-                    "address of a vLLM or SGLang server, and that nothing in between changes what it says."
+                    "address of a vLLM or SGLang server, and that nothing in between changes its answers."
                 ) from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, TimeoutError) and not deadline.has(0):
@@ -167,7 +167,7 @@ class HttpServer:
         may contain the key."""
         if not isinstance(error, OSError):
             return UserError(
-                f"{self.url} sends what is no answer of HTTP ({type(error).__name__}): see that rollout.server is the "
+                f"{self.url} does not answer in HTTP ({type(error).__name__}): see that rollout.server is the "
                 "address of a vLLM or SGLang server."
             )
         problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -26,7 +26,7 @@ _HOT = 2.0
 """The highest temperature that vLLM takes. Log-probabilities at it lie half as far apart as at 1."""
 _HALVED = 0.75
 """The share of a distance at 1 below which that at `_HOT` counts as halved, not as the same but for rounding."""
-_NOBODY = "rankfold-looks"
+_UNKNOWN_ADAPTER = "rankfold-looks"
 """An adapter that no server has."""
 _LIST_BYTES = 1 << 20
 """Maximum bytes of the list of models: vLLM writes under 1 KiB for each of them and each adapter."""
@@ -205,10 +205,13 @@ class CompletionServer:
     def _require_scale(self, prompt: Sequence[int]) -> None:
         """Refuses log-probabilities of another distribution than that whose ratios training takes."""
         options, dialect, url = self._options, self._dialect, self._http.url
-        looked = [
-            dialect.likeliest(self._answer(dialect.look(self.model, prompt, temperature)))
-            for temperature in (1.0, _HOT)
-        ]
+        try:
+            looked = [
+                dialect.likeliest(self._post(dialect.look(self.model, prompt, temperature)))
+                for temperature in (1.0, _HOT)
+            ]
+        except CallRefused as refusal:
+            raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
         if (largest := max(map(max, looked))) > 0:
             told = self._http.described(largest)
             raise UserError(f"{url} gives {told} for a log-probability: {dialect.how_to_scale}.")
@@ -224,13 +227,14 @@ class CompletionServer:
         if scaled and shaped:
             raise UserError(
                 "rollout.top_k, rollout.top_p, rollout.min_p or rollout.repetition_penalty is set, and "
-                f"{url} gives log-probabilities of what they leave, while training sees the whole distribution: remove "
-                "them, or set rollout.temperature to 1 and start a vLLM server with --logprobs-mode raw_logprobs."
+                f"{url} gives log-probabilities of the tokens they leave, while training sees the whole distribution: "
+                "remove them, or set rollout.temperature to 1 and start a vLLM server with --logprobs-mode "
+                "raw_logprobs."
             )
 
     def _require_adapters(self) -> None:
         try:
-            self._tell(self._dialect.unload(_NOBODY))
+            self._tell(self._dialect.unload(_UNKNOWN_ADAPTER))
         except CallRefused as refusal:
             if not self._dialect.takes_adapters(refusal.status, refusal.words):
                 raise UserError(
@@ -325,7 +329,7 @@ class CompletionServer:
             found = self._dialect.completion(answer)
             self._check(found, settings)
         except UserError as error:
-            told = error.told(self._http.described) if isinstance(error, WrongValue) else str(error)
+            told = error.with_value(self._http.described) if isinstance(error, WrongValue) else str(error)
             raise UserError(f"{self._http.url} cannot be sampled from: {told.rstrip('.')}.") from None
         return found
 
@@ -356,12 +360,6 @@ class CompletionServer:
                 "here: serve the model of model.path, with its generation_config.json and tokenizer",
                 tokens[-1],
             )
-
-    def _answer(self, call: Call) -> Any:
-        try:
-            return self._post(call)
-        except CallRefused as refusal:
-            raise UserError(f"{refusal}: see that the server serves the model of model.path.") from None
 
     def _post(self, call: Call) -> Any:
         return self._http.call(call.path, call.body, most_bytes=call.most_bytes)

@@ -11,9 +11,8 @@ from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
 from engine.ops.attention.varlen import AttentionChoice
 from engine.training.cuda_graph.capture import CudaCapture
-from engine.training.cuda_graph.layer_step import LayerGraphs
 from engine.training.cuda_graph.static_batch import StaticShape, document_capacity
-from engine.training.cuda_graph.step_graph import StepGraph
+from engine.training.cuda_graph.step_graph import LayerGraphs, StepGraph
 from engine.training.rank_stages import Stages
 from engine.training.step import TrainStep
 
@@ -37,7 +36,7 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
     if not attention.on_device:
         raise UserError(
             f"memory.cuda_graph is {graph}, but attention reads the documents' lengths on the host, which a graph "
-            f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change what that sentence names."
+            f"cannot ({attention.sentence}): set memory.cuda_graph to none, or change the attention that it names."
         )
     length = config.row_length
     windows = [kind.window for kind in decoder.layer_kinds if kind.window is not None]
@@ -53,7 +52,7 @@ def check_graphs(config: RunConfig, device: torch.device, attention: AttentionCh
             raise UserError(f"memory.cuda_graph is {graph}, but {obstacle}: set memory.cuda_graph to none.")
     if decoder.rope_axes or any(front.adds_levels for front in decoder.fronts):
         raise UserError(
-            f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or what is added "
+            f"memory.cuda_graph is {graph}, but positions of tokens of this {decoder.family} model, or features added "
             "to them in its first layers, change with the images of a micro-batch: set memory.cuda_graph to none."
         )
     if graph == "step" and decoder.fronts:
@@ -72,21 +71,19 @@ def build_graphs(
     num_microbatches: int,
     data_ranks: int,
     most_documents: int | None,
-) -> Graphs | None:
-    """Builds the graphed step that the loop calls in place of `step`; None where memory.cuda_graph is none.
+) -> Graphs:
+    """Builds the graphed step that the loop calls in place of `step`.
 
     Args:
         device: the GPU; see `check_graphs`.
         num_microbatches: of a step, on each rank.
         data_ranks: data-parallel ranks.
-        most_documents: in any row of the training data; needed where there are to be graphs.
+        most_documents: in any row of the training data, which size the graphs.
 
     Raises:
         UserError: memory.graph_documents does not fit the data.
     """
     graph, rows = config.memory.cuda_graph, config.train.micro_batch_size
-    if graph == "none":
-        return None
     assert most_documents is not None, "graphs are sized by the data"
     capacity = document_capacity(
         config.memory.graph_documents,

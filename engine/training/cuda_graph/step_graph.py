@@ -1,9 +1,10 @@
-"""The whole step as one graph: forward and backward of all micro-batches, reduction, clipping, update, publishing.
+"""Steps that replay graphs: `StepGraph` the whole step as one, `LayerGraphs` those of its layers (`layer_graphs`).
 
-Recomputation, accumulation and collectives of tensor and data parallelism are part of it. Where ranks share a
-collective, all of them must replay together, so that either all ranks' micro-batches fit or none do; the capacity
-is chosen so that they always do (`static_batch.document_capacity`). The graph keeps its activations' memory; a step
-beside it, and an evaluation, need theirs on top.
+The whole step is forward and backward of all micro-batches, reduction, clipping, update, publishing; recomputation,
+accumulation and collectives of tensor and data parallelism are part of it. Where ranks share a collective, all of them
+must replay together, so that either all ranks' micro-batches fit or none do; the capacity is chosen so that they always
+do (`static_batch.document_capacity`). The graph keeps its activations' memory; a step beside it, and an evaluation,
+need theirs on top.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from engine.batch import Batch
 from engine.training.cuda_graph.capture import WARMUP_STEPS, Capture, GraphCounts, Replayable
 from engine.training.cuda_graph.static_batch import StaticBatch, StaticShape
+from engine.training.rank_stages import Stages
 from engine.training.step import StepResult, TrainStep
 
 
@@ -63,3 +65,35 @@ class StepGraph:
         self.counts.replayed += 1
         # the next replay writes the same memory, and the caller may read the figures later than that
         return StepResult(*(output.clone() for output in self._graph.outputs))
+
+
+class LayerGraphs:
+    """Takes the place of a `TrainStep`, called the same way, with the same result: captures its layers after a few
+    steps, and counts the replays.
+
+    Args:
+        step: the step.
+        stages: those of the step, whose layers are captured.
+        capture: the way to capture.
+        shape: of each micro-batch.
+    """
+
+    def __init__(self, step: TrainStep, stages: Stages, capture: Capture, shape: StaticShape) -> None:
+        self._step, self._stages, self._capture, self.shape = step, stages, capture, shape
+        self._steps = 0
+        self.counts = GraphCounts("micro-batches")
+
+    def __call__(self, batches: list[Batch], target_count: float, lr: float) -> StepResult:
+        """See `TrainStep.__call__`."""
+        with self._capture.running():
+            if self._steps == WARMUP_STEPS:
+                gc.collect()  # a dead cycle may hold nodes of an earlier step
+                self._stages.capture_layers(self._capture, self.shape, len(batches))
+            self._steps += 1
+            fitting = sum(map(self.shape.fits, batches))
+            if self._steps <= WARMUP_STEPS:
+                self.counts.warmup += len(batches)
+            else:
+                self.counts.replayed += fitting
+                self.counts.beside += len(batches) - fitting
+            return self._step(batches, target_count, lr)

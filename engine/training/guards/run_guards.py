@@ -29,7 +29,7 @@ from engine.training.guards.liveness import LivenessGuard
 from engine.training.guards.nonfinite import Locator
 from engine.training.guards.replicas import PendingComparison, ReplicaGuard
 from engine.training.guards.spikes import LEAST_LOSS, LEAST_NORM, NO_LIMIT, RunningLimit
-from engine.training.observer import Observer, StepReport, StepSeen
+from engine.training.observer import LaunchedStep, Observer, StepReport
 from engine.training.step import TrainStep
 
 FROZEN_EVERY = 10
@@ -78,7 +78,7 @@ class Guards(Observer):
         weights = optimizer.flat.sharding.weights
         self._replicas = ReplicaGuard(self._entries, encoded, weights, mesh, world, self._prints)
         self._locator = Locator(step, optimizer.flat, self._entries, self._replicas, world)
-        self._unread: deque[StepSeen] = deque()
+        self._unread: deque[LaunchedStep] = deque()
         self._max_skipped_steps, self._skipped_in_a_row, self._located = max_skipped_steps, 0, 0
         window, deviations = options.spike_window, options.spike_deviations
         self._losses = RunningLimit(window=window, deviations=deviations, least=LEAST_LOSS, logarithms=False)
@@ -115,16 +115,16 @@ class Guards(Observer):
             self._compared = step
             self._read_comparison()
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Takes note of a step that was handed to the device. Launches work, waits for nothing."""
-        seen = replace(seen, loss_limit=self._loss_limit, norm_limit=self._norm_limit)
-        self._unread.append(seen)
+        launched = replace(launched, loss_limit=self._loss_limit, norm_limit=self._norm_limit)
+        self._unread.append(launched)
         if len(self._unread) > KEPT_BATCHES:
             old = self._unread[-1 - KEPT_BATCHES]
             self._unread[-1 - KEPT_BATCHES] = replace(old, batches=[])
-        self._check_adapters(seen)
-        if self._compares and self._is_due(seen.step):
-            self._compare(seen)
+        self._check_adapters(launched)
+        if self._compares and self._is_due(launched.step):
+            self._compare(launched)
 
     def read(self, report: StepReport) -> None:
         """Reads and judges the figures of all steps up to the reported one, of which `after` was told.
@@ -163,33 +163,33 @@ class Guards(Observer):
 
     # spikes, and figures that are not finite
 
-    def _judge(self, seen: StepSeen) -> None:
-        loss, norm, scale, *_ = seen.figures.read()
-        if isfinite(loss) and not isfinite(norm) and self._is_overflow(seen, scale):
+    def _judge(self, launched: LaunchedStep) -> None:
+        loss, norm, scale, *_ = launched.figures.read()
+        if isfinite(loss) and not isfinite(norm) and self._is_overflow(launched, scale):
             return
         finite = isfinite(loss) and isfinite(norm)
-        skipped = not finite or loss > seen.loss_limit or norm > seen.norm_limit
+        skipped = not finite or loss > launched.loss_limit or norm > launched.norm_limit
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if not finite:
-            self._report_non_finite(seen, loss, norm)
+            self._report_non_finite(launched, loss, norm)
         elif self._options.spike_policy != "off":
-            self._report_spike(seen, loss, norm, skipped=skipped)
+            self._report_spike(launched, loss, norm, skipped=skipped)
         self._losses.add(loss)
         self._norms.add(norm)
         if self._skipped_in_a_row >= self._max_skipped_steps:
             raise UserError(
-                f"the last {self._max_skipped_steps} steps up to step {seen.step} had a loss or gradient that is not "
-                "finite or far above those before, and were skipped: lower optim.lr, set optim.clip_grad_norm, or look "
-                "at the data around this step; optim.max_skipped_steps says how many may follow each other."
+                f"the last {self._max_skipped_steps} steps up to step {launched.step} had a loss or gradient that is "
+                "not finite or far above those before, and were skipped: lower optim.lr, set optim.clip_grad_norm, or "
+                "look at the data around this step; optim.max_skipped_steps says how many may follow each other."
             )
 
-    def _is_overflow(self, seen: StepSeen, scale: float) -> bool:
+    def _is_overflow(self, launched: LaunchedStep, scale: float) -> bool:
         """Returns whether a gradient that is not finite is a normal event of float16: the scale has been halved, and
         the next step tries again. At the scale's floor nothing is left to halve."""
         if self._optimizer.loss_scale is None or scale <= FLOOR:
             return False
         self._say(
-            f"step {seen.step}: the gradient overflowed, the update was skipped and the loss scale {scale:g} halved"
+            f"step {launched.step}: the gradient overflowed, the update was skipped and the loss scale {scale:g} halved"
         )
         if scale / 2 <= FLOOR:
             self._say(
@@ -198,21 +198,22 @@ class Guards(Observer):
             )
         return True
 
-    def _report_non_finite(self, seen: StepSeen, loss: float, norm: float) -> None:
-        text = f"step {seen.step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped"
+    def _report_non_finite(self, launched: LaunchedStep, loss: float, norm: float) -> None:
+        text = f"step {launched.step}: loss {loss}, gradient norm {norm}: not finite, the update was skipped"
         # of several in a row the first is the informative one
         if self._options.locate_non_finite and self._skipped_in_a_row == 1 and self._located < MAX_LOCATED:
             self._located += 1
-            if seen.batches:
-                found = self._locator.locate(seen.batches, seen.targets, seen.step - 1)
+            if launched.batches:
+                found = self._locator.locate(launched.batches, launched.targets, launched.step - 1)
                 text += f"; {found.sentence()}"
         if self._options.non_finite_policy == "stop":
             raise UserError(
-                f"{text}: look at what is named and at the data of this step, or set guards.non_finite_policy to skip."
+                f"{text}: look at the named module and at the data of this step, or set "
+                "guards.non_finite_policy to skip."
             )
         self._say(text)
 
-    def _report_spike(self, seen: StepSeen, loss: float, norm: float, *, skipped: bool) -> None:
+    def _report_spike(self, launched: LaunchedStep, loss: float, norm: float, *, skipped: bool) -> None:
         spikes = [
             f"{what} is {figure:.4g}, where the median of recent steps is {limit.middle():.4g} and {most:.4g} would "
             "still be usual"
@@ -220,11 +221,12 @@ class Guards(Observer):
                 ("the loss", loss, self._losses, self._losses.limit()),
                 ("the gradient norm", norm, self._norms, self._norms.limit()),
             )
-            if figure > most or (skipped and figure > (seen.loss_limit if limit is self._losses else seen.norm_limit))
+            if figure > most
+            or (skipped and figure > (launched.loss_limit if limit is self._losses else launched.norm_limit))
         ]
         if not spikes:
             return
-        text = f"step {seen.step}: {'; '.join(spikes)}" + ("; the update was skipped" if skipped else "")
+        text = f"step {launched.step}: {'; '.join(spikes)}" + ("; the update was skipped" if skipped else "")
         if self._options.spike_policy == "stop":
             raise UserError(f"{text}: lower optim.lr, look at the data, or set guards.spike_policy to warn or skip.")
         self._say(text)
@@ -246,19 +248,19 @@ class Guards(Observer):
     def _is_due(self, step: int) -> bool:
         return step % self._options.replicas_every == 0 or step == self._begun_at + EARLY_COMPARISON
 
-    def _compare(self, seen: StepSeen) -> None:
+    def _compare(self, launched: LaunchedStep) -> None:
         self._read_comparison()  # of a step long ago, unless reports are rarer than comparisons
         self._comparisons += 1
-        numbers = self._numbers(seen.consumed, seen)
+        numbers = self._numbers(launched.consumed, launched)
         self._comparison = self._replicas.start(
-            seen.step,
+            launched.step,
             frozen=self._comparisons % FROZEN_EVERY == 0,
             numbers=numbers,
             shared_data=("the tokens of the step",),
         )
-        self._compared = seen.step
+        self._compared = launched.step
 
-    def _numbers(self, consumed: int, seen: StepSeen | None = None) -> dict[str, Tensor]:
+    def _numbers(self, consumed: int, launched: LaunchedStep | None = None) -> dict[str, Tensor]:
         """Returns the numbers, beside parameters, that are the same on all ranks."""
         optimizer, host = self._optimizer, torch.tensor([consumed, self._seed])
         numbers = {
@@ -270,10 +272,10 @@ class Guards(Observer):
         }
         if optimizer.loss_scale is not None:
             numbers["the loss scale"] = optimizer.loss_scale.value.view(torch.int32).long()
-        if seen is not None:
-            numbers["the loss"] = seen.result.loss.view(torch.int32).long()
-            numbers["the gradient norm"] = seen.result.grad_norm.view(torch.int32).long()
-            tokens = [batch.tokens_BS for batch in seen.batches]
+        if launched is not None:
+            numbers["the loss"] = launched.result.loss.view(torch.int32).long()
+            numbers["the gradient norm"] = launched.result.grad_norm.view(torch.int32).long()
+            tokens = [batch.tokens_BS for batch in launched.batches]
             numbers["the tokens of the step"] = Fingerprints(tokens[0].device).of(tokens)
         return numbers
 
@@ -287,29 +289,29 @@ class Guards(Observer):
             text = replicas.sentence(pending.step, differences)
             if self._options.replicas_policy == "stop":
                 raise UserError(
-                    f"{text}: resume from a checkpoint before this step, and look at that rank's memory and at what "
-                    "sums that parameter's gradient; guards.replicas_policy warn continues regardless."
+                    f"{text}: resume from a checkpoint before this step, and look at that rank's memory and at the "
+                    "reduction of that parameter's gradient; guards.replicas_policy warn continues regardless."
                 )
             self._say(f"warning: {text}")
 
     # adapters
 
-    def _check_adapters(self, seen: StepSeen) -> None:
+    def _check_adapters(self, launched: LaunchedStep) -> None:
         guard = self._liveness
         if guard is None or guard.is_over:
             return
-        if not seen.has_signal:
+        if not launched.has_signal:
             return
         if self._live_from is None:
-            if seen.lr <= 0:
+            if launched.lr <= 0:
                 return
-            self._live_from, self._live_steps = seen.step, 0
+            self._live_from, self._live_steps = launched.step, 0
             guard.begin()
         self._live_steps += 1
         # twice, because the model may read a step's update as late as in the next one
         if self._live_steps >= self._options.liveness_steps:
             guard.look()
-            self._looked_after = seen.step
+            self._looked_after = launched.step
 
     def _read_liveness(self, step: int) -> None:
         guard = self._liveness

@@ -73,7 +73,7 @@ class MemoryForecast(Observer):
         name = largest_part(parts)
         if estimate.host:
             host = f", and {format_bytes(estimate.host)} in host memory"
-        graphs = "; what graphs keep comes on top" if self._graphs else ""
+        graphs = "; the memory of graphs comes on top" if self._graphs else ""
         return (
             f"memory: {format_bytes(estimate.peak)} of tensors predicted for rank 0{host}, fullest in {moment}, the "
             f"largest part {name} with {format_bytes(parts[name])}{graphs}"
@@ -112,8 +112,8 @@ class MemoryForecast(Observer):
         self._spoken = True
         return (
             f"warning: rank 0 has held {format_bytes(measured)}, {abs(measured / predicted - 1):.0%} "
-            f"{'more' if over else 'less'} than the {format_bytes(predicted)} predicted: measure what "
-            "other layouts hold with rankfold plan memory --probe before trusting their predictions."
+            f"{'more' if over else 'less'} than the {format_bytes(predicted)} predicted: measure "
+            "other layouts with rankfold plan memory --probe before trusting their predictions."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from engine.models.decoder import Decoder
 from engine.objectives.stuck import StuckLoss
-from engine.training.observer import Observer, StepReport, StepSeen
+from engine.training.observer import LaunchedStep, Observer, StepReport
 
 
 class RoundingNote(Observer):
@@ -20,11 +20,11 @@ class RoundingNote(Observer):
     def __init__(self, parts: Iterable[Decoder], say: Callable[[str], None]) -> None:
         self._unseen, self._say = [part.saved for part in parts], say
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Reports it after the first step."""
         while self._unseen:
             if (report := self._unseen.pop(0).take_report()) is not None:
-                self._say(f"step {seen.step}: {report.line()}")
+                self._say(f"step {launched.step}: {report.line()}")
 
 
 class StuckNote(Observer):

@@ -30,7 +30,7 @@ from engine.telemetry.output import say as say_on_any_rank
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.rank_file import RankFile
 from engine.training.build import Training
-from engine.training.observer import Observer, StepReport, StepSeen
+from engine.training.observer import LaunchedStep, Observer, StepReport
 from engine.training.reports.flops_ceiling import measure_products
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class Observation(Observer):
         if self._traces is not None:
             self._traces.before(step)
 
-    def after(self, seen: StepSeen) -> None:
+    def after(self, launched: LaunchedStep) -> None:
         """Ends the trace that ends with this step."""
-        if self._traces is None or (path := self._traces.after(seen.step)) is None:
+        if self._traces is None or (path := self._traces.after(launched.step)) is None:
             return
         ranks = self._launch.world_size
         beside = "" if ranks == 1 else f", of {ranks} that lie there, one for each rank"
-        self._say(f"step {seen.step}: wrote the trace {path}{beside}")
+        self._say(f"step {launched.step}: wrote the trace {path}{beside}")
 
     def figures(self, report: StepReport) -> dict[str, Value]:
         """Writes this rank's record; returns the utilisation of the devices' arithmetic."""

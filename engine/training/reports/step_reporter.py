@@ -19,8 +19,8 @@ from engine.telemetry.metrics import MetricsWriter, Value
 from engine.telemetry.process_memory import peak_memory_bytes
 from engine.telemetry.progress import TrainProgress
 from engine.training.build import Training
-from engine.training.observer import Observer, StepReport, StepSeen
-from engine.training.step_figures import StepFigures
+from engine.training.observer import LaunchedStep, Observer, StepReport
+from engine.training.step import StepFigures
 from engine.training.step_source import StepSource
 
 
@@ -111,11 +111,11 @@ class StepReporter:
         for observer in self._observers:
             observer.before(step)
 
-    def after(self, seen: StepSeen, *, rows: int, tokens: int, figures: Mapping[str, float]) -> None:
+    def after(self, launched: LaunchedStep, *, rows: int, tokens: int, figures: Mapping[str, float]) -> None:
         """Notes that a step was handed to the device, and reports the previous one.
 
         Args:
-            seen: the step.
+            launched: the step.
             rows, tokens: of its global batch.
             figures: of these rows.
 
@@ -123,9 +123,18 @@ class StepReporter:
             UserError: a guard's policy stops the run, or a file cannot be written.
         """
         for observer in self._observers:
-            observer.after(seen)
+            observer.after(launched)
         self._read(
-            _Unread(seen.step, seen.figures, seen.lr, seen.consumed, rows, tokens, self._clock.now(), figures),
+            _Unread(
+                launched.step,
+                launched.figures,
+                launched.lr,
+                launched.consumed,
+                rows,
+                tokens,
+                self._clock.now(),
+                figures,
+            ),
             last=False,
         )
 

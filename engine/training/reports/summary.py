@@ -147,9 +147,9 @@ def _peft_obstacle(config: RunConfig, training: Training) -> str | None:
 
 def _experts(grid: RankGrid) -> str:
     """Returns a phrase on the layout of experts, where it differs from that of the rest of the model."""
-    if not grid.folds_experts:
+    if not grid.has_expert_mesh:
         return ""
-    return f", expert {grid.ep}{f' (each on {grid.tp} tensor ranks)' if grid.cuts_experts and grid.tp > 1 else ''}"
+    return f", expert {grid.ep}{f' (each on {grid.tp} tensor ranks)' if grid.shards_experts and grid.tp > 1 else ''}"
 
 
 def _pipeline(training: Training) -> str:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.chat import Learn
 from engine.data.extras import Span
-from engine.data.template import Learn
 from engine.errors import UserError
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
@@ -129,10 +129,10 @@ class CogVLM(VisionFamily):
             )
         return self._prompt(chat, [(old, reply or "") for old, reply in history], query, len(sizes)).done()
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         return (self._norm.grid(self._size),)
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
         tile = resized(image, self._size)
         return Tiles(self._norm.patches(tile), self.grids(image.size))
 

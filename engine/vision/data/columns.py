@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.extras import ExtraColumns, Span
+from engine.data.extras import DocumentExtras, ExtraColumns, Span
 from engine.vision.data.pixels import Size
 
 IntArray = NDArray[np.int64]
@@ -30,7 +30,7 @@ class PlacedImage:
         where: record and field that name it, for messages.
         size: from its header.
         spans: the tokens of its document that its features replace, in the order of the features.
-        alone: its conversation had no other when it became tokens, before any was cut away.
+        is_only_image: its conversation had no other when it became tokens, before any was cut away.
     """
 
     path: str
@@ -38,7 +38,7 @@ class PlacedImage:
     where: str
     size: Size
     spans: tuple[Span, ...]
-    alone: bool = True
+    is_only_image: bool = True
 
     @property
     def file(self) -> Path:
@@ -46,7 +46,7 @@ class PlacedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(DocumentExtras):
     """What one document has beside its tokens.
 
     Args:
@@ -54,6 +54,7 @@ class Extras:
         odd_labels: what a position must predict, where that is neither the next token nor nothing.
     """
 
+    has_images: ClassVar[bool] = True
     images: tuple[PlacedImage, ...] = ()
     odd_labels: Mapping[int, int] | None = None
 
@@ -62,16 +63,17 @@ class Extras:
         """The tokens that features replace."""
         return [span for image in self.images for span in image.spans]
 
-    def cut(self, length: int) -> Extras | None:
-        """Returns what the first tokens of the document have; None where the cut would go through an image."""
-        kept = tuple(image for image in self.images if image.spans[0][0] < length)
-        if any(image.spans[-1][1] > length for image in kept):
+    def cut(self, start: int, end: int) -> Extras | None:
+        """Returns what the first tokens have; None for others, or where the cut would go through an image."""
+        kept = tuple(image for image in self.images if image.spans[0][0] < end)
+        if start or any(image.spans[-1][1] > end for image in kept):
             return None
         # the last position of a document has nothing to predict
-        labels = {at: label for at, label in (self.odd_labels or {}).items() if at < length - 1}
+        labels = {at: label for at, label in (self.odd_labels or {}).items() if at < end - 1}
         return Extras(kept, labels)
 
-    def columns(self, documents: Sequence[Extras | None]) -> VisionColumns:
+    @classmethod
+    def columns(cls, documents: Sequence[Extras | None]) -> VisionColumns:
         """Returns the extras of some documents as columns."""
         return VisionColumns.of([extras or Extras() for extras in documents])
 
@@ -83,7 +85,7 @@ class VisionColumns(ExtraColumns):
     Args:
         image_offsets: int64 [D + 1], where the images of each document begin; P in all.
         sizes: int64 [P, 2], width and height.
-        alone: bool [P], see `PlacedImage`.
+        is_only_image: bool [P], see `PlacedImage`.
         span_offsets: int64 [P + 1], where the spans of each image begin.
         spans: int64 [spans, 2], start and end, from the document's first token.
         label_offsets: int64 [D + 1], where the odd labels of each document begin.
@@ -94,7 +96,7 @@ class VisionColumns(ExtraColumns):
 
     image_offsets: IntArray
     sizes: IntArray
-    alone: NDArray[np.bool_]
+    is_only_image: NDArray[np.bool_]
     span_offsets: IntArray
     spans: IntArray
     label_offsets: IntArray
@@ -111,7 +113,7 @@ class VisionColumns(ExtraColumns):
         return cls(
             image_offsets=_offsets(len(document.images) for document in documents),
             sizes=_pairs(image.size for image in images),
-            alone=np.array([image.alone for image in images], dtype=bool),
+            is_only_image=np.array([image.is_only_image for image in images], dtype=bool),
             span_offsets=_offsets(len(image.spans) for image in images),
             spans=_pairs(span for image in images for span in image.spans),
             label_offsets=_offsets(map(len, odd)),
@@ -140,7 +142,7 @@ class VisionColumns(ExtraColumns):
             first, end = self.span_offsets[number : number + 2].tolist()
             spans = tuple((start, stop) for start, stop in self.spans[first:end].tolist())
             path, folder, where = self._texts(number)
-            yield PlacedImage(path, folder, where, (width, height), spans, bool(self.alone[number]))
+            yield PlacedImage(path, folder, where, (width, height), spans, bool(self.is_only_image[number]))
 
     def feature_spans(self, document: int) -> list[Span]:
         """Returns the tokens of a document that features replace."""
@@ -163,7 +165,7 @@ class VisionColumns(ExtraColumns):
         return cls(
             image_offsets=_chained([part.image_offsets for part in whole]),
             sizes=np.concatenate([part.sizes for part in whole]),
-            alone=np.concatenate([part.alone for part in whole]),
+            is_only_image=np.concatenate([part.is_only_image for part in whole]),
             span_offsets=_chained([part.span_offsets for part in whole]),
             spans=np.concatenate([part.spans for part in whole]),
             label_offsets=_chained([part.label_offsets for part in whole]),

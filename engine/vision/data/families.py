@@ -14,13 +14,13 @@ from engine.vision.data.cogvlm import CogVLM
 from engine.vision.data.family import VisionFamily
 from engine.vision.data.minicpm_v import MiniCPMV
 from engine.vision.data.omnilmm import OmniLMM
-from engine.vision.data.processors import STAND_INS, ProcessorFamily
+from engine.vision.data.processors import PROCESSOR_FAMILIES
 from engine.vision.data.reader import ImageReader
 
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
 _COGVLM_TYPES = ("cogvlm", "cogvlm2", "cogagent")
 
-IMAGE_MODELS = tuple(sorted((*STAND_INS, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
+IMAGE_MODELS = tuple(sorted((*PROCESSOR_FAMILIES, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
 """The model types whose images are read."""
 
 
@@ -44,13 +44,13 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
             return CogVLM(config, tokenizer, bos=_special(tokenizer, "bos"), eos=_special(tokenizer, "eos"))
         if architecture == "OmniLMMForCausalLM" or config.get("model_type") == "omnilmm":
             return OmniLMM(config, tokenizer, bos=_special(tokenizer, "bos"))
-        if config.get("model_type") in STAND_INS:
-            return ProcessorFamily(config, folder, tokenizer)
+        if (kind := PROCESSOR_FAMILIES.get(config.get("model_type") or "")) is not None:
+            return kind(config, folder, tokenizer)
     except UserError:  # says itself which file it is, and is a ValueError, too
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"config.json lacks what the images of a {architecture or config.get('model_type')} need ({error!r}); "
+            f"config.json lacks entries that images of a {architecture or config.get('model_type')} need ({error!r}); "
             "copy it again."
         ) from error
     return None

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.chat import Learn
 from engine.data.extras import Span
-from engine.data.template import Learn
 from engine.vision.data.pixels import Grid, Size
 
 if TYPE_CHECKING:
@@ -144,19 +144,19 @@ class VisionFamily(ABC):
         """
 
     @abstractmethod
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         """Returns the grids of the tiles that `tiles` makes of an image of this size.
 
         Args:
-            alone: its conversation has no other.
+            is_only_image: its conversation has no other.
         """
 
     @abstractmethod
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
         """Returns the patches of an RGB image.
 
         Args:
-            alone: its conversation has no other.
+            is_only_image: its conversation has no other.
         """
 
     def grids_together(self, grids: Sequence[Grid], documents: Sequence[int]) -> tuple[Grid, ...]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.data.template import Learn
+from engine.data.chat import Learn
 from engine.errors import UserError
 from engine.vision.data.family import (
     Conversation,
@@ -100,8 +100,8 @@ class MiniCPMV(VisionFamily):
         self._learn_header = learn_header
         layouts: dict[str, tuple[Callable[..., EncodedChat], str]] = {
             "2.0": (self._write_plain, "</s>"),
-            "2.5": (self._write_llama, "<|eot_id|>"),
-            "2.6": (self._write_chatml, "<|im_end|>"),
+            "2.5": (self._write_turns, "<|eot_id|>"),
+            "2.6": (self._write_turns, "<|im_end|>"),
         }
         self._layout, self._end = layouts[self.version]
         for token in ("<image>", "</image>", "<slice>", "</slice>", self._end):
@@ -115,7 +115,7 @@ class MiniCPMV(VisionFamily):
         slices = [self.rule.slices(size) for size in sizes]
         return self._layout(with_image_first(chat, len(sizes)), slices, None)
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         return tuple(self._norm.grid(tile) for tile in self.rule.slices(size).sizes())
 
     def grids_together(self, grids: Sequence[Grid], documents: Sequence[int]) -> tuple[Grid, ...]:
@@ -126,7 +126,7 @@ class MiniCPMV(VisionFamily):
             longest[document] = max(longest.get(document, 0), rows * columns)
         return tuple((*grid, longest[document]) for document, grid in zip(documents, grids, strict=True))
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
         slices = self.rule.slices(image.size)
         patches = [self._norm.patches(tile) for tile in slices.tiles(image)]
         return Tiles(np.concatenate(patches), self.grids(image.size))
@@ -155,37 +155,27 @@ class MiniCPMV(VisionFamily):
             writer.write("<AI>")
         return self._done(writer, learn)
 
-    def _write_chatml(self, chat: Conversation, slices: Sequence[Slices], learn: Learn | None) -> EncodedChat:
-        """Writes 2.6's layout; `learn` None writes the prompt of `chat`."""
-        writer = ChatWriter(self._text, len(slices))
-        if chat.turns[0].role != "system":
+    def _write_turns(self, chat: Conversation, slices: Sequence[Slices], learn: Learn | None) -> EncodedChat:
+        """Writes 2.5's layout, Llama's, or 2.6's, ChatML; `learn` None writes the prompt of `chat`."""
+        writer, newer = ChatWriter(self._text, len(slices)), self.version == "2.6"
+        before, behind, end = (
+            ("<|im_start|>", "\n", "\n") if newer else ("<|start_header_id|>", "<|end_header_id|>\n\n", "")
+        )
+        if not newer:
+            writer.write("<|begin_of_text|>")
+        elif chat.turns[0].role != "system":
             writer.write(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n")
-        header = len(self._text.encode("<|im_start|>assistant" if self._learn_header else "<|im_start|>assistant\n"))
+        answer = f"{before}assistant{behind}"
+        header = len(self._text.encode(answer.rstrip("\n") if newer and self._learn_header else answer))
         for number, turn in enumerate(chat.turns):
             start = writer.mark()
-            writer.write(f"<|im_start|>{turn.role}\n")
-            self._write_parts(writer, turn, chat, slices, training=learn is not None)
-            writer.write("<|im_end|>\n")
+            writer.write(f"{before}{turn.role}{behind}")
+            self._write_parts(writer, turn, chat, slices, training=learn is not None, strip=not newer)
+            writer.write(f"{self._end}{end}")
             if learn is not None and _is_target(chat.turns, number, learn):
-                writer.learn(start + header, writer.last(start, self._text.token("<|im_end|>")) + 1)
+                writer.learn(start + header, writer.last(start, self._text.token(self._end)) + 1)
         if learn is None:
-            writer.write("<|im_start|>assistant\n")
-        return self._done(writer, learn)
-
-    def _write_llama(self, chat: Conversation, slices: Sequence[Slices], learn: Learn | None) -> EncodedChat:
-        """Writes 2.5's layout; `learn` None writes the prompt of `chat`."""
-        writer = ChatWriter(self._text, len(slices))
-        writer.write("<|begin_of_text|>")
-        header = len(self._text.encode("<|start_header_id|>assistant<|end_header_id|>\n\n"))
-        for number, turn in enumerate(chat.turns):
-            start = writer.mark()
-            writer.write(f"<|start_header_id|>{turn.role}<|end_header_id|>\n\n")
-            self._write_parts(writer, turn, chat, slices, training=learn is not None, strip=True)
-            writer.write("<|eot_id|>")
-            if learn is not None and _is_target(chat.turns, number, learn):
-                writer.learn(start + header, writer.mark())
-        if learn is None:
-            writer.write("<|start_header_id|>assistant<|end_header_id|>\n\n")
+            writer.write(answer)
         return self._done(writer, learn)
 
     def _done(self, writer: ChatWriter, learn: Learn | None) -> EncodedChat:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.data.template import Learn
+from engine.data.chat import Learn
 from engine.vision.data.family import Conversation, EncodedChat, Tiles, Turn, VisionFamily, with_image_first
 from engine.vision.data.pixels import CLIP_MEAN, CLIP_STD, Grid, Normalisation, Size, resized
 from engine.vision.data.writer import ChatWriter, SplitText, TextEncoder
@@ -58,10 +58,10 @@ class OmniLMM(VisionFamily):
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         return self._write(chat, len(sizes), None).done()
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         return (self._norm.grid(self._size),)
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
         return Tiles(self._norm.patches(resized(image, self._size)), self.grids(image.size))
 
     def _write(self, chat: Conversation, num_images: int, learn: Learn | None) -> ChatWriter:

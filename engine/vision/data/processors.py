@@ -11,19 +11,19 @@ text's.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.extras import Span
 from engine.data.placeholders import Placeholders
-from engine.data.template import Learn
 from engine.data.tokenizer import Tokenizer
 from engine.errors import UserError
 from engine.files.documents import read_json
@@ -56,32 +56,8 @@ class StandIn:
         return self.before + self.feature * count + self.behind
 
 
-STAND_INS = {
-    "llava": StandIn("<image>", "<image>"),
-    "llava_next": StandIn("<image>", "<image>"),
-    "llava_onevision": StandIn("<image>", "<image>"),
-    "qwen2_5_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
-    "qwen3_vl": StandIn("<|image_pad|>", "<|image_pad|>"),
-    "internvl": StandIn("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
-    "gemma3": StandIn("<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
-}
-"""By model_type."""
-
-_BY_GRID = ("qwen2_5_vl", "qwen3_vl")
-"""Families whose processor cuts patches itself, and whose positions are of three kinds."""
-
-_ONEVISION = "llava_onevision"
-"""A family that cuts an image into tiles only if it is alone, and scales what is too much."""
-
-_IN_TILES = ("llava_next", _ONEVISION)
-"""Families whose features of all tiles of an image are one map."""
-
-_BIDIRECTIONAL = ("gemma3",)
-"""Families in whose attention the tokens of an image see the whole image."""
-
-
 class ProcessorFamily(VisionFamily):
-    """The family.
+    """A family whose processor makes tiles of one size: one of an image, where the family does not say otherwise.
 
     Args:
         config: config.json of the model.
@@ -89,17 +65,16 @@ class ProcessorFamily(VisionFamily):
         tokenizer: of the model.
     """
 
+    stand_in: ClassVar[StandIn]
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the image processor."""
     turns_upright = True
 
     def __init__(self, config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> None:
-        self._kind = str(config["model_type"])
-        self.rotates_by_grid = self._kind in _BY_GRID
-        self.is_bidirectional = self._kind in _BIDIRECTIONAL
-        self._stand_in = STAND_INS[self._kind]
         self._tokenizer = tokenizer
-        feature = tokenizer.added_tokens.get(self._stand_in.feature)
+        feature = tokenizer.added_tokens.get(self.stand_in.feature)
         if feature is None or not tokenizer.has_chat_template:
-            lacks = "chat template" if feature is not None else f"token {self._stand_in.feature}"
+            lacks = "chat template" if feature is not None else f"token {self.stand_in.feature}"
             raise UserError(
                 f"the tokenizer has no {lacks}, which the model needs for images; give data.tokenizer the folder "
                 "with the model's own files, or data.chat_template its template."
@@ -116,64 +91,50 @@ class ProcessorFamily(VisionFamily):
             raise UserError("config.json lacks vision_config, which describes the vision tower: copy it again.")
         self._tower, self._config = vision, config
         self._patch = _side(vision, "patch_size")
-        frames = _side(vision, "temporal_patch_size") if self.rotates_by_grid else 1
-        self.patch_features = 3 * self._patch**2 * frames  # an image is as many equal frames
-        if self.rotates_by_grid:
-            self._check_patches(frames)
-        else:
-            self._check_size()
+        self.patch_features = 3 * self._patch**2
+        self._check_sizes()
         self._check_processing()
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
-        chat = with_image_first(chat, len(sizes))
-        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
+        chat, counts = with_image_first(chat, len(sizes)), self._counts(sizes)
         ids, targets = self._tokenizer.apply_chat(_messages(chat), learn=learn, images=self._placeholders(chat, counts))
         bos = self._bos(ids)
         yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
-        chat = with_image_first(chat, len(sizes))
-        counts = [self._count(size, alone=len(sizes) == 1) for size in sizes]
+        chat, counts = with_image_first(chat, len(sizes)), self._counts(sizes)
         ids = self._tokenizer.chat_prompt(_messages(chat), images=self._placeholders(chat, counts))
         ids = self._bos(ids) + ids
         return self._placed(chat, ids, [False] * len(ids), counts)
 
-    def grids(self, size: Size, *, alone: bool = True) -> tuple[Grid, ...]:
-        if self._kind in _IN_TILES:
-            return (self._anyres(size, alone=alone),)
-        if self.rotates_by_grid:
-            return (self._grid(size),)
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         rows, columns = (side // self._patch for side in self._image_size())
-        return ((rows, columns),) * (self._num_tiles(size) if self._kind == "internvl" else 1)
+        return ((rows, columns),)
 
-    def tiles(self, image: Image, *, alone: bool = True) -> Tiles:
-        found = self._processed(image, alone=alone)
-        pixels = np.asarray(found["pixel_values"], dtype=np.float32)
-        if self.rotates_by_grid:
-            return Tiles(pixels, tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"]))
-        if self._kind in _IN_TILES:
-            pixels = pixels[0]
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
+        pixels = self._processed([image])["pixel_values"]
+        patches, grid = self._patches(pixels)
+        return Tiles(patches, (grid,) * len(pixels))
+
+    @abstractmethod
+    def _num_features(self, grids: tuple[Grid, ...]) -> int:
+        """Returns the features of an image with these tiles."""
+
+    def _counts(self, sizes: Sequence[Size]) -> list[int]:
+        """Returns the features of each image of a conversation."""
+        return [self._num_features(self.grids(size, is_only_image=len(sizes) == 1)) for size in sizes]
+
+    def _processed(self, images: Sequence[Any]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._processor(images=images, return_tensors="np", **self.options)
+        return found
+
+    def _patches(self, pixels: Any) -> tuple[NDArray[np.float32], Grid]:
+        """Returns the patches of tiles [n, 3, height, width], and the grid of each tile."""
+        pixels = np.asarray(pixels, dtype=np.float32)
         rows, columns = (length // self._patch for length in pixels.shape[-2:])
         pixels = pixels[..., : rows * self._patch, : columns * self._patch]  # the convolution of a tower reads no more
         patches = rearrange(pixels, "n c (h p) (w q) -> (n h w) (c p q)", p=self._patch, q=self._patch)
-        if self._kind in _IN_TILES:
-            return Tiles(patches, (self._anyres(image.size, alone=alone),))
-        return Tiles(patches, ((rows, columns),) * len(pixels))
-
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
-        if not self.rotates_by_grid:
-            return super().positions(length, spans, sizes)
-        positions = np.empty((3, length), dtype=np.int64)
-        at = after = 0
-        for (start, end), size in zip(spans, sizes, strict=True):
-            positions[:, at:start] = after + np.arange(start - at)
-            first = after + start - at
-            rows, columns = (side // self._processor.merge_size for side in self._grid(size))
-            row, column = np.divmod(np.arange(rows * columns), columns)
-            positions[:, start:end] = first + np.stack([np.zeros_like(row), row, column])
-            at, after = end, first + max(rows, columns)
-        positions[:, at:] = after + np.arange(length - at)
-        return positions
+        return patches, (rows, columns)
 
     def _bos(self, ids: list[int]) -> list[int]:
         """Returns what belongs in front: the tokenizer's first token, unless it adds none or the template wrote it."""
@@ -181,14 +142,14 @@ class ProcessorFamily(VisionFamily):
         return [bos] if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos] else []
 
     def _placeholders(self, chat: Conversation, counts: Sequence[int]) -> Placeholders:
-        return Placeholders(self._stand_in.mark, tuple(self._stand_in.text(counts[number]) for number in _order(chat)))
+        return Placeholders(self.stand_in.mark, tuple(self.stand_in.text(counts[number]) for number in _order(chat)))
 
     def _placed(self, chat: Conversation, ids: list[int], targets: list[bool], counts: Sequence[int]) -> EncodedChat:
         """Returns the tokens with the places of features, which are no targets."""
         places = [at for at, token in enumerate(ids) if token == self._feature]
         if len(places) != sum(counts):
             raise UserError(
-                f"the conversation has {len(places)} times the token {self._stand_in.feature}, but its images have "
+                f"the conversation has {len(places)} times the token {self.stand_in.feature}, but its images have "
                 f"{sum(counts)} features; remove the token from the text."
             )
         spans: list[list[Span]] = [[] for _ in counts]
@@ -202,30 +163,6 @@ class ProcessorFamily(VisionFamily):
         targets = [target and at > 0 and at not in stand_ins for at, target in enumerate(targets)]
         return EncodedChat(ids, targets, spans)
 
-    def _count(self, size: Size, *, alone: bool) -> int:
-        """Returns the features of an image of this size; `alone` in its conversation or not."""
-        if self._kind in _IN_TILES:
-            return num_features(self._anyres(size, alone=alone))
-        if self.rotates_by_grid:
-            rows, columns = self._grid(size)
-            return rows * columns // int(self._processor.merge_size) ** 2
-        if self._kind == "gemma3":
-            return int(self._config.get("mm_tokens_per_image", 256))
-        rows, columns = (side // self._patch for side in self._image_size())
-        if self._kind == "internvl":
-            ratio = float(self._config.get("downsample_ratio", 0.5))
-            return self._num_tiles(size) * round(rows * ratio) * round(columns * ratio)
-        # the first output of a CLIP tower is that of the class; "default" leaves the first out, whatever it is
-        return rows * columns + (self._tower["model_type"] == CLIP) - self._leaves_out_first
-
-    def _num_tiles(self, size: Size) -> int:
-        """Returns the tiles that InternVL's processor cuts an image into."""
-        return int(self._processor.get_number_of_image_patches(size[1], size[0], {"crop_to_patches": True}))
-
-    @property
-    def _leaves_out_first(self) -> bool:
-        return self._config.get("vision_feature_select_strategy", "default") == "default"
-
     def _image_size(self) -> Size:
         """Returns height and width in pixels of an image, or of a tile, as the processor makes it."""
         crop = self._processor.crop_size if getattr(self._processor, "do_center_crop", False) else None
@@ -237,24 +174,7 @@ class ProcessorFamily(VisionFamily):
             )
         return int(size["height"]), int(size["width"])
 
-    def _check_patches(self, frames: int) -> None:
-        """Refuses patches, or blocks of them, of other sizes than the tower's."""
-        processor, limits = self._processor, self._processor.size
-        tower = (self._patch, frames, _side(self._tower, "spatial_merge_size"))
-        made = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
-        if made != tower or not processor.do_resize:
-            raise UserError(
-                f"{self._file} has patch_size, temporal_patch_size and merge_size {made} and do_resize "
-                f"{processor.do_resize}, but config.json has a tower for {tower} and images that are resized; copy "
-                "both files of one model."
-            )
-        if not (limits.get("shortest_edge") and limits.get("longest_edge")):
-            raise UserError(
-                f"{self._file} has size {dict(limits)}, but shortest_edge and longest_edge, or min_pixels and "
-                "max_pixels beside it, are expected: copy the model's own file."
-            )
-
-    def _check_size(self) -> None:
+    def _check_sizes(self) -> None:
         """Refuses images of another size than the tower's."""
         if (edge := dict(self._processor.size).get("shortest_edge") or 0) > _LONGEST_SIDE:
             raise UserError(f"{self._file} has size.shortest_edge {edge}, but at most {_LONGEST_SIDE:,} is expected.")
@@ -265,8 +185,6 @@ class ProcessorFamily(VisionFamily):
                 f"{self._file} makes images of {height} x {width} pixels, but config.json has a tower for {side} x "
                 f"{side}; copy both files of one model."
             )
-        if self._kind in _IN_TILES:
-            self._check_pinpoints()
 
     def _check_processing(self) -> None:
         """Processes an image, because transformers looks at most of the settings only then."""
@@ -288,7 +206,44 @@ class ProcessorFamily(VisionFamily):
                 f"({fault}); copy the model's own file."
             )
 
-    def _check_pinpoints(self) -> None:
+
+class Llava(ProcessorFamily):
+    """LLaVA 1.5."""
+
+    stand_in = StandIn("<image>", "<image>")
+
+    def _num_features(self, grids: tuple[Grid, ...]) -> int:
+        ((rows, columns),) = grids
+        # the first output of a CLIP tower is that of the class; "default" leaves the first out, whatever it is
+        leaves_out_first = self._config.get("vision_feature_select_strategy", "default") == "default"
+        return rows * columns + (self._tower["model_type"] == CLIP) - leaves_out_first
+
+
+class LlavaNext(Llava):
+    """LLaVA-NeXT, whose features of all tiles of an image are one map."""
+
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
+        tile, _ = self._image_size()
+        pinpoints = self._processor.image_grid_pinpoints
+        return (anyres_grid(size, pinpoints, tile=tile, side=tile // self._patch, most=self._most_tiles()),)
+
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
+        patches, _ = self._patches(self._processed(self._batch(image, is_only_image))["pixel_values"][0])
+        return Tiles(patches, self.grids(image.size, is_only_image=is_only_image))
+
+    def _batch(self, image: Image, is_only_image: bool) -> Sequence[Any]:
+        """Returns the images to process, of which the first is taken."""
+        return [image]
+
+    def _num_features(self, grids: tuple[Grid, ...]) -> int:
+        return num_features(*grids)
+
+    def _most_tiles(self) -> int | None:
+        """Returns how many tiles' features an image may have; None where features are not scaled."""
+        return None
+
+    def _check_sizes(self) -> None:
+        super()._check_sizes()
         tile, _ = self._image_size()
         pinpoints = [list(one) for one in self._processor.image_grid_pinpoints]
         if any(length % tile or length < tile for one in pinpoints for length in one):
@@ -301,6 +256,77 @@ class ProcessorFamily(VisionFamily):
                 f"{self._file} and config.json have other image_grid_pinpoints; copy both files of one model."
             )
 
+
+class LlavaOneVision(LlavaNext):
+    """LLaVA-OneVision, which cuts the only image of a conversation into tiles, and scales down too many features."""
+
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
+        return super().grids(size) if is_only_image else ProcessorFamily.grids(self, size)
+
+    def _batch(self, image: Image, is_only_image: bool) -> Sequence[Any]:
+        return [image] if is_only_image else [[image, image.resize((1, 1))]]
+
+    def _most_tiles(self) -> int:
+        return most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
+
+
+class InternVL(ProcessorFamily):
+    """InternVL3, whose processor cuts images into tiles."""
+
+    stand_in = StandIn("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>")
+    options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": True}
+
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
+        return super().grids(size) * int(
+            self._processor.get_number_of_image_patches(size[1], size[0], dict(self.options))
+        )
+
+    def _num_features(self, grids: tuple[Grid, ...]) -> int:
+        ratio = float(self._config.get("downsample_ratio", 0.5))
+        return sum(round(rows * ratio) * round(columns * ratio) for rows, columns in grids)
+
+
+class Gemma3(ProcessorFamily):
+    """Gemma 3, in whose attention the tokens of an image see the whole image."""
+
+    stand_in = StandIn("<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n")
+    is_bidirectional = True
+
+    def _num_features(self, grids: tuple[Grid, ...]) -> int:
+        return int(self._config.get("mm_tokens_per_image", 256))
+
+
+class QwenVL(ProcessorFamily):
+    """Qwen2.5-VL and Qwen3-VL, whose processor cuts patches itself, and whose positions are of three kinds."""
+
+    stand_in = StandIn("<|image_pad|>", "<|image_pad|>")
+    rotates_by_grid = True
+
+    def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
+        return (self._grid(size),)
+
+    def tiles(self, image: Image, *, is_only_image: bool = True) -> Tiles:
+        found = self._processed([image])
+        grids = tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"])
+        return Tiles(np.asarray(found["pixel_values"], dtype=np.float32), grids)
+
+    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        positions = np.empty((3, length), dtype=np.int64)
+        at = after = 0
+        for (start, end), size in zip(spans, sizes, strict=True):
+            positions[:, at:start] = after + np.arange(start - at)
+            first = after + start - at
+            rows, columns = (side // self._processor.merge_size for side in self._grid(size))
+            row, column = np.divmod(np.arange(rows * columns), columns)
+            positions[:, start:end] = first + np.stack([np.zeros_like(row), row, column])
+            at, after = end, first + max(rows, columns)
+        positions[:, at:] = after + np.arange(length - at)
+        return positions
+
+    def _num_features(self, grids: tuple[Grid, ...]) -> int:
+        ((rows, columns),) = grids
+        return rows * columns // int(self._processor.merge_size) ** 2
+
     def _grid(self, size: Size) -> Grid:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -311,21 +337,36 @@ class ProcessorFamily(VisionFamily):
             raise UserError(f"the model's processor refuses an image of {size[0]} x {size[1]} ({error}).") from error
         return height // self._patch, width // self._patch
 
-    def _anyres(self, size: Size, *, alone: bool) -> Grid:
-        tile, _ = self._image_size()
-        side = tile // self._patch
-        most = None
-        if self._kind == _ONEVISION:
-            if not alone:
-                return side, side
-            most = most_tiles(self._config.get("vision_aspect_ratio", "anyres_max_9"))
-        return anyres_grid(size, self._processor.image_grid_pinpoints, tile=tile, side=side, most=most)
+    def _check_sizes(self) -> None:
+        """Refuses patches, or blocks of them, of other sizes than the tower's."""
+        processor, limits = self._processor, self._processor.size
+        frames = _side(self._tower, "temporal_patch_size")
+        self.patch_features *= frames  # an image is as many equal frames
+        tower = (self._patch, frames, _side(self._tower, "spatial_merge_size"))
+        made = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
+        if made != tower or not processor.do_resize:
+            raise UserError(
+                f"{self._file} has patch_size, temporal_patch_size and merge_size {made} and do_resize "
+                f"{processor.do_resize}, but config.json has a tower for {tower} and images that are resized; copy "
+                "both files of one model."
+            )
+        if not (limits.get("shortest_edge") and limits.get("longest_edge")):
+            raise UserError(
+                f"{self._file} has size {dict(limits)}, but shortest_edge and longest_edge, or min_pixels and "
+                "max_pixels beside it, are expected: copy the model's own file."
+            )
 
-    def _processed(self, image: Image, *, alone: bool) -> Mapping[str, Any]:
-        options = {"crop_to_patches": True} if self._kind == "internvl" else {}
-        images = [image] if alone or self._kind != _ONEVISION else [[image, image.resize((1, 1))]]
-        found: Mapping[str, Any] = self._processor(images=images, return_tensors="np", **options)
-        return found
+
+PROCESSOR_FAMILIES: Mapping[str, type[ProcessorFamily]] = {
+    "llava": Llava,
+    "llava_next": LlavaNext,
+    "llava_onevision": LlavaOneVision,
+    "qwen2_5_vl": QwenVL,
+    "qwen3_vl": QwenVL,
+    "internvl": InternVL,
+    "gemma3": Gemma3,
+}
+"""By model_type."""
 
 
 def _image_processor(folder: Path) -> Any:

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.data.chat import Message
+from engine.data.chat import Learn, Message
 from engine.data.document import Document
 from engine.data.record_files import Place
-from engine.data.template import Learn
 from engine.errors import UserError
 from engine.vision.data.columns import Extras, PlacedImage
 from engine.vision.data.family import EncodedChat, VisionFamily
 from engine.vision.data.files import image_size
 from engine.vision.data.pixels import Size
-from engine.vision.data.records import MARKER, ImageRef, ImageSample, plain_conversation
+from engine.vision.data.records import MARKER, ImageRef, ImageSample, plain_conversation, prompt_sample
 
 
 class ImageReader:
@@ -84,14 +83,37 @@ def _document(place: Place, encoded: EncodedChat, images: list[PlacedImage]) -> 
         place,
         np.array(encoded.ids, dtype=np.int32),
         np.array(encoded.targets, dtype=bool),
-        Extras(_in_order(encoded, images), encoded.odd_labels),
+        (Extras(_in_order(encoded, images), encoded.odd_labels),),
     )
 
 
 def _in_order(encoded: EncodedChat, images: list[PlacedImage]) -> tuple[PlacedImage, ...]:
     """Returns the images with their places, in the order of the tokens, in which a record need not name them."""
     placed = [
-        replace(image, spans=tuple(spans), alone=len(images) == 1)
+        replace(image, spans=tuple(spans), is_only_image=len(images) == 1)
         for image, spans in zip(images, encoded.spans, strict=True)
     ]
     return tuple(sorted(placed, key=lambda image: image.spans[0]))
+
+
+def sample_conversation(
+    family: VisionFamily, folder: str | None, text: str, image: str, number: int
+) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """Returns the tokens of one of train.sample_prompts, as the model's family writes a user's message, and its images.
+
+    Args:
+        folder: data.image_folder.
+        image: path of its image; empty without one.
+        number: of the prompt.
+
+    Raises:
+        UserError: the image cannot be read, or the model needs one.
+    """
+    place, messages = Place(Path("train.sample_prompts"), "number", number), [{"role": "user", "content": text}]
+    sample = ImageSample(place, plain_conversation(messages), ())
+    if image:
+        sample = prompt_sample(place, {"images": [image]}, messages)
+        named = tuple(replace(image, option="train.sample_images") for image in sample.images)
+        sample = replace(sample, images=named)
+    ids, images = ImageReader(family, folder).prompt(sample)
+    return list(ids), images

@@ -99,14 +99,15 @@ class RowImages:
         Raises:
             UserError: one of those that it decodes cannot be read, or has changed.
         """
-        family, sizes = self._family, [one.image.size for one in self._images]
-        alone = [one.image.alone for one in self._images]
-        grids = [family.grids(size, alone=only) for size, only in zip(sizes, alone, strict=True)]
+        family, given = self._family, [one.image for one in self._images]
+        grids = [family.grids(image.size, is_only_image=image.is_only_image) for image in given]
         tower = _Tower(grids, self._input_rank, family.patch_features)
         second = None
         if family.cross_patch_features is not None:
-            second = _Tower(list(map(family.cross_grids, sizes)), self._input_rank, family.cross_patch_features)
-        decoded = self._decoded(sorted({*tower.encoded, *(() if second is None else second.encoded)}), alone)
+            second = _Tower(
+                [family.cross_grids(image.size) for image in given], self._input_rank, family.cross_patch_features
+            )
+        decoded = self._decoded(sorted({*tower.encoded, *(() if second is None else second.encoded)}))
         places = _indices(self._places)
         images = tower.images(Images, self._images, {at: tiles for at, (tiles, _) in decoded.items()}, places)
         parts: list[BatchPart] = [replace(images, grids=family.grids_together(images.grids, images.documents))]
@@ -121,18 +122,20 @@ class RowImages:
             parts.append(GridPositions(positions_3BS=torch.from_numpy(rows.positions_DBS)))
         return tuple(parts)
 
-    def _decoded(self, images: Sequence[int], alone: Sequence[bool]) -> dict[int, tuple[Tiles, Tiles | None]]:
+    def _decoded(self, images: Sequence[int]) -> dict[int, tuple[Tiles, Tiles | None]]:
         """Returns the tiles of these images for both towers, by the images' numbers."""
         found = self._known
         for at in images:
-            placed, key = self._images[at].image, self._key(at, alone)
+            placed, key = self._images[at].image, self._key(at)
             if key not in found:  # the answers of a pair share an image
                 image = read_image(placed.file, placed.size, placed.where, upright=self._family.turns_upright)
-                found[key] = self._family.tiles(image, alone=alone[at]), self._family.cross_tiles(image)
-        return {at: found[self._key(at, alone)] for at in images}
+                tiles = self._family.tiles(image, is_only_image=placed.is_only_image)
+                found[key] = tiles, self._family.cross_tiles(image)
+        return {at: found[self._key(at)] for at in images}
 
-    def _key(self, at: int, alone: Sequence[bool]) -> tuple[Path, bool]:
-        return self._images[at].image.file, alone[at]
+    def _key(self, at: int) -> tuple[Path, bool]:
+        image = self._images[at].image
+        return image.file, image.is_only_image
 
 
 def collect_images(dataset: TokenDataset, input_rank: InputRank) -> RowImages:

@@ -34,10 +34,6 @@ class Slices:
     refined: Size = (0, 0)
 
     @property
-    def num_tiles(self) -> int:
-        return 1 + self.columns * self.rows
-
-    @property
     def cell(self) -> Size:
         """Size of one tile of the grid."""
         return self.refined[0] // self.columns, self.refined[1] // self.rows

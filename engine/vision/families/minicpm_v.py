@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
@@ -14,8 +13,8 @@ from engine.models.families import llama, minicpm, qwen2
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES
 from engine.models.names import NameMap
-from engine.vision.layers.encoder import VisionConfig
-from engine.vision.layers.fronts import ImageTower
+from engine.seams import resolve
+from engine.vision.families.wrapping import with_tower
 from engine.vision.minicpm_versions import minicpm_v_version
 
 NAMES = NameMap(
@@ -25,8 +24,13 @@ NAMES = NameMap(
     vision={"vpm": "vpm", "resampler": "resampler"},
 )
 
-_BY_VERSION = {"2.0": minicpm.config_from_hf, "2.5": llama.config_from_hf, "2.6": qwen2.config_from_hf}
-"""Reads the language model."""
+_BY_VERSION = {
+    "2.0": (minicpm.config_from_hf, "engine.vision.towers.minicpm_v2:MiniCPMV2VisionConfig"),
+    "2.5": (llama.config_from_hf, "engine.vision.towers.minicpm_v2_6:MiniCPMV26VisionConfig"),
+    "2.6": (qwen2.config_from_hf, "engine.vision.towers.minicpm_v2_6:MiniCPMV26VisionConfig"),
+}
+"""Reads the language model, and the configuration that reads the vision model, imported where there is one: the
+packages that vision models need may be missing."""
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -39,15 +43,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         return minicpm.config_from_hf({"tie_word_embeddings": False, **hf})
     version = minicpm_v_version(hf)
     text = {"tie_word_embeddings": False, **hf} if version == "2.0" else hf
-    return replace(_BY_VERSION[version](text), fronts=(ImageTower(model=_vision(hf, version)),))
-
-
-def _vision(hf: dict[str, Any], version: str) -> VisionConfig:
-    # where no image is looked at, the packages that vision models need may be missing
-    from engine.vision.towers.minicpm_v2 import MiniCPMV2VisionConfig
-    from engine.vision.towers.minicpm_v2_6 import MiniCPMV26VisionConfig
-
-    return (MiniCPMV2VisionConfig if version == "2.0" else MiniCPMV26VisionConfig).from_hf(hf)
+    read, tower = _BY_VERSION[version]
+    return with_tower(read(text), resolve(tower).from_hf(hf))
 
 
 FAMILY = Family(config_from_hf, NAMES)

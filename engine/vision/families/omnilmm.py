@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from engine.models.decoder_config import DecoderConfig
@@ -10,7 +9,8 @@ from engine.models.families import mistral
 from engine.models.families.family import Family
 from engine.models.families.reading import PRE_NORM_MODULES
 from engine.models.names import NameMap
-from engine.vision.layers.fronts import ImageTower
+from engine.seams import resolve
+from engine.vision.families.wrapping import with_tower
 
 NAMES = NameMap(
     layer_modules=PRE_NORM_MODULES,
@@ -25,9 +25,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
     # where no image is looked at, the packages that vision models need may be missing
-    from engine.vision.towers.omnilmm import OmniLMMVisionConfig
-
-    return replace(mistral.config_from_hf(hf), fronts=(ImageTower(model=OmniLMMVisionConfig.from_hf(hf)),))
+    tower = resolve("engine.vision.towers.omnilmm:OmniLMMVisionConfig")
+    return with_tower(mistral.config_from_hf(hf), tower.from_hf(hf))
 
 
 FAMILY = Family(config_from_hf, NAMES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import UserError
 from engine.models.decoder_config import DecoderConfig
@@ -18,6 +18,9 @@ from engine.models.families.family import Family
 from engine.models.names import Spelling
 from engine.vision.families.wrapping import Wrapping
 from engine.vision.layers.fronts import ImageTower
+
+if TYPE_CHECKING:
+    from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
 
 _DEFAULTS_2_5 = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "max_position_embeddings": 32768,
@@ -88,17 +91,7 @@ def config_3(hf: dict[str, Any]) -> DecoderConfig:
     return replace(text, family="qwen3_vl_text", ropes=(replace(text.ropes[0], axes=tuple(axes)),))
 
 
-def _complete_2_5(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    # where no image is looked at, the packages that vision models need may be missing
-    from engine.vision.towers.qwen2_5_vl import Qwen25VisionConfig
-
-    return replace(text, fronts=(ImageTower(model=Qwen25VisionConfig.from_hf(hf, text.hidden)),))
-
-
-def _complete_3(text: DecoderConfig, hf: dict[str, Any]) -> DecoderConfig:
-    from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
-
-    vision = Qwen3VisionConfig.from_hf(hf, text.hidden)
+def _complete_3(text: DecoderConfig, vision: Qwen3VisionConfig) -> DecoderConfig:
     if len(vision.deepstack) > text.num_layers:
         raise UserError(
             f"config.json has {len(vision.deepstack)} vision_config.deepstack_visual_indexes, whose features "
@@ -112,13 +105,14 @@ _SPELLINGS = (
     Spelling("model.", "lm_head", {"visual": "visual"}),
 )
 QWEN2_5_VL = Wrapping(
-    complete=_complete_2_5,
+    tower="engine.vision.towers.qwen2_5_vl:Qwen25VisionConfig",
     spellings=_SPELLINGS,
     texts=dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2_5_vl_text"),
     text="qwen2_5_vl_text",
     either_ties=True,
 )
 QWEN3_VL = Wrapping(
+    tower="engine.vision.towers.qwen3_vl:Qwen3VisionConfig",
     complete=_complete_3,
     spellings=_SPELLINGS,
     texts=dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), "qwen3_vl_text"),

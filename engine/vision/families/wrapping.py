@@ -17,33 +17,23 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.families.checking import part_of
 from engine.models.families.family import Family
 from engine.models.names import Spelling
+from engine.seams import resolve
+from engine.vision.layers.encoder import VisionConfig
+from engine.vision.layers.fronts import ImageTower
 
+_USUAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN = {**_USUAL, "intermediate_size": 22016, "vocab_size": 151936}
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "mistral": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 32000, "max_position_embeddings": 131072,
-    },
-    "qwen2": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 151936, "max_position_embeddings": 32768,
-    },
-    "qwen3": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 151936, "max_position_embeddings": 32768,
-    },
+    "llama": {**_USUAL, "intermediate_size": 11008, "vocab_size": 32000},
+    "mistral": {**_USUAL, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072},
+    "qwen2": {**_QWEN, "max_position_embeddings": 32768},
+    "qwen3": {**_QWEN, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
     "qwen2_5_vl_text": {
         "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
         "vocab_size": 152064,
     },
-    "qwen3_vl_text": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 151936,
-    },
+    "qwen3_vl_text": _QWEN,
 }  # fmt: skip
 """By family: what `text_config` leaves out where it is what transformers' class has."""
 
@@ -51,26 +41,35 @@ TEXTS = {name: name for name in ("llama", "mistral", "qwen2", "qwen3")}
 """The language models that most of them may have: model_type of `text_config` -> key of the family table."""
 
 
+def with_tower(text: DecoderConfig, vision: VisionConfig) -> DecoderConfig:
+    """Returns the language model's config with a vision model whose features take the places of tokens."""
+    return replace(text, fronts=(ImageTower(model=vision),))
+
+
 class Wrapping(NamedTuple):
     """One `model_type` of such models.
 
     Args:
-        complete: the language model's config, and config.json -> that with the vision model.
+        tower: "module:NAME" of the vision model's configuration, whose `from_hf` takes config.json and the language
+            model's width. Where no image is looked at, the packages that vision models need may be missing.
         spellings: the names that its checkpoints have, those of transformers' modules first.
         texts: model_type of `text_config` -> the family that reads it; of those whose sizes stand at the top of
             config.json, the model's own.
         text: model_type of a `text_config` that does not say.
-        unused: reads from config.json which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
+        complete: the language model's config and the vision model's -> that with both.
+        unused: the vision model's config -> which tensors of a checkpoint nothing is computed with; see
+            `NameMap.unused`.
         parameters: see `NameMap.parameters`.
         either_ties: whether embeddings are tied where config.json or its `text_config` says so; else config.json
             decides, where it says anything.
     """
 
-    complete: Callable[[DecoderConfig, dict[str, Any]], DecoderConfig]
+    tower: str
     spellings: tuple[Spelling, ...]
     texts: Mapping[str, str] = TEXTS
     text: str = "llama"
-    unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
+    complete: Callable[[DecoderConfig, Any], DecoderConfig] = with_tower
+    unused: Callable[[Any], tuple[str, ...]] | None = None
     parameters: tuple[str, ...] = ()
     either_ties: bool = False
 
@@ -101,11 +100,12 @@ class Wrapping(NamedTuple):
         """Returns the family of the language model `inner` with the vision model that config.json describes."""
 
         def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
-            return self.complete(inner.config_from_hf(self.text_config(hf)), hf)
+            text = inner.config_from_hf(self.text_config(hf))
+            return self.complete(text, resolve(self.tower).from_hf(hf, text.hidden))
 
         names = replace(inner.names, spellings=self.spellings, parameters=self.parameters)
         if self.unused is not None:
-            names = replace(names, unused=self.unused(hf))
+            names = replace(names, unused=self.unused(resolve(self.tower).from_hf(hf, 1)))
         return inner._replace(config_from_hf=config_from_hf, names=names.live)
 
 

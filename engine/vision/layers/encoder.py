@@ -2,9 +2,9 @@
 
     x[t] <- features[i]    for each token t that stands for feature row i
 
-Where a vision model has features for later layers too, they lie below x: rows
-[k T, (k + 1) T) of what comes out are those of number k, and 0 at tokens of text. So they travel with the residual
-stream wherever it goes, and the gradient of each comes back in its place.
+Where a vision model has features for later layers too, they are stacked after x along dim 0: rows [k T, (k + 1) T) of
+the result are those of number k, and 0 at tokens of text. So they travel with the residual stream wherever it goes, and
+the gradient of each comes back in its place.
 
 The vision model is a `PlainModule`, whole on every tensor and context rank. The tiles of a micro-batch are dealt out to
 these ranks, contiguous and with about as many patches each; each rank encodes its own, and features are gathered once.
@@ -35,7 +35,7 @@ from engine.layers.plain_module import PlainModule, TileDropout
 from engine.models.decoder_config import FrontModule
 from engine.ops.gradients import past_unused
 from engine.vision.batch_parts import Images
-from engine.vision.tile_shares import deal_out
+from engine.vision.tile_shares import TileShare, deal_out
 
 Grid = tuple[int, ...]
 """(rows, columns) in patches, and behind that what else a vision model has to know of a tile."""
@@ -64,15 +64,9 @@ class VisionConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What one rank encodes of a micro-batch: tiles [first, last), and the patches and feature rows of these.
+class _Share(TileShare):
+    """What one rank encodes of a micro-batch, with the range of its feature rows within those of all tiles."""
 
-    Args:
-        tiles, patches, features: ranges, each within the whole micro-batch.
-    """
-
-    tiles: slice
-    patches: slice
     features: slice
 
 

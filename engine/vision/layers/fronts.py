@@ -30,8 +30,8 @@ _TOWER_SITES, _ENCODER_SITES = 1 << 20, 1 << 21
 def images_change(family: str) -> str:
     """Returns why a graph cannot hold layers that differ with the images of a micro-batch."""
     return (
-        f"which weights a token of this {family} model meets, or what it attends to, changes with the images of a "
-        "micro-batch"
+        f"the weights that a token of this {family} model meets, or the tokens that it attends to, change with the "
+        "images of a micro-batch"
     )
 
 

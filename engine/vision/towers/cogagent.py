@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from engine.vision.towers.cogvlm import CHECKPOINT_PREFIX
-from engine.vision.towers.sizes import Grid, Grids, check_grids, counts_from_hf, sizes_in_code, square_side
+from engine.vision.towers.parts import PatchEmbedding
+from engine.vision.towers.sizes import Grid, Grids, SquareTiles, check_grids, counts_from_hf, sizes_in_code, square_side
 
 _RELEASED = {
     "layers_run": 23,
@@ -33,12 +34,11 @@ _THETA = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrossVisionConfig:
+class CrossVisionConfig(SquareTiles):
     """Sizes of the encoder.
 
     Args:
         width, num_layers, num_heads, mlp_width: of what is computed; the checkpoint has one more block.
-        patch, side: pixels on a side of a patch, and patches on a side of an image.
         trained_side: patches on a side of the images of pretraining, which rotary coordinates are scaled to.
         norm_eps: of all norms.
     """
@@ -47,8 +47,6 @@ class CrossVisionConfig:
     num_layers: int
     num_heads: int
     mlp_width: int
-    patch: int
-    side: int
     trained_side: int
     norm_eps: float = 1e-6
 
@@ -95,16 +93,6 @@ class CrossVisionConfig:
     def rows_per_tile(self) -> int:
         """Encoded rows of one image."""
         return self.side**2
-
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of an image."""
-        return self.side, self.side
 
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
@@ -175,22 +163,13 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class _PatchEmbed(nn.Module):
-    def __init__(self, config: CrossVisionConfig) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, config.width, config.patch, config.patch)
-
-    def forward(self, patches_PF: Tensor) -> Tensor:
-        return linear(patches_PF, self.proj.weight.flatten(1), self.proj.bias)
-
-
 class _Model(nn.Module):
     def __init__(self, config: CrossVisionConfig) -> None:
         super().__init__()
         self.config = config
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.width))
         self.pos_embed = nn.Parameter(torch.zeros(1, config.side**2 + 1, config.width))
-        self.patch_embed = _PatchEmbed(config)
+        self.patch_embed = PatchEmbedding(config.width, config.patch)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
 
     def forward(self, patches_PF: Tensor) -> Tensor:

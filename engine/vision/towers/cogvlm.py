@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from engine.errors import UserError
-from engine.vision.towers.sizes import Grid, Grids, check_grids, counts_from_hf, number_from_hf, square_side
+from engine.vision.towers.parts import GeluMLP
+from engine.vision.towers.sizes import (
+    Grid,
+    Grids,
+    SquareTiles,
+    check_grids,
+    counts_from_hf,
+    number_from_hf,
+    square_side,
+)
 
 CHECKPOINT_PREFIX = "model."
 """What precedes the parameters' names in a checkpoint."""
@@ -30,12 +39,11 @@ _MERGE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CogVLMVisionConfig:
+class CogVLMVisionConfig(SquareTiles):
     """Sizes of the tower and its adapter.
 
     Args:
         width, num_layers, num_heads, mlp_width: of the tower.
-        patch, side: pixels on a side of a patch, and patches on a side of an image.
         norm_eps: of the tower's norms.
         hidden, adapter_width: of the decoder, and of the adapter's MLP.
         merges: 2 x 2 patches become one feature row (CogVLM2).
@@ -46,8 +54,6 @@ class CogVLMVisionConfig:
     num_layers: int
     num_heads: int
     mlp_width: int
-    patch: int
-    side: int
     norm_eps: float
     hidden: int
     adapter_width: int
@@ -115,16 +121,6 @@ class CogVLMVisionConfig:
         """Feature rows of one image, boi and eoi among them."""
         return (self.side // _MERGE if self.merges else self.side) ** 2 + 2
 
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of an image."""
-        return self.side, self.side
-
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of a tile."""
         return self.rows_per_tile
@@ -156,16 +152,6 @@ class _Attention(nn.Module):
         return self.dense(rearrange(scaled_dot_product_attention(q, k, v), "n h l d -> n l (h d)"))
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: CogVLMVisionConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.width, config.mlp_width)
-        self.fc2 = nn.Linear(config.mlp_width, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x)))
-
-
 class _Layer(nn.Module):
     """x + norm(attention(x)), then x + norm(mlp(x)): the norms' names are the checkpoint's, not their places."""
 
@@ -173,7 +159,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, config.norm_eps)
         self.attention = _Attention(config)
-        self.mlp = _MLP(config)
+        self.mlp = GeluMLP(config.width, config.mlp_width)
         self.post_attention_layernorm = nn.LayerNorm(config.width, config.norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.vision.towers.sizes import (
     ENCODER_SIZES,
     Grids,
+    SquareTiles,
     activation_from_hf,
     check_settings,
     counts_from_hf,
@@ -28,15 +29,13 @@ from engine.vision.towers.tiles import encoder_flops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderConfig:
+class EncoderConfig(SquareTiles):
     """Sizes of an encoder.
 
     Args:
         width, mlp_width, num_heads: of a layer.
         num_layers: that are computed.
         stored_layers: that the checkpoint has.
-        patch: pixels on a side of a patch.
-        side: patches on a side of a tile.
         activation: of the MLP, as transformers names it.
         norm_eps: of all norms.
     """
@@ -46,23 +45,11 @@ class EncoderConfig:
     num_heads: int
     num_layers: int
     stored_layers: int
-    patch: int
-    side: int
     activation: str
     norm_eps: float
 
     has_class: ClassVar[bool] = False
     """Whether the first output of a layer is that of a token for the class of the image."""
-
-    @property
-    def patch_features(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.patch**2
-
-    @property
-    def usual_tile(self) -> tuple[int, int]:
-        """Rows and columns, in patches, of every tile."""
-        return self.side, self.side
 
     def encoder_flops(self, grids: Grids) -> int:
         """Returns the FLOPs of the encoder for these tiles in forward."""

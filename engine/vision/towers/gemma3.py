@@ -39,7 +39,7 @@ class Gemma3VisionConfig:
     width: int
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], *, width: int) -> Gemma3VisionConfig:
+    def from_hf(cls, hf: Mapping[str, Any], width: int) -> Gemma3VisionConfig:
         """Reads the `config.json` of a Gemma 3 with a vision tower.
 
         Args:

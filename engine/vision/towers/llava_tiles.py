@@ -27,7 +27,7 @@ from engine.vision.towers.sizes import Grid, Grids
 
 _DEFAULTS = {"llava_onevision": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}}
 """By model_type: what config.json leaves out, where it is not what LLaVA 1.5 has."""
-_TILES_OF_A_IMAGE = 2
+_TILES_OF_AN_IMAGE = 2
 """On a side, of the image that stands for all in plans."""
 
 
@@ -75,7 +75,7 @@ class TiledLlavaConfig:
     @property
     def usual_tile(self) -> tuple[int, ...]:
         """The grid of a square image in four tiles and the one of the whole."""
-        side, count = self.tower.side, _TILES_OF_A_IMAGE
+        side, count = self.tower.side, _TILES_OF_AN_IMAGE
         whole = (count * side,) * 2
         return ((1 + count**2) * side, side, count, count, *whole, *whole)
 

@@ -10,7 +10,7 @@ Legend: P patches of all images, V width, N heads, D features of a head, m side 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,9 @@ Segments = tuple[tuple[int, int], ...]
 
 FRAMES = 2
 """Times that an image stands in a patch: as that many equal frames of a video."""
+_SIZES = (
+    "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "out_hidden_size",
+)  # fmt: skip
 _SETTINGS = {"temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3}
 KEPT_TABLES = 64
 """Sizes of images whose tables on the host are kept; those of an image of 640 x 480 have 0.1 MB."""
@@ -57,6 +60,11 @@ class MergedImages:
     theta: float
 
     @property
+    def num_levels(self) -> int:
+        """Feature rows beside each other, the first for the embedding, the others for later layers."""
+        return 1
+
+    @property
     def patch_features(self) -> int:
         """Numbers of a patch."""
         return 3 * FRAMES * self.patch**2
@@ -70,6 +78,16 @@ class MergedImages:
     def num_features(self, grid: Grid) -> int:
         """Returns the feature rows of an image."""
         return grid[0] * grid[1] // self.merge**2
+
+    @property
+    def stock(self) -> dict[str, Any]:
+        """The arguments of transformers' configurations of its blocks."""
+        return {
+            "depth": self.num_layers,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_heads": self.num_heads,
+        }
 
 
 def segments_of(lengths: Sequence[int]) -> Segments:
@@ -90,24 +108,17 @@ def block_places(grid: tuple[int, int], merge: int) -> Tensor:
     return rearrange(places, "(r a) (c b) xy -> (r c a b) xy", a=merge, b=merge)
 
 
-def check_merged(grids: Grids, merge: int) -> None:
-    """Raises ValueError where an image does not divide into merged blocks."""
-    for rows, columns in grids:
-        if rows % merge or columns % merge:
-            raise ValueError(f"an image of {rows} x {columns} patches came to a tower that merges {merge} x {merge}")
-
-
-def sizes_from_hf(vision: Mapping[str, Any], keys: tuple[str, ...], activation: str, hidden: int) -> dict[str, int]:
-    """Reads the sizes of a tower from `vision_config`, which leaves nothing out.
+def merged_from_hf(vision: Mapping[str, Any], activation: str, hidden: int) -> dict[str, Any]:
+    """Reads the arguments of `MergedImages` from `vision_config`, which leaves nothing out.
 
     Args:
-        activation: of its MLPs.
+        activation: of the tower's MLPs.
         hidden: of the language model, which the tower's features must have.
 
     Raises:
         UserError: a size is missing or does not fit, or the tower differs from what is built here.
     """
-    sizes = counts_from_hf(vision, keys, "vision_config")
+    sizes = counts_from_hf(vision, _SIZES, "vision_config")
     for key, value in (("hidden_act", activation), *_SETTINGS.items()):
         if vision.get(key, value) != value:
             raise UserError(
@@ -124,10 +135,19 @@ def sizes_from_hf(vision: Mapping[str, Any], keys: tuple[str, ...], activation: 
             f"config.json has vision_config.out_hidden_size {sizes['out_hidden_size']} for a language model of "
             f"{hidden} features: correct it or copy it again."
         )
-    return sizes
+    return {
+        "width": sizes["hidden_size"],
+        "mlp_width": sizes["intermediate_size"],
+        "num_heads": sizes["num_heads"],
+        "num_layers": sizes["depth"],
+        "patch": sizes["patch_size"],
+        "merge": sizes["spatial_merge_size"],
+        "hidden": hidden,
+        "theta": _rope_theta(vision),
+    }
 
 
-def rope_theta(vision: Mapping[str, Any]) -> float:
+def _rope_theta(vision: Mapping[str, Any]) -> float:
     """Returns the base of the tower's rotary embedding.
 
     Raises:
@@ -201,3 +221,49 @@ class SegmentAttention(nn.Module):
             parts.append(rearrange(scaled_dot_product_attention(*batch), "s n l d -> (s l) (n d)"))
             start = rows.stop
         return self.proj(torch.cat(parts))  # type: ignore[no-any-return]
+
+
+def segment_blocks(kind: Callable[[Any], Any], stock: Any, count: int) -> nn.ModuleList:
+    """Builds transformers' blocks with `SegmentAttention` in place of their attention.
+
+    Args:
+        kind: of the blocks.
+        stock: their configuration.
+    """
+    blocks = nn.ModuleList()
+    for _ in range(count):
+        block = kind(stock)
+        block.attn = SegmentAttention(block.attn)
+        blocks.append(block)
+    return blocks
+
+
+class MergedVision(nn.Module):
+    """A tower, below the name that it has in the checkpoint."""
+
+    def __init__(self, config: MergedImages, tower: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.visual = tower
+
+    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
+        """Returns the feature rows of all images, and beside them those for later layers: [K, levels * decoder's
+        width].
+
+        Args:
+            patches_PF: image after image, in merged blocks, flattened as (channel, frame, y, x), normalised.
+            grids: rows and columns of each, in patches.
+
+        Raises:
+            ValueError: an image does not divide into merged blocks.
+        """
+        config = self.config
+        if not grids:
+            return patches_PF.new_empty(0, config.num_levels * config.hidden)
+        for rows, columns in grids:
+            if rows % config.merge or columns % config.merge:
+                raise ValueError(
+                    f"an image of {rows} x {columns} patches came to a tower that merges {config.merge} x "
+                    f"{config.merge}"
+                )
+        return self.visual(patches_PF, grids)  # type: ignore[no-any-return]

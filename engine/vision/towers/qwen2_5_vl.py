@@ -24,20 +24,14 @@ from engine.vision.towers.qwen import (
     KEPT_TABLES,
     AxialRotation,
     MergedImages,
+    MergedVision,
     PatchEmbed,
-    SegmentAttention,
     block_places,
-    check_merged,
-    rope_theta,
+    merged_from_hf,
+    segment_blocks,
     segments_of,
-    sizes_from_hf,
 )
-from engine.vision.towers.sizes import Grids, vision_part
-
-_SIZES = (
-    "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "window_size",
-    "out_hidden_size",
-)  # fmt: skip
+from engine.vision.towers.sizes import Grids, counts_from_hf, vision_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,31 +57,25 @@ class Qwen25VisionConfig(MergedImages):
             UserError: there is no tower, or a size does not fit.
         """
         vision = vision_part(hf)
-        sizes = sizes_from_hf(vision, _SIZES, "silu", hidden)
-        window = sizes["window_size"] // sizes["spatial_merge_size"] // sizes["patch_size"]
+        sizes = merged_from_hf(vision, "silu", hidden)
+        side = counts_from_hf(vision, ("window_size",), "vision_config")["window_size"]
+        window = side // sizes["merge"] // sizes["patch"]
         whole = vision["fullatt_block_indexes"]
         if window == 0 or not isinstance(whole, list | tuple) or not all(isinstance(one, int) for one in whole):
             raise UserError(
-                f"config.json has vision_config.window_size {sizes['window_size']} and fullatt_block_indexes {whole}, "
+                f"config.json has vision_config.window_size {side} and fullatt_block_indexes {whole}, "
                 "but windows of at least one merged block and a list of numbers are expected: correct it or copy it "
                 "again."
             )
         return cls(
-            width=sizes["hidden_size"],
-            mlp_width=sizes["intermediate_size"],
-            num_heads=sizes["num_heads"],
-            num_layers=sizes["depth"],
-            patch=sizes["patch_size"],
-            merge=sizes["spatial_merge_size"],
+            **sizes,
             window=window,
             whole=tuple(whole),
-            hidden=hidden,
-            theta=rope_theta(vision),
         )
 
     def build(self) -> nn.Module:
         """Returns the module."""
-        return Qwen25Vision(self)
+        return MergedVision(self, _Tower(self))
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these images in forward."""
@@ -144,19 +132,10 @@ class _Tower(nn.Module):
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger, Qwen2_5_VLVisionBlock
 
         self._config = config
-        theirs = Qwen2_5_VLVisionConfig(
-            depth=config.num_layers,
-            hidden_size=config.width,
-            intermediate_size=config.mlp_width,
-            num_heads=config.num_heads,
-        )
+        theirs = Qwen2_5_VLVisionConfig(**config.stock)
         self.patch_embed = PatchEmbed(config.width, config.patch, bias=False)
         self.rotation = AxialRotation(config.width // config.num_heads, config.theta)
-        self.blocks = nn.ModuleList()
-        for _ in range(config.num_layers):
-            block = Qwen2_5_VLVisionBlock(theirs)
-            block.attn = SegmentAttention(block.attn)
-            self.blocks.append(block)
+        self.blocks = segment_blocks(Qwen2_5_VLVisionBlock, theirs, config.num_layers)
         self.merger = Qwen2_5_VLPatchMerger(
             dim=config.hidden, context_dim=config.width, spatial_merge_size=config.merge
         )
@@ -175,24 +154,3 @@ class _Tower(nn.Module):
             segments = whole if index in config.whole else window
             x = block(x, cu_seqlens=segments, position_embeddings=rotation)
         return self.merger(x).index_select(0, back_K)  # type: ignore[no-any-return]
-
-
-class Qwen25Vision(nn.Module):
-    """The tower, below the name that it has in the checkpoint."""
-
-    def __init__(self, config: Qwen25VisionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.visual = _Tower(config)
-
-    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all images: [K, decoder's width].
-
-        Args:
-            patches_PF: image after image, in merged blocks, flattened as (channel, frame, y, x), normalised.
-            grids: rows and columns of each, in patches.
-        """
-        if not grids:
-            return patches_PF.new_empty(0, self.config.hidden)
-        check_merged(grids, self.config.merge)
-        return self.visual(patches_PF, grids)  # type: ignore[no-any-return]

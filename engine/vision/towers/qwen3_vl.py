@@ -24,21 +24,15 @@ from engine.vision.towers.qwen import (
     KEPT_TABLES,
     AxialRotation,
     MergedImages,
+    MergedVision,
     PatchEmbed,
-    SegmentAttention,
     block_places,
-    check_merged,
-    rope_theta,
+    merged_from_hf,
+    segment_blocks,
     segments_of,
-    sizes_from_hf,
 )
-from engine.vision.towers.sizes import Grids, vision_part
+from engine.vision.towers.sizes import Grids, counts_from_hf, vision_part
 from engine.vision.towers.tiles import encoder_flops
-
-_SIZES = (
-    "hidden_size", "intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size",
-    "num_position_embeddings", "out_hidden_size",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,41 +58,40 @@ class Qwen3VisionConfig(MergedImages):
             UserError: there is no tower, or a size does not fit.
         """
         vision = vision_part(hf)
-        sizes = sizes_from_hf(vision, _SIZES, "gelu_pytorch_tanh", hidden)
-        if isqrt(sizes["num_position_embeddings"]) ** 2 != sizes["num_position_embeddings"]:
+        sizes = merged_from_hf(vision, "gelu_pytorch_tanh", hidden)
+        count = counts_from_hf(vision, ("num_position_embeddings",), "vision_config")["num_position_embeddings"]
+        side = isqrt(count)
+        if side**2 != count:
             raise UserError(
-                f"config.json has vision_config.num_position_embeddings {sizes['num_position_embeddings']}, but a "
-                "square table is expected: correct it or copy it again."
+                f"config.json has vision_config.num_position_embeddings {count}, but a square table is expected: "
+                "correct it or copy it again."
             )
         behind = vision["deepstack_visual_indexes"]
-        blocks = range(sizes["depth"])
+        blocks = range(sizes["num_layers"])
         if not isinstance(behind, list | tuple) or not all(one in blocks for one in behind):
             raise UserError(
                 f"config.json has vision_config.deepstack_visual_indexes {behind}, but a list of numbers below the "
-                f"tower's depth of {sizes['depth']} is expected: correct it or copy it again."
+                f"tower's depth of {len(blocks)} is expected: correct it or copy it again."
             )
         return cls(
-            width=sizes["hidden_size"],
-            mlp_width=sizes["intermediate_size"],
-            num_heads=sizes["num_heads"],
-            num_layers=sizes["depth"],
-            patch=sizes["patch_size"],
-            merge=sizes["spatial_merge_size"],
-            table_side=isqrt(sizes["num_position_embeddings"]),
+            **sizes,
+            table_side=side,
             deepstack=tuple(behind),
-            hidden=hidden,
-            theta=rope_theta(vision),
         )
+
+    @property
+    def num_levels(self) -> int:
+        return 1 + len(self.deepstack)
 
     def build(self) -> nn.Module:
         """Returns the module."""
-        return Qwen3Vision(self)
+        return MergedVision(self, _Tower(self))
 
     def flops(self, grids: Grids) -> int:
         """Returns the FLOPs of these images in forward."""
         lengths = [rows * columns for rows, columns in grids]
         wide = self.width * self.merge**2
-        mergers = (1 + len(self.deepstack)) * 2 * wide * (wide + self.hidden)
+        mergers = self.num_levels * 2 * wide * (wide + self.hidden)
         blocks = encoder_flops(lengths, width=self.width, mlp_width=self.mlp_width, depth=self.num_layers)
         embedding = 2 * sum(lengths) * self.patch_features * self.width
         return embedding + blocks + sum(map(self.num_features, grids)) * mergers
@@ -133,21 +126,14 @@ class _Tower(nn.Module):
 
         self._config = config
         theirs = Qwen3VLVisionConfig(
-            depth=config.num_layers,
-            hidden_size=config.width,
-            intermediate_size=config.mlp_width,
-            num_heads=config.num_heads,
+            **config.stock,
             spatial_merge_size=config.merge,
             out_hidden_size=config.hidden,
         )
         self.patch_embed = PatchEmbed(config.width, config.patch, bias=True)
         self.pos_embed = nn.Embedding(config.table_side**2, config.width)
         self.rotation = AxialRotation(config.width // config.num_heads, config.theta)
-        self.blocks = nn.ModuleList()
-        for _ in range(config.num_layers):
-            block = Qwen3VLVisionBlock(theirs)
-            block.attn = SegmentAttention(block.attn)
-            self.blocks.append(block)
+        self.blocks = segment_blocks(Qwen3VLVisionBlock, theirs, config.num_layers)
         self.merger = Qwen3VLVisionPatchMerger(theirs)
         self.deepstack_merger_list = nn.ModuleList(
             Qwen3VLVisionPatchMerger(theirs, use_postshuffle_norm=True) for _ in config.deepstack
@@ -167,25 +153,3 @@ class _Tower(nn.Module):
             if index in config.deepstack:
                 features.append(self.deepstack_merger_list[config.deepstack.index(index)](x))
         return torch.cat([self.merger(x), *features], dim=1)
-
-
-class Qwen3Vision(nn.Module):
-    """The tower, below the name that it has in the checkpoint."""
-
-    def __init__(self, config: Qwen3VisionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.visual = _Tower(config)
-
-    def forward(self, patches_PF: Tensor, grids: Grids) -> Tensor:
-        """Returns the feature rows of all images, and beside them those for later layers: [K, (1 + L) * decoder's
-        width].
-
-        Args:
-            patches_PF: image after image, in merged blocks, flattened as (channel, frame, y, x), normalised.
-            grids: rows and columns of each, in patches.
-        """
-        if not grids:
-            return patches_PF.new_empty(0, (1 + len(self.config.deepstack)) * self.config.hidden)
-        check_merged(grids, self.config.merge)
-        return self.visual(patches_PF, grids)  # type: ignore[no-any-return]

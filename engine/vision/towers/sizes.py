@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UserError
@@ -16,6 +17,33 @@ ENCODER_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "image_size",
 )  # fmt: skip
 """Keys of `vision_config` for the sizes of a plain transformer encoder, as transformers names them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SquareTiles:
+    """Tiles of one size.
+
+    Args:
+        patch: pixels on a side of a patch.
+        side: patches on a side of a tile.
+    """
+
+    patch: int
+    side: int
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch**2
+
+    @property
+    def usual_tile(self) -> tuple[int, int]:
+        """Rows and columns, in patches, of every tile."""
+        return self.side, self.side
+
+
+def _named(key: str, place: str) -> str:
+    return f"{place}.{key}" if place else key
 
 
 def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict[str, int]:
@@ -32,10 +60,9 @@ def counts_from_hf(part: object, keys: tuple[str, ...], place: str = "") -> dict
     for key in keys:
         value: Any = part.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            name = f"{place}.{key}" if place else key
             raise UserError(
-                f"config.json has {name} {value!r}, but a whole number above 0 is expected: correct it or copy it "
-                "again."
+                f"config.json has {_named(key, place)} {value!r}, but a whole number above 0 is expected: correct it "
+                "or copy it again."
             )
     return {key: int(part[key]) for key in keys}
 
@@ -71,9 +98,9 @@ def activation_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> st
         UserError: it is none of ACTIVATIONS.
     """
     if (value := part.get(key)) not in ACTIVATIONS:
-        name = f"{place}.{key}" if place else key
         raise UserError(
-            f"config.json has {name} {value!r}, but one of {', '.join(ACTIVATIONS)} is expected: use a model with that."
+            f"config.json has {_named(key, place)} {value!r}, but one of {', '.join(ACTIVATIONS)} is expected: use a "
+            "model with that."
         )
     return str(value)
 
@@ -86,9 +113,9 @@ def number_from_hf(part: Mapping[str, Any], key: str, place: str = "") -> float:
     """
     value = part.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        name = f"{place}.{key}" if place else key
         raise UserError(
-            f"config.json has {name} {value!r}, but a number above 0 is expected: correct it or copy it again."
+            f"config.json has {_named(key, place)} {value!r}, but a number above 0 is expected: correct it or copy it "
+            "again."
         )
     return float(value)
 

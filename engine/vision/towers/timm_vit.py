@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.errors import UserError
+from engine.vision.towers.parts import GeluMLP, PatchEmbedding
 from engine.vision.towers.resampler import resize_table
 from engine.vision.towers.sizes import Grids, counts_from_hf, sizes_in_code
 from engine.vision.towers.tiles import encoder_flops, positions_of
@@ -154,16 +155,6 @@ class _Attention(nn.Module):
         return self.proj(rearrange(scaled_dot_product_attention(q, k, v), "n h l d -> n l (h d)"))
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: TimmViTConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.width, config.mlp_width)
-        self.fc2 = nn.Linear(config.mlp_width, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x)))
-
-
 class _Block(nn.Module):
     def __init__(self, config: TimmViTConfig) -> None:
         super().__init__()
@@ -171,7 +162,7 @@ class _Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.width, eps=_NORM_EPS)
         self.attn = _Attention(config)
         self.norm2 = nn.LayerNorm(config.width, eps=_NORM_EPS)
-        self.mlp = _MLP(config)
+        self.mlp = GeluMLP(config.width, config.mlp_width)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norms_outputs:
@@ -181,24 +172,13 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class _PatchEmbedding(nn.Module):
-    """Holds the convolution's weights; patches come flattened, so that it is a product."""
-
-    def __init__(self, config: TimmViTConfig) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, config.width, config.patch, config.patch)
-
-    def forward(self, patches: Tensor) -> Tensor:
-        return linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-
 class TimmViT(nn.Module):
     """A tower, from patches to normalised features, without its class token."""
 
     def __init__(self, config: TimmViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.patch_embed = _PatchEmbedding(config)
+        self.patch_embed = PatchEmbedding(config.width, config.patch)
         if config.extra_positions:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, config.width))
         positions = config.table_side**2 + config.extra_positions

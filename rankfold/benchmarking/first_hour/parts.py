@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PRESET = "--preset llama3-8b"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A part of the first hour: one command.
 
@@ -30,7 +30,7 @@ class Part:
 
     name: str
     tool: str
-    arguments: str
+    arguments: str = ""
     gpus: int = 1
     memory: int = 0
     capability: tuple[int, int] = (0, 0)
@@ -114,51 +114,34 @@ _ROLLOUTS = (
 _EIGHT = "--config examples/llama3_8b_one_gpu/lora.yaml --model examples/memory/models/llama-3-8b.json"
 
 PARTS = (
-    Part(name="machine-speed", tool="machine-speed", arguments=""),
-    Part(
-        name="test-kernels",
-        tool="tests",
-        arguments="tests/kernels/test_triton_[!mt]*.py tests/kernels/test_linear_cross_entropy.py",
-    ),
-    Part(
-        name="test-training",
-        tool="tests",
-        arguments="tests/kernels/test_triton_training.py tests/unit/test_cuda_graph.py "
-        "tests/unit/test_varlen_attention.py",
-    ),
-    Part(
-        name="check-kernels",
-        tool="kernels",
-        arguments="--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention",
-    ),
-    Part(name="check-encoded", tool="kernels", arguments="--repeats 0 --only quantize"),
-    Part(name="check-lora-tax", tool="lora-tax", arguments="--repeats 0"),
-    Part(name="product", tool="kernels", arguments="--only product"),
-    Part(name="elementwise", tool="kernels", arguments="--only norm,swiglu,rope"),
-    Part(name="attention", tool="kernels", arguments="--only attention"),
-    Part(name="head", tool="kernels", arguments="--only loss,head"),
-    Part(name="encoded", tool="kernels", arguments="--only quantize"),
-    Part(name="step", tool="step", arguments=f"{PRESET} --peers none --repeats 10"),
-    Part(name="step-packed", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --documents 8"),
-    Part(
-        name="step-fp8",
-        tool="step",
-        arguments=f"{PRESET} --peers none --repeats 10 --base-dtype fp8",
-        capability=(8, 9),
-    ),
-    Part(name="step-nf4", tool="step", arguments=f"{PRESET} --peers none --repeats 10 --base-dtype nf4"),
-    Part(name="step-peft", tool="step", arguments=f"{PRESET} --rows 1 --peers peft --repeats 10"),
-    Part(name="step-liger", tool="step", arguments=f"{PRESET} --rows 1 --peers liger --repeats 10"),
-    Part(name="graph", tool="graph", arguments="--dtype bfloat16"),
-    Part(name="experts", tool="experts", arguments=f"{_MIXTURE} --peers peft-experts"),
-    Part(name="experts-nf4", tool="experts", arguments=f"{_MIXTURE} --peers none --base-dtype nf4"),
-    Part(name="train-experts", tool="train", arguments="--config EXPERTS/run.yaml --model.dtype bfloat16"),
-    Part(name="tower", tool="tower", arguments="--dtype bfloat16 --images 8 --layers 27"),
-    Part(name="rollouts", tool="train", arguments=_ROLLOUTS),
-    Part(name="lora-tax", tool="lora-tax", arguments=""),
-    Part(name="memory", tool="memory", arguments=f"{PRESET} --peers peft"),
-    Part(name="memory-8b", tool="plan", arguments=f"memory {_EIGHT} --gpu-memory 80 --measure", memory=76),
-    Part(name="memory-70b", tool="plan", arguments=f"memory {_SEVENTY} --gpu-memory 139 --measure", memory=136),
+    Part("machine-speed", "machine-speed"),
+    Part("test-kernels", "tests", "tests/kernels/test_triton_[!mt]*.py tests/kernels/test_linear_cross_entropy.py"),
+    Part("test-training", "tests",
+         "tests/kernels/test_triton_training.py tests/unit/test_cuda_graph.py tests/unit/test_varlen_attention.py"),
+    Part("check-kernels", "kernels", "--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention"),
+    Part("check-encoded", "kernels", "--repeats 0 --only quantize"),
+    Part("check-lora-tax", "lora-tax", "--repeats 0"),
+    Part("product", "kernels", "--only product"),
+    Part("elementwise", "kernels", "--only norm,swiglu,rope"),
+    Part("attention", "kernels", "--only attention"),
+    Part("head", "kernels", "--only loss,head"),
+    Part("encoded", "kernels", "--only quantize"),
+    Part("step", "step", f"{PRESET} --peers none --repeats 10"),
+    Part("step-packed", "step", f"{PRESET} --peers none --repeats 10 --documents 8"),
+    Part("step-fp8", "step", f"{PRESET} --peers none --repeats 10 --base-dtype fp8", capability=(8, 9)),
+    Part("step-nf4", "step", f"{PRESET} --peers none --repeats 10 --base-dtype nf4"),
+    Part("step-peft", "step", f"{PRESET} --rows 1 --peers peft --repeats 10"),
+    Part("step-liger", "step", f"{PRESET} --rows 1 --peers liger --repeats 10"),
+    Part("graph", "graph", "--dtype bfloat16"),
+    Part("experts", "experts", f"{_MIXTURE} --peers peft-experts"),
+    Part("experts-nf4", "experts", f"{_MIXTURE} --peers none --base-dtype nf4"),
+    Part("train-experts", "train", "--config EXPERTS/run.yaml --model.dtype bfloat16"),
+    Part("tower", "tower", "--dtype bfloat16 --images 8 --layers 27"),
+    Part("rollouts", "train", _ROLLOUTS),
+    Part("lora-tax", "lora-tax"),
+    Part("memory", "memory", f"{PRESET} --peers peft"),
+    Part("memory-8b", "plan", f"memory {_EIGHT} --gpu-memory 80 --measure", memory=76),
+    Part("memory-70b", "plan", f"memory {_SEVENTY} --gpu-memory 139 --measure", memory=136),
     _layouts(2, "tensor=2,sequence=true", "tensor=2,sequence=false", "pipeline=2", "context=2", "data=2",
              "data=2,parallel.shard=parameters"),
     _layouts(8, "tensor=8", "tensor=2,pipeline=2,data=2", "tensor=2,context=2,data=2,parallel.shard=optimizer",

@@ -32,6 +32,7 @@ from engine.telemetry.format import format_columns
 from rankfold.benchmarking.first_hour.figures import key_figures, record_of_tests
 from rankfold.benchmarking.first_hour.parts import PARTS, ROOT, Part
 from rankfold.benchmarking.first_hour.targets import judge
+from rankfold.benchmarking.table import progress
 
 SECONDS = 540.0
 """Seconds that one part may take."""
@@ -261,19 +262,15 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for number, part in chosen:
         if not arguments.parts and _has_passed(number, part, out):
-            _say(f"{number} {part.name}: passed before")
+            progress("first hour", f"{number} {part.name}: passed before")
             continue
-        _say(f"{number} {part.name}")
+        progress("first hour", f"{number} {part.name}")
         why = _what_is_missing(part, here)
         outcome = leave_out(number, part, out, why) if why else run_part(number, part, out)
-        _say(why or f"{outcome.status} after {outcome.seconds:.0f} s")
+        progress("first hour", why or f"{outcome.status} after {outcome.seconds:.0f} s")
     print(summarise(out))
     outcomes = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     sys.exit(0 if all(each["status"] in (PASSED, LEFT_OUT) for each in outcomes) else 1)
-
-
-def _say(what: str) -> None:
-    print(f"[first hour] {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

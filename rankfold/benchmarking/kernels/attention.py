@@ -23,6 +23,7 @@ from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.model import mixed_lengths
+from rankfold.benchmarking.oracles import attention_by_document, with_gradients
 
 _DOCUMENTS = 10
 """Documents in a row of several."""
@@ -94,7 +95,7 @@ def _engine(setting: Setting, problem: _Problem) -> dict[str, Contestant]:
     def attend(attention: Attention) -> Callable[..., Tensor]:
         return lambda q, k, v: attention(q, k, v, documents, scale=scale)
 
-    found = {name: problem.contestant(attend(kernels.attention)) for name, kernels in setting.backends.items()}
+    found = setting.contestants(lambda kernels: problem.contestant(attend(kernels.attention)))
     for kernel in _flash_kernels(setting):
         found[f"one call, {kernel.title}"] = problem.contestant(attend(VarlenAttention()), kernel)
     return found
@@ -143,15 +144,12 @@ def packed(setting: Setting) -> Case:
     contestants = _engine(setting, problem)
     lengths = problem.documents.lengths
     if TORCH in setting.peers:
-        contestants[TORCH] = problem.contestant(partial(_by_document, lengths), note="a call for each document")
+        contestants[TORCH] = problem.contestant(
+            lambda *qkv: attention_by_document(*qkv, lengths), note="a call for each document"
+        )
         if setting.device.type == "cuda" and setting.dtype != torch.float32:
             contestants["torch, varlen_attn"] = problem.contestant(partial(_varlen_attn, problem.documents))
     return _case(setting, problem, f"{len(lengths)} of {min(lengths)} to {max(lengths)}", contestants)
-
-
-def _by_document(lengths: tuple[int, ...], *qkv: Tensor) -> Tensor:
-    pieces = zip(*(tensor.split(lengths) for tensor in qkv), lengths, strict=True)
-    return torch.cat([_dense(length, q, k, v) for q, k, v, length in pieces])
 
 
 def _varlen_attn(documents: Documents, *qkv: Tensor) -> Tensor:
@@ -178,12 +176,9 @@ def _case(setting: Setting, problem: _Problem, size: str, contestants: dict[str,
 def _answer(problem: _Problem) -> Results:
     """Computes the answer in float64 by plain products, one document at a time, since all its scores are kept."""
     parts = []
-    lengths = problem.documents.lengths
-    for *qkv, dout in zip(*(tensor.split(lengths) for tensor in (*problem.first, problem.dout)), strict=True):
-        wide = [tensor.double().requires_grad_() for tensor in qkv]
+    for *qkv, dout in zip(*(x.split(problem.documents.lengths) for x in (*problem.first, problem.dout)), strict=True):
         with sdpa_kernel(SDPBackend.MATH):
-            out = _dense(dout.shape[0], *wide)
-            parts.append((out.detach(), *torch.autograd.grad(out, wide, dout.double())))
+            parts.append(with_gradients(partial(attention_by_document, lengths=[len(dout)]), qkv, [dout]))
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 

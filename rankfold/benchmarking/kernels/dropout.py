@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.philox import dropout_mask
 from engine.kernels.records import InputUpdate
 from engine.ops.kernels import Kernels
-from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.case import Case, Contestant, Results
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
 
@@ -29,18 +29,18 @@ def draw(setting: Setting) -> Case:
 
         return Contestant(run=lambda: (kernels.draw_mask(key),), error=error)
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
-    if TORCH in setting.peers:
+    def peer() -> Contestant:
         mask = torch.empty(shape, dtype=torch.bool, device=setting.device)
-        contestants[TORCH] = Contestant(
+        return Contestant(
             run=lambda: (mask.bernoulli_(1.0 - options.dropout),),
             error=lambda results: _share_error(results[0], options.dropout),
             note="torch draws another mask, a byte per element, whose share of kept elements alone is checked.",
         )
+
     return Case(
         size=f"{shape[0]}x{shape[1]}, p = {options.dropout}",
         demand=Demand(moved=shape[0] * shape[1] // 8),
-        contestants=contestants,
+        contestants=setting.contestants(engine, torch=peer),
         answer=lambda: (right,),
         limit=0.0,
     )

@@ -7,7 +7,6 @@ instead.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rankfold.benchmarking.kernels.groups import GROUPS, make_setting
 from rankfold.benchmarking.machine import choose_device
 from rankfold.benchmarking.options import KernelOptions, chosen_names
 from rankfold.benchmarking.processes import caches_in, in_new_process, in_new_process_with
+from rankfold.benchmarking.table import progress
 
 Seconds = dict[str, dict[str, float]]
 """Case -> contestant -> seconds."""
@@ -80,7 +80,7 @@ def measure_first_calls(options: KernelOptions) -> FirstCalls:
         caches = caches_in(Path(folder))
         triton, calls, files = Path(caches["TRITON_CACHE_DIR"]), [], []
         for kind in ("empty", "warm"):
-            print(f"[kernels] first calls in a process with {kind} caches", file=sys.stderr, flush=True)
+            progress("kernels", f"first calls in a process with {kind} caches")
             calls.append(in_new_process_with(caches, _first_calls, options))
             files.append(sum(1 for path in triton.rglob("*") if path.is_file()))
     return FirstCalls(cold=calls[0], warm=calls[1], files=(files[0], files[1]))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.native import product
-from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.case import TORCH, Case, calling
 from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels.product import widths_of
 from rankfold.benchmarking.kernels.setting import Setting
 
 _Multiply = Callable[..., Tensor]
@@ -40,35 +41,22 @@ def _ways(setting: Setting) -> dict[str, tuple[_Multiply, str]]:
     return ways
 
 
-def _widths(setting: Setting) -> dict[str, tuple[int, int]]:
-    """Returns name -> input and output width."""
-    options = setting.options
-    return {
-        "qkv": (options.hidden, options.hidden + 2 * options.kv_heads * options.head_dim),
-        "o": (options.hidden, options.hidden),
-        "gate and up": (options.hidden, 2 * options.intermediate),
-        "down": (options.intermediate, options.hidden),
-        "head": (options.hidden, options.vocab),
-    }
-
-
 def _case(setting: Setting, *, name: str, backward: bool) -> Case:
-    inputs, outputs = _widths(setting)[name]
+    linears = widths_of(setting) | {"head": (setting.options.hidden, (setting.options.vocab,))}
+    inputs, outputs = linears[name][0], sum(linears[name][1])
     draws, tokens = setting.draws(f"frozen {name} {backward}"), setting.options.tokens
     ways = _ways(setting)
     weight = draws.normal(outputs, inputs, scale=inputs**-0.5)
     left = draws.normal(tokens, outputs if backward else inputs)
     right = weight if backward else weight.t()
     out = setting.empty(tokens, right.shape[1])
-
-    def run(multiply: _Multiply) -> Results:
-        return (multiply(left, right, out=out),)
-
     moved = (left.numel() + right.numel() + out.numel()) * setting.itemsize
     return Case(
         size=f"{tokens}x{right.shape[0]}x{right.shape[1]}",
         demand=Demand(moved=moved, operations=2 * left.numel() * right.shape[1]),
-        contestants={who: Contestant(run=partial(run, multiply), note=note) for who, (multiply, note) in ways.items()},
+        contestants={
+            who: calling(partial(multiply, out=out), left, right, note=note) for who, (multiply, note) in ways.items()
+        },
         answer=(lambda: (left.double() @ right.double(),)) if ways else list,
     )
 

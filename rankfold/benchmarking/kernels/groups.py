@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from engine.models.dtypes import TORCH_DTYPES
-from rankfold.benchmarking.backends import find_backends
 from rankfold.benchmarking.case import Case
 from rankfold.benchmarking.kernels import (
     attention,
@@ -25,7 +24,7 @@ from rankfold.benchmarking.kernels import (
 )
 from rankfold.benchmarking.kernels.setting import Setting
 from rankfold.benchmarking.options import KernelOptions, chosen_names
-from rankfold.benchmarking.peers import find_peers
+from rankfold.benchmarking.peers import find_backends, find_peers
 
 Build = Callable[[Setting], Case]
 GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
@@ -52,4 +51,4 @@ def make_setting(options: KernelOptions, device: torch.device) -> tuple[Setting,
     wanted = chosen_names(options.peers, options.PEERS, "peers")
     peers = find_peers(options.PEERS, wanted, device, compiled=options.compile)
     setting = Setting(options=options, device=device, dtype=dtype, backends=backends, peers=peers)
-    return setting, (*(f"Not measured: {name} ({why})." for name, why in absent.items()), *peers.sentences())
+    return setting, (*absent, *peers.sentences())

@@ -9,16 +9,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from engine.ops.head_norm import HeadNorms, norm_rotate
 from engine.ops.kernels import Kernels
-from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.case import Case, Contestant, Results, by_autograd, calling
 from rankfold.benchmarking.ceilings import Demand
-from rankfold.benchmarking.kernels.norm import EPS
-from rankfold.benchmarking.kernels.rope import halves_twice, tables_of
+from rankfold.benchmarking.kernels.rope import head_gradients, heads_size, heads_sizes, tables_of, wide_tables
 from rankfold.benchmarking.kernels.setting import Setting
+from rankfold.benchmarking.oracles import EPS, rms_norm, rotated_heads, with_gradients
 
 Split = Callable[[Tensor], Results]
 """[q | k | v] -> q, k and v."""
@@ -32,90 +30,57 @@ def _inputs(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
     return qkv, q_weight, k_weight
 
 
-def _plain(setting: Setting, dtype: torch.dtype, q_weight: Tensor, k_weight: Tensor) -> Split:
+def _plain(setting: Setting, dtype: torch.dtype, *weights: Tensor) -> Split:
     """Computes torch's norm of each head, then transformers' rotation."""
-    options = setting.options
-    sizes = [options.heads, options.kv_heads, options.kv_heads]
-    weights = (q_weight.to(dtype), k_weight.to(dtype))
-    cos, sin = (halves_twice(table, weights[0]) for table in tables_of(setting))
+    options, of_q_and_k = setting.options, [weight.to(dtype) for weight in weights]
+    tables = wide_tables(setting, dtype)
 
-    def run(qkv: Tensor) -> Results:
-        q, k, v = qkv.view(options.tokens, -1, options.head_dim).split(sizes, dim=1)
-        q, k = (rms_norm(x, weight.shape, weight, EPS) for x, weight in zip((q, k), weights, strict=True))
-        q, k = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
-        return q[0], k[0], v
+    def normed(*parts: Tensor) -> list[Tensor]:
+        return [rms_norm(x, weight) for x, weight in zip(parts, of_q_and_k, strict=True)]
 
-    return run
+    return lambda qkv: rotated_heads(qkv, *tables, options.heads, options.kv_heads, normed)
 
 
-def _engine(setting: Setting, kernels: Kernels, q_weight: Tensor, k_weight: Tensor) -> Split:
-    options = setting.options
+def _contestants(
+    setting: Setting, contestant: Callable[[Split], Contestant], q_weight: Tensor, k_weight: Tensor
+) -> dict[str, Contestant]:
+    """Returns the contestants of every function that splits the product."""
     norms = HeadNorms(q_weight=q_weight, k_weight=k_weight, q_sink=None, k_sink=None, eps=EPS)
     cos, sin = tables_of(setting)
-    sizes = (options.heads, options.kv_heads, options.head_dim)
-    return lambda qkv: norm_rotate(qkv, norms, cos, sin, *sizes, kernels)
-
-
-def _splits(setting: Setting, q_weight: Tensor, k_weight: Tensor) -> dict[str, Split]:
-    """Returns the contestants' functions, by name."""
-    splits = {name: _engine(setting, kernels, q_weight, k_weight) for name, kernels in setting.backends.items()}
     plain = _plain(setting, setting.dtype, q_weight, k_weight)
-    if TORCH in setting.peers:
-        splits[TORCH] = plain
-    if "compile" in setting.peers:
-        splits["torch.compile"] = setting.compiled(plain)
-    return splits
+
+    def engine(kernels: Kernels) -> Contestant:
+        return contestant(lambda qkv: norm_rotate(qkv, norms, cos, sin, *heads_sizes(setting)[1:], kernels))
+
+    return setting.contestants(
+        engine, torch=lambda: contestant(plain), compile=lambda: contestant(torch.compile(plain, dynamic=False))
+    )
 
 
 def _demand(setting: Setting, kind: str) -> Demand:
-    from engine.kernels.triton.head_norm import bytes_moved
-
-    options = setting.options
-    moved = bytes_moved(options.tokens, options.heads, options.kv_heads, options.head_dim, setting.itemsize)
-    return Demand(moved=moved[kind])
-
-
-def _size(setting: Setting) -> str:
-    options = setting.options
-    return f"{options.tokens}x({options.heads}+2*{options.kv_heads})x{options.head_dim}"
+    return Demand(moved=setting.moved("head_norm", *heads_sizes(setting))[kind])
 
 
 def forward(setting: Setting) -> Case:
     """Returns the case of the forward pass, which leaves v in place."""
     qkv, *weights = _inputs(setting)
     return Case(
-        size=_size(setting),
+        size=heads_size(setting),
         demand=_demand(setting, "forward"),
-        contestants={
-            name: Contestant(run=lambda split=split: split(qkv)) for name, split in _splits(setting, *weights).items()
-        },
+        contestants=_contestants(setting, lambda split: calling(split, qkv), *weights),
         answer=lambda: _plain(setting, torch.float64, *weights)(qkv.double()),
     )
 
 
 def backward(setting: Setting) -> Case:
     """Returns the case of the backward pass, to one gradient of the whole product."""
-    options = setting.options
     qkv, *weights = _inputs(setting)
-    draws = setting.draws("head norm, gradients")
-    counts = (options.heads, options.kv_heads, options.kv_heads)
-    gradients = tuple(draws.normal(options.tokens, count, options.head_dim) for count in counts)
-    leaf = qkv.requires_grad_()
-
-    def contestant(split: Split) -> Contestant:
-        parts = split(leaf)
-        return Contestant(run=lambda: torch.autograd.grad(parts, leaf, gradients, retain_graph=True))
-
-    def answer() -> Results:
-        wide = qkv.detach().double().requires_grad_()
-        parts = _plain(setting, torch.float64, *weights)(wide)
-        return torch.autograd.grad(parts, wide, [gradient.double() for gradient in gradients])
-
+    gradients = head_gradients(setting, "head norm, gradients")
     return Case(
-        size=_size(setting),
+        size=heads_size(setting),
         demand=_demand(setting, "backward"),
-        contestants={name: contestant(split) for name, split in _splits(setting, *weights).items()},
-        answer=answer,
+        contestants=_contestants(setting, lambda split: by_autograd(split, qkv, gradients), *weights),
+        answer=lambda: with_gradients(_plain(setting, torch.float64, *weights), (qkv,), gradients)[3:],
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.records import AdapterPlace, AdapterSection
 from engine.ops.kernels import Kernels
-from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.case import Case, Contestant, Results, calling
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
 
@@ -49,18 +49,13 @@ def _inputs(setting: Setting, name: str) -> _Inputs:
 
 
 def _demand(setting: Setting, kind: str) -> Demand:
-    from engine.kernels.triton.lora import bytes_moved
-
     options = setting.options
-    num_ranks = SECTIONS * options.rank
-    return Demand(moved=bytes_moved(options.tokens, options.hidden, num_ranks, setting.itemsize)[kind])
+    return Demand(moved=setting.moved("lora", options.tokens, options.hidden, SECTIONS * options.rank)[kind])
 
 
 def _output_demand(setting: Setting, widths: Sequence[int], *, both: bool) -> Demand:
-    from engine.kernels.triton.output_gradients import bytes_moved
-
     options = setting.options
-    return Demand(moved=bytes_moved(options.tokens, widths, options.rank, setting.itemsize, both=both))
+    return Demand(moved=setting.moved("output_gradients", options.tokens, widths, options.rank, both=both))
 
 
 def _size(setting: Setting, width: int) -> str:
@@ -78,16 +73,33 @@ def _plain_mask(setting: Setting, dropped: bool) -> Tensor | None:
     return setting.scaled_mask(setting.options.hidden).to(setting.dtype) if dropped else None
 
 
-def _with_torch(
-    setting: Setting, contestants: dict[str, Contestant], plain: Callable[..., Results], *arguments: Tensor | None
-) -> dict[str, Contestant]:
-    """Returns plain torch and torch.compile of the same function as contestants."""
-    if TORCH in setting.peers:
-        contestants[TORCH] = Contestant(run=lambda: plain(*arguments))
-    if "compile" in setting.peers:
-        compiled = setting.compiled(plain)
-        contestants["torch.compile"] = Contestant(run=lambda: compiled(*arguments))
-    return contestants
+def _engine_mask(setting: Setting, kernels: Kernels, dropped: bool) -> tuple[Tensor | None, float]:
+    """Returns the mask of a backend, and the scale of kept elements."""
+    return (setting.drawn(kernels, setting.options.hidden), setting.keep_scale) if dropped else (None, 1.0)
+
+
+def sections_of(
+    widths: Sequence[int], rank: int, *, da: Sequence[Tensor] = (), b: Sequence[Tensor] = (), db: Sequence[Tensor] = ()
+) -> list[AdapterSection]:
+    """Returns adapters of one rank on neighbouring columns.
+
+    Args:
+        widths: columns of each.
+        rank: of each.
+        da, b, db: gradients of A, factors B and gradients of B of each; none where empty.
+    """
+    return [
+        AdapterSection(
+            first_column=sum(widths[:index]),
+            num_columns=width,
+            first_row=index * rank,
+            num_ranks=rank,
+            da=da[index] if da else None,
+            b=b[index] if b else None,
+            db=db[index] if db else None,
+        )
+        for index, width in enumerate(widths)
+    ]
 
 
 def project(setting: Setting, *, dropped: bool) -> Case:
@@ -96,8 +108,7 @@ def project(setting: Setting, *, dropped: bool) -> Case:
     whole = AdapterPlace(first_column=0, num_columns=0, first_row=0, num_ranks=given.a.shape[0])
 
     def engine(kernels: Kernels) -> Contestant:
-        out, mask = torch.empty_like(given.h), setting.drawn(kernels, given.x.shape[1]) if dropped else None
-        scale = setting.keep_scale if dropped else 1.0
+        out, (mask, scale) = torch.empty_like(given.h), _engine_mask(setting, kernels, dropped)
 
         def run() -> Results:
             kernels.project(given.x, given.a, mask, scale, [whole], out)
@@ -108,11 +119,12 @@ def project(setting: Setting, *, dropped: bool) -> Case:
     def plain(x: Tensor, a: Tensor, mask: Tensor | None) -> Results:
         return ((x if mask is None else x * mask) @ a.t(),)
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     return Case(
         size=_size(setting, given.x.shape[1]),
         demand=_demand(setting, "project"),
-        contestants=_with_torch(setting, contestants, plain, given.x, given.a, _plain_mask(setting, dropped)),
+        contestants=setting.contestants(
+            engine, **setting.plain(plain, given.x, given.a, _plain_mask(setting, dropped))
+        ),
         answer=lambda: ((given.x.double() * _wide_mask(setting, dropped)) @ given.a.double().t(),),
     )
 
@@ -123,18 +135,14 @@ def a_gradient(setting: Setting, *, dropped: bool) -> Case:
 
     def engine(kernels: Kernels) -> Contestant:
         buffers = [torch.zeros(rank, given.x.shape[1], device=setting.device) for _ in range(SECTIONS)]
-        sections = [
-            AdapterSection(first_column=0, num_columns=0, first_row=index * rank, num_ranks=rank, da=buffer)
-            for index, buffer in enumerate(buffers)
-        ]
-        mask, scale = setting.drawn(kernels, given.x.shape[1]) if dropped else None, setting.keep_scale
-        scale = scale if dropped else 1.0
+        sections = sections_of([0] * SECTIONS, rank, da=buffers)
+        mask, scale = _engine_mask(setting, kernels, dropped)
 
         def run() -> Results:
             kernels.a_gradient(given.dh, given.x, mask, scale, sections)
             return buffers
 
-        return Contestant(run=run, reset=partial(_clear, buffers))
+        return Contestant(run=run, reset=partial(clear, buffers))
 
     def plain(dh: Tensor, x: Tensor, mask: Tensor | None) -> Results:
         return (dh.t() @ (x if mask is None else x * mask)).split(rank)
@@ -142,16 +150,18 @@ def a_gradient(setting: Setting, *, dropped: bool) -> Case:
     def answer() -> Results:
         return (given.dh.double().t() @ (given.x.double() * _wide_mask(setting, dropped))).split(rank)
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     return Case(
         size=_size(setting, given.x.shape[1]),
         demand=_demand(setting, "a_gradient"),
-        contestants=_with_torch(setting, contestants, plain, given.dh, given.x, _plain_mask(setting, dropped)),
+        contestants=setting.contestants(
+            engine, **setting.plain(plain, given.dh, given.x, _plain_mask(setting, dropped))
+        ),
         answer=answer,
     )
 
 
-def _clear(buffers: list[Tensor]) -> None:
+def clear(buffers: list[Tensor]) -> None:
+    """Sets gradients to zero."""
     for buffer in buffers:
         buffer.zero_()
 
@@ -168,28 +178,18 @@ def b_gradient(setting: Setting) -> Case:
 
     def engine(kernels: Kernels) -> Contestant:
         buffers = [torch.zeros(options.intermediate, options.rank, device=setting.device) for _ in range(SECTIONS)]
-        sections = [
-            AdapterSection(
-                first_column=index * options.intermediate,
-                num_columns=options.intermediate,
-                first_row=index * options.rank,
-                num_ranks=options.rank,
-                db=buffer,
-            )
-            for index, buffer in enumerate(buffers)
-        ]
+        sections = sections_of([options.intermediate] * SECTIONS, options.rank, db=buffers)
 
         def run() -> Results:
             kernels.b_gradient(given.dy, given.h, sections)
             return buffers
 
-        return Contestant(run=run, reset=partial(_clear, buffers))
+        return Contestant(run=run, reset=partial(clear, buffers))
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
     return Case(
         size=_size(setting, given.dy.shape[1]),
         demand=_output_demand(setting, [options.intermediate] * SECTIONS, both=False),
-        contestants=_with_torch(setting, contestants, _by_section, given.dy, given.h),
+        contestants=setting.contestants(engine, **setting.plain(_by_section, given.dy, given.h)),
         answer=lambda: _by_section(given.dy.double(), given.h.double()),
     )
 
@@ -204,7 +204,7 @@ def output_gradients(setting: Setting, *, widths: Callable[[Setting], Sequence[i
     """Returns the case dH = dY B and dB += dY^T H together: the products with dY of an adapter that is not folded,
     beside the base's own.
 
-    The limit is one read of dY. A backend without a kernel for both has two products, as in a step.
+    The limit is one read of dY.
     """
     options, sizes = setting.options, widths(setting)
     draws, rank = setting.draws(f"output gradients {len(sizes)}"), options.rank
@@ -216,43 +216,36 @@ def output_gradients(setting: Setting, *, widths: Callable[[Setting], Sequence[i
         dh = torch.cat([part @ b for part, b in zip(columns, parts, strict=True)], dim=1)
         return dh, *(part.t() @ low for part, low in zip(columns, ranks, strict=True))
 
-    contestants = {name: _output_gradients_of(kernels, dy, h, parts) for name, kernels in setting.backends.items()}
     return Case(
         size=f"{options.tokens}x{'+'.join(map(str, sizes))}, rank {rank}",
         demand=_output_demand(setting, sizes, both=True),
-        contestants=_with_torch(setting, contestants, plain, dy, h, *parts),
+        contestants=setting.contestants(
+            lambda kernels: _output_gradients_of(kernels, dy, h, parts), **setting.plain(plain, dy, h, *parts)
+        ),
         answer=lambda: plain(dy.double(), h.double(), *(b.double() for b in parts)),
     )
 
 
 def _output_gradients_of(kernels: Kernels, dy: Tensor, h: Tensor, parts: Sequence[Tensor]) -> Contestant:
-    rank = parts[0].shape[1]
     buffers = [torch.zeros(b.shape, device=b.device) for b in parts]
-    sections, column = [], 0
-    for number, (b, buffer) in enumerate(zip(parts, buffers, strict=True)):
-        sections.append(
-            AdapterSection(
-                first_column=column,
-                num_columns=b.shape[0],
-                first_row=number * rank,
-                num_ranks=rank,
-                b=b,
-                db=buffer,
-            )
-        )
-        column += b.shape[0]
+    sections = sections_of([b.shape[0] for b in parts], parts[0].shape[1], b=parts, db=buffers)
     dh = torch.empty_like(h)
 
     def run() -> Results:
-        if kernels.output_gradients is not None:
-            kernels.output_gradients(dy, h, sections, dh_out=dh)
-            return dh, *buffers
-        for one, b in zip(sections, parts, strict=True):
-            torch.mm(one.columns(dy), b, out=one.ranks(dh))
-        kernels.b_gradient(dy, h, sections)
+        run_output_gradients(kernels, dy, h, sections, dh)
         return dh, *buffers
 
-    return Contestant(run=run, reset=partial(_clear, buffers))
+    return Contestant(run=run, reset=partial(clear, buffers))
+
+
+def run_output_gradients(kernels: Kernels, dy: Tensor, h: Tensor, sections: list[AdapterSection], dh: Tensor) -> None:
+    """Writes dH and adds dB. A backend without a kernel for both has two products, as in a step."""
+    if kernels.output_gradients is not None:
+        kernels.output_gradients(dy, h, sections, dh_out=dh)
+        return
+    for one in sections:
+        torch.mm(one.columns(dy), one.b, out=one.ranks(dh))
+    kernels.b_gradient(dy, h, sections)
 
 
 def apply_update(setting: Setting, *, dropped: bool) -> Case:
@@ -263,22 +256,22 @@ def apply_update(setting: Setting, *, dropped: bool) -> Case:
 
     def engine(kernels: Kernels) -> Contestant:
         update, target = setting.update(kernels, given.dh, given.a, dropped=dropped), dx.clone()
-        return Contestant(run=lambda: (kernels.apply_update(target, update),), reset=lambda: target.copy_(dx))
+        return calling(kernels.apply_update, target, update, reset=lambda: target.copy_(dx))
 
-    def plain(target: Tensor) -> Results:
+    def plain(target: Tensor) -> Tensor:
         if scaled is None:
-            return (target.addmm_(given.dh, given.a),)
-        return (target.addcmul_(given.dh @ given.a, scaled),)
+            return target.addmm_(given.dh, given.a)
+        return target.addcmul_(given.dh @ given.a, scaled)
 
-    contestants = {name: engine(kernels) for name, kernels in setting.backends.items()}
-    if TORCH in setting.peers:
+    def peer() -> Contestant:
         target = dx.clone()
-        contestants[TORCH] = Contestant(run=lambda: plain(target), reset=lambda: target.copy_(dx))
+        return calling(plain, target, reset=lambda: target.copy_(dx))
+
     return Case(
         size=_size(setting, given.x.shape[1]),
         demand=_demand(setting, "add_input_gradient"),
-        contestants=contestants,
-        answer=lambda: (dx.double() + (given.dh.double() @ given.a.double()) * _wide_mask(setting, dropped),),
+        contestants=setting.contestants(engine, torch=peer),
+        answer=lambda: (dx.double() + setting.added(given.dh, given.a, dropped=dropped),),
     )
 
 

@@ -10,15 +10,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from engine.kernels import reference
 from engine.ops.kernels import Kernels
-from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.case import Case, Contestant, Results, by_autograd, calling
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
-
-EPS = 1e-5
+from rankfold.benchmarking.oracles import EPS, rms_norm, with_gradients
 
 
 def _inputs(setting: Setting, name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,20 +29,14 @@ def _inputs(setting: Setting, name: str) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _plain(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight.shape, weight, EPS)
-
-
 def _statistics(x: Tensor) -> Tensor:
     """Returns 1 / rms, fp32 [T, 1]."""
     return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
 
 
 def _demand(setting: Setting, kind: str, num_ranks: int = 0) -> Demand:
-    from engine.kernels.triton.rmsnorm import bytes_moved
-
     options = setting.options
-    return Demand(moved=bytes_moved(options.tokens, options.hidden, setting.itemsize, num_ranks)[kind])
+    return Demand(moved=setting.moved("rmsnorm", options.tokens, options.hidden, num_ranks=num_ranks)[kind])
 
 
 def _size(setting: Setting) -> str:
@@ -54,115 +46,86 @@ def _size(setting: Setting) -> str:
 def forward(setting: Setting) -> Case:
     x, weight, _ = _inputs(setting, "norm forward")
 
-    def engine(kernels: Kernels, out: Tensor) -> Results:
-        kernels.norm_forward(x, weight, EPS, out)
-        return (out,)
+    def engine(kernels: Kernels) -> Contestant:
+        out = torch.empty_like(x)
 
-    contestants = {
-        name: Contestant(run=partial(engine, kernels, torch.empty_like(x)))
-        for name, kernels in setting.backends.items()
-    }
-    if TORCH in setting.peers:
-        contestants[TORCH] = Contestant(run=lambda: (_plain(x, weight),))
-    if "compile" in setting.peers:
-        compiled = setting.compiled(_plain)
-        contestants["torch.compile"] = Contestant(run=lambda: (compiled(x, weight),))
-    if "liger" in setting.peers:
+        def run() -> Results:
+            kernels.norm_forward(x, weight, EPS, out)
+            return (out,)
+
+        return Contestant(run=run)
+
+    def liger() -> Contestant:
         from liger_kernel.ops import LigerRMSNormFunction
 
-        contestants["liger"] = Contestant(run=lambda: (LigerRMSNormFunction.apply(x, weight, EPS),))
-    if "quack" in setting.peers:
+        return calling(LigerRMSNormFunction.apply, x, weight, EPS)
+
+    def quack() -> Contestant:
         from quack import rmsnorm
 
-        contestants["quack"] = Contestant(run=lambda: (rmsnorm(x, weight, eps=EPS),))
+        return calling(partial(rmsnorm, eps=EPS), x, weight)
+
     return Case(
         size=_size(setting),
         demand=_demand(setting, "forward"),
-        contestants=contestants,
-        answer=lambda: (_plain(x.double(), weight.double()),),
+        contestants=setting.contestants(engine, **setting.plain(rms_norm, x, weight), liger=liger, quack=quack),
+        answer=lambda: (rms_norm(x.double(), weight.double()),),
     )
 
 
-def _gradient(x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
+def _gradient(x: Tensor, weight: Tensor, dy: Tensor) -> Results:
     """Returns dx by autograd, in float64."""
-    wide = x.double().requires_grad_()
-    return torch.autograd.grad(_plain(wide, weight.double()), wide, dy.double())[0]
+    return with_gradients(lambda x: rms_norm(x, weight.double()), (x,), (dy,))[1:]
 
 
 def backward(setting: Setting) -> Case:
     x, weight, dy = _inputs(setting, "norm backward")
     rstd = _statistics(x)
-    contestants = {
-        name: Contestant(run=lambda kernels=kernels: (kernels.norm_backward(dy, x, weight, rstd, None, None),))
-        for name, kernels in setting.backends.items()
-    }
-    if TORCH in setting.peers:
-        leaf = x.clone().requires_grad_()
-        y = _plain(leaf, weight)
-        contestants[TORCH] = Contestant(run=lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True))
-    if "compile" in setting.peers:
-        compiled = setting.compiled(reference.rmsnorm_backward)
-        contestants["torch.compile"] = Contestant(run=lambda: (compiled(dy, x, weight, rstd),))
-    if "liger" in setting.peers:
-        contestants["liger"] = _liger_backward(x, weight, dy)
-    if "quack" in setting.peers:
-        contestants["quack"] = _quack_backward(x, weight, dy)
+
+    def liger() -> Contestant:
+        from liger_kernel.ops import LigerRMSNormFunction
+
+        consumed = dy.clone()  # it works in place over dy by default
+        contestant = by_autograd(lambda leaf: LigerRMSNormFunction.apply(leaf, weight, EPS), x, consumed)
+        return replace(contestant, reset=lambda: consumed.data.copy_(dy))
+
+    def quack() -> Contestant:
+        from quack import rmsnorm
+
+        return by_autograd(lambda leaf: rmsnorm(leaf, weight, eps=EPS), x, dy)
+
     return Case(
         size=_size(setting),
         demand=_demand(setting, "backward"),
-        contestants=contestants,
-        answer=lambda: (_gradient(x, weight, dy),),
+        contestants=setting.contestants(
+            lambda kernels: calling(kernels.norm_backward, dy, x, weight, rstd, None, None),
+            torch=lambda: by_autograd(lambda leaf: rms_norm(leaf, weight), x, dy),
+            compile=lambda: setting.compiled(reference.rmsnorm_backward, dy, x, weight, rstd),
+            liger=liger,
+            quack=quack,
+        ),
+        answer=lambda: _gradient(x, weight, dy),
     )
-
-
-def _liger_backward(x: Tensor, weight: Tensor, dy: Tensor) -> Contestant:
-    """Runs Liger's backward, in place over dy, which is its default."""
-    from liger_kernel.ops import LigerRMSNormFunction
-
-    leaf, consumed = x.clone().requires_grad_(), dy.clone()
-    y = LigerRMSNormFunction.apply(leaf, weight, EPS)
-    return Contestant(
-        run=lambda: torch.autograd.grad(y, leaf, consumed, retain_graph=True),
-        reset=lambda: consumed.data.copy_(dy),
-    )
-
-
-def _quack_backward(x: Tensor, weight: Tensor, dy: Tensor) -> Contestant:
-    from quack import rmsnorm
-
-    leaf = x.clone().requires_grad_()
-    y = rmsnorm(leaf, weight, eps=EPS)
-    return Contestant(run=lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True))
 
 
 def backward_with_update(setting: Setting, *, dropped: bool) -> Case:
     """Returns the case of a dy without the adapters' share, which is added on the way."""
     options = setting.options
     x, weight, dy = _inputs(setting, "norm update")
-    draws = setting.draws("norm update, adapters")
     num_ranks = 3 * options.rank  # q, k, v
-    dh = draws.normal(options.tokens, num_ranks, scale=0.1)
-    a = draws.normal(num_ranks, options.hidden, scale=options.hidden**-0.5)
+    dh, a = setting.adapter("norm update, adapters", num_ranks, options.hidden)
     rstd = _statistics(x)
 
     # H = drop(y) A^T, which the linear kept: with it a kernel can make the update on its way
     scaled = setting.scaled_mask(options.hidden).to(setting.dtype) if dropped else 1.0
-    h = (_plain(x, weight) * scaled) @ a.t()
+    h = (rms_norm(x, weight) * scaled) @ a.t()
 
-    def engine(kernels: Kernels, h_TR: Tensor | None) -> Contestant:
+    def engine(kernels: Kernels, h_TR: Tensor | None = h) -> Contestant:
         update, consumed = setting.update(kernels, dh, a, dropped=dropped, h_TR=h_TR), dy.clone()
-        return Contestant(
-            run=lambda: (kernels.norm_backward(consumed, x, weight, rstd, update, None),),
-            reset=lambda: consumed.copy_(dy),
-        )
+        return calling(kernels.norm_backward, consumed, x, weight, rstd, update, None, reset=lambda: consumed.copy_(dy))
 
-    def answer() -> Results:
-        added = dh.double() @ a.double()
-        added = added * setting.scaled_mask(options.hidden) if dropped else added
-        return (_gradient(x, weight, dy.double() + added),)
-
-    contestants = {name: engine(kernels, h) for name, kernels in setting.backends.items()}
-    if setting.has_triton:
+    contestants = setting.contestants(engine)
+    if "triton" in setting.backends:
         contestants["triton, two kernels"] = replace(
             engine(setting.backends["triton"], None),
             note="triton, two kernels: the update is added before; in one kernel it is a prologue of the norm's "
@@ -172,7 +135,7 @@ def backward_with_update(setting: Setting, *, dropped: bool) -> Case:
         size=f"{_size(setting)}, rank {num_ranks}",
         demand=_demand(setting, "backward", num_ranks),
         contestants=contestants,
-        answer=answer,
+        answer=lambda: _gradient(x, weight, dy.double() + setting.added(dh, a, dropped=dropped)),
     )
 
 

@@ -24,7 +24,9 @@ from engine.optim.flat import FlatParameters
 from rankfold.benchmarking.case import LIMITS, TORCH, Case, Contestant, Results
 from rankfold.benchmarking.ceilings import Demand
 from rankfold.benchmarking.kernels.setting import Setting
-from rankfold.benchmarking.model import BETAS, CLIP_GRAD_NORM, EPS, LEARNING_RATE, WEIGHT_DECAY
+from rankfold.benchmarking.model import ADAMW, CLIP_GRAD_NORM, LEARNING_RATE
+
+_BETAS, _EPS, _WEIGHT_DECAY = ADAMW["betas"], ADAMW["eps"], ADAMW["weight_decay"]
 
 _FIRST_MOMENT, _SECOND_MOMENT = -1e-3, 1e-6
 """Moments before the step over the gradient (its square). With zero moments a wrong clip factor would hardly show."""
@@ -65,11 +67,11 @@ def _torch_update(setting: Setting, **how: bool) -> Contestant:
             [],
             [step],
             amsgrad=False,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
+            beta1=_BETAS[0],
+            beta2=_BETAS[1],
             lr=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
-            eps=EPS,
+            weight_decay=_WEIGHT_DECAY,
+            eps=_EPS,
             maximize=False,
             **how,
         )
@@ -88,7 +90,7 @@ def _native_update(setting: Setting) -> Contestant:
     rate, step_count = torch.tensor(LEARNING_RATE), torch.zeros(())
 
     def run() -> Results:
-        adamw_step(*state.all(), lr=rate, step_count=step_count, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+        adamw_step(*state.all(), lr=rate, step_count=step_count, **ADAMW)
         return state.results()
 
     return Contestant(run=run, reset=state.reset)
@@ -117,11 +119,11 @@ def update(setting: Setting) -> Case:
 
 def _first_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Results:
     """Computes AdamW's formula at t = 1: weight and both moments."""
-    exp_avg = BETAS[0] * exp_avg + (1 - BETAS[0]) * gradient
-    exp_avg_sq = BETAS[1] * exp_avg_sq + (1 - BETAS[1]) * gradient.square()
-    denominator = (exp_avg_sq / (1 - BETAS[1])).sqrt() + EPS
-    decayed = weight * (1 - LEARNING_RATE * WEIGHT_DECAY)
-    return decayed - LEARNING_RATE / (1 - BETAS[0]) * exp_avg / denominator, exp_avg, exp_avg_sq
+    exp_avg = _BETAS[0] * exp_avg + (1 - _BETAS[0]) * gradient
+    exp_avg_sq = _BETAS[1] * exp_avg_sq + (1 - _BETAS[1]) * gradient.square()
+    denominator = (exp_avg_sq / (1 - _BETAS[1])).sqrt() + _EPS
+    decayed = weight * (1 - LEARNING_RATE * _WEIGHT_DECAY)
+    return decayed - LEARNING_RATE / (1 - _BETAS[0]) * exp_avg / denominator, exp_avg, exp_avg_sq
 
 
 class _Adapters(ShardedModule):
@@ -138,15 +140,7 @@ class _Adapters(ShardedModule):
 
 def _engine_after(setting: Setting, backend: OptimizerBackend) -> Contestant:
     flat = FlatParameters(_Adapters(setting).entries, setting.device)
-    optimizer = FlatAdamW(
-        flat,
-        single_process_mesh(),
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        clip_grad_norm=CLIP_GRAD_NORM,
-        backend=backend,
-    )
+    optimizer = FlatAdamW(flat, single_process_mesh(), **ADAMW, clip_grad_norm=CLIP_GRAD_NORM, backend=backend)
     masters = flat.master.clone()
     gradients = _gradients(setting, [slot.entry.parameter.shape for slot in reversed(flat.slots)])
 
@@ -175,9 +169,7 @@ def _torch_after(setting: Setting) -> Contestant:
     first = [entry.parameter.detach().float() for entry in _Adapters(setting).entries]
     gradients = _gradients(setting, [tensor.shape for tensor in first])
     weights = [tensor.clone().requires_grad_() for tensor in first]
-    optimizer = torch.optim.AdamW(
-        weights, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, **ADAMW, fused=True)
 
     def reset() -> None:
         for weight, start, gradient in zip(weights, first, gradients, strict=True):

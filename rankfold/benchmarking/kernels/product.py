@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.records import AdapterSection
 from engine.ops.kernels import Kernels
 from rankfold.benchmarking.case import Case, Contestant, Results, deviation
 from rankfold.benchmarking.ceilings import Demand
+from rankfold.benchmarking.kernels.low_rank import clear, run_output_gradients, sections_of
 from rankfold.benchmarking.kernels.setting import Setting
 
 FOLD, COPIED, SEPARATE, FROZEN = "fold", "fold, x copied", "separate", "frozen alone"
@@ -69,7 +69,7 @@ class _Linear:
         return found
 
 
-def _widths(setting: Setting) -> dict[str, tuple[int, tuple[int, ...]]]:
+def widths_of(setting: Setting) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Returns name -> input width and output widths of the four linears of a block."""
     options = setting.options
     kv = options.kv_heads * options.head_dim
@@ -82,7 +82,7 @@ def _widths(setting: Setting) -> dict[str, tuple[int, tuple[int, ...]]]:
 
 
 def _linear(setting: Setting, name: str) -> _Linear:
-    inputs, widths = _widths(setting)[name]
+    inputs, widths = widths_of(setting)[name]
     draws, rank = setting.draws(f"product {name}"), setting.options.rank
     num_ranks = rank * len(widths)
     multiple = max(kernels.fold_multiple for kernels in setting.backends.values())
@@ -114,6 +114,14 @@ def _demand(setting: Setting, linear: _Linear) -> Demand:
     return Demand(moved=moved * setting.itemsize, operations=2 * tokens * outputs * (linear.inputs + linear.rank))
 
 
+def _frozen(left: Tensor, right: Tensor, out: Tensor) -> Contestant:
+    """Returns the base's product alone as a contestant."""
+    return Contestant(
+        run=lambda: (torch.mm(left, right, out=out),),
+        error=lambda found: deviation(found, (left.double() @ right.double(),)),
+    )
+
+
 def forward(setting: Setting, *, name: str) -> Case:
     """Returns the case Y from x and H."""
     linear, draws = _linear(setting, name), setting.draws(f"product {name}, x")
@@ -136,9 +144,6 @@ def forward(setting: Setting, *, name: str) -> Case:
             y[:, columns].addmm_(h[:, ranks], b.t())
         return (y,)
 
-    def frozen() -> Results:
-        return (torch.mm(x, linear.weight.t(), out=y),)
-
     def answer() -> Results:
         wide = x.double() @ linear.weight.double().t()
         for columns, ranks, b in linear.sections():
@@ -149,9 +154,7 @@ def forward(setting: Setting, *, name: str) -> Case:
         FOLD: Contestant(run=fold),
         COPIED: Contestant(run=copied),
         SEPARATE: Contestant(run=separate),
-        FROZEN: Contestant(
-            run=frozen, error=lambda found: deviation(found, (x.double() @ linear.weight.double().t(),))
-        ),
+        FROZEN: _frozen(x, linear.weight.t(), y),
     }
     return Case(
         size=_size(setting, linear),
@@ -176,35 +179,30 @@ def backward(setting: Setting, *, name: str) -> Case:
         low = both[:, linear.inputs : linear.inputs + linear.num_ranks]
         return both[:, : linear.inputs].addmm_(low, linear.a), low
 
-    def low_rank() -> None:
+    def separate() -> Results:
         for columns, ranks, b in linear.sections():
             torch.mm(dy[:, columns], b, out=dh[:, ranks])
-
-    def separate() -> Results:
-        low_rank()
         return torch.mm(dy, linear.weight, out=dx).addmm_(dh, linear.a), dh
-
-    def frozen() -> Results:
-        return (torch.mm(dy, linear.weight, out=dx),)
-
-    def answer() -> Results:
-        wide = [dy[:, columns].double() @ b.double() for columns, _, b in linear.sections()]
-        low = torch.cat(wide, dim=1)
-        return dy.double() @ linear.weight.double() + low @ linear.a.double(), low
 
     contestants = {
         FOLD: Contestant(run=fold),
         SEPARATE: Contestant(run=separate),
-        FROZEN: Contestant(run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))),
+        FROZEN: _frozen(dy, linear.weight, dx),
     }
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),
         contestants=contestants,
-        answer=answer,
+        answer=lambda: _input_gradient(linear, dy),
         baseline=FROZEN,
         verdicts={"": (FOLD, SEPARATE)},
     )
+
+
+def _input_gradient(linear: _Linear, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the whole dX and dH in float64."""
+    low = torch.cat([dy[:, columns].double() @ b.double() for columns, _, b in linear.sections()], dim=1)
+    return dy.double() @ linear.weight.double() + low @ linear.a.double(), low
 
 
 def whole_backward(setting: Setting, *, name: str) -> Case:
@@ -215,21 +213,8 @@ def whole_backward(setting: Setting, *, name: str) -> Case:
     both = setting.empty(tokens, linear.extended.shape[1])
     dx, dh = setting.empty(tokens, linear.inputs), setting.empty(tokens, linear.num_ranks)
     db = [setting.empty(*b.shape, dtype=torch.float32) for _, _, b in linear.sections()]
-    sections = [
-        AdapterSection(
-            first_column=columns.start,
-            num_columns=columns.stop - columns.start,
-            first_row=ranks.start,
-            num_ranks=linear.rank,
-            b=b,
-            db=buffer,
-        )
-        for (columns, ranks, b), buffer in zip(linear.sections(), db, strict=True)
-    ]
-
-    def clear() -> None:
-        for buffer in db:
-            buffer.zero_()
+    widths = widths_of(setting)[name][1]
+    sections = sections_of(widths, linear.rank, b=[b for _, _, b in linear.sections()], db=db)
 
     def fold(kernels: Kernels, *, copied: bool) -> Results:
         torch.mm(dy, linear.extended, out=both)
@@ -239,33 +224,22 @@ def whole_backward(setting: Setting, *, name: str) -> Case:
         return whole.contiguous() if copied else whole, low, *db
 
     def separate(kernels: Kernels) -> Results:
-        if kernels.output_gradients is not None:
-            kernels.output_gradients(dy, h, sections, dh_out=dh)
-        else:
-            for columns, ranks, b in linear.sections():
-                torch.mm(dy[:, columns], b, out=dh[:, ranks])
-            kernels.b_gradient(dy, h, sections)
+        run_output_gradients(kernels, dy, h, sections, dh)
         return torch.mm(dy, linear.weight, out=dx).addmm_(dh, linear.a), dh, *db
 
-    def frozen() -> Results:
-        return (torch.mm(dy, linear.weight, out=dx),)
-
     def answer() -> Results:
-        low = torch.cat([dy[:, columns].double() @ b.double() for columns, _, b in linear.sections()], dim=1)
         gradients = [dy[:, columns].double().t() @ h[:, ranks].double() for columns, ranks, _ in linear.sections()]
-        return dy.double() @ linear.weight.double() + low @ linear.a.double(), low, *gradients
+        return *_input_gradient(linear, dy), *gradients
 
     contestants, verdicts = {}, {}
     for backend, kernels in setting.backends.items():
         runs = {FOLD: partial(fold, kernels, copied=False), SEPARATE: partial(separate, kernels)}
         if name == "o":  # attention takes the gradient of its output without gaps
             runs = {DENSE: partial(fold, kernels, copied=True), SEPARATE: partial(separate, kernels)}
-        named = {f"{backend}, {way}": Contestant(run=run, reset=clear) for way, run in runs.items()}
+        named = {f"{backend}, {way}": Contestant(run=run, reset=partial(clear, db)) for way, run in runs.items()}
         contestants |= named
         verdicts[backend] = tuple(named)
-    contestants[FROZEN] = Contestant(
-        run=frozen, error=lambda found: deviation(found, (dy.double() @ linear.weight.double(),))
-    )
+    contestants[FROZEN] = _frozen(dy, linear.weight, dx)
     return Case(
         size=_size(setting, linear),
         demand=_demand(setting, linear),

@@ -14,11 +14,12 @@ from torch import Tensor
 from engine.kernels import reference_quantize
 from engine.ops.kernels import REFERENCE, Kernels, RowCodeKernels
 from engine.ops.quantized_backends import QuantizedBackend, choose_quantized
+from engine.ops.quantized_products import OperandKernels
 from engine.quantization.encoding import encoding
-from rankfold.benchmarking.case import TORCH, Case, Contestant, Results
+from rankfold.benchmarking.case import TORCH, Case, Contestant, Results, calling
 from rankfold.benchmarking.ceilings import Demand
-from rankfold.benchmarking.kernels.norm import EPS
 from rankfold.benchmarking.kernels.setting import Setting
+from rankfold.benchmarking.oracles import EPS
 
 
 def _backends(setting: Setting) -> dict[str, QuantizedBackend]:
@@ -29,6 +30,12 @@ def _backends(setting: Setting) -> dict[str, QuantizedBackend]:
         if backend.arithmetic.name == name != "reference":
             found[name] = backend
     return found
+
+
+def _with_operands(setting: Setting) -> dict[str, OperandKernels]:
+    """Returns plain torch's operands of FP8 products, and those of the backends that make their own."""
+    found = {who: each.operands for who, each in _backends(setting).items()}
+    return {who: each for who, each in found.items() if who == TORCH or each != found[TORCH]}
 
 
 def _weight(setting: Setting) -> Tensor:
@@ -66,21 +73,13 @@ def operand(setting: Setting, *, by_row: bool) -> Case:
     options = setting.options
     x = setting.draws("FP8 operand").normal(options.tokens, options.hidden)
     exact = reference_quantize.quantize_rows if by_row else reference_quantize.quantize_matrix
-
-    def contestant(quantize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]) -> Contestant:
-        return Contestant(run=lambda: quantize(x, None))
-
-    backends = _backends(setting)
-    backends = {
-        who: each for who, each in backends.items() if who == TORCH or each.operands != backends[TORCH].operands
-    }
     return Case(
         size=f"{options.tokens}x{options.hidden}",
         # a scale for the whole tensor is known only after reading all of it
         demand=Demand(moved=x.nbytes * (1 if by_row else 2) + x.numel()),
         contestants={
-            who: contestant(each.operands.quantize_rows if by_row else each.operands.quantize_matrix)
-            for who, each in backends.items()
+            who: calling(each.quantize_rows if by_row else each.quantize_matrix, x, None)
+            for who, each in _with_operands(setting).items()
         },
         answer=lambda: tuple(part.double() for part in exact(x, None)),
     )
@@ -88,17 +87,10 @@ def operand(setting: Setting, *, by_row: bool) -> Case:
 
 def transpose(setting: Setting) -> Case:
     codes = encoding("fp8").encode(_weight(setting))["codes"]
-    backends = _backends(setting)
-    backends = {
-        who: each for who, each in backends.items() if who == TORCH or each.operands != backends[TORCH].operands
-    }
     return Case(
         size=f"{codes.shape[0]}x{codes.shape[1]}",
         demand=Demand(moved=2 * codes.nbytes),
-        contestants={
-            who: Contestant(run=partial(lambda make: (make(codes),), each.operands.transpose))
-            for who, each in backends.items()
-        },
+        contestants={who: calling(each.transpose, codes) for who, each in _with_operands(setting).items()},
         answer=lambda: (codes.double().t(),),
     )
 

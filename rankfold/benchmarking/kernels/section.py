@@ -2,27 +2,23 @@
 
 First every contestant of every case runs once and is compared with the answer in float64: nothing is timed where one
 computes a wrong result. Then each case is timed, its contestants in turn with a copy (and a product) that gives the
-limit.
+limit. A table has a row per case and contestant.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
+from typing import Any
 
-import torch
-
-from rankfold.benchmarking.case import LIMITS, Case, Checked, check
+from rankfold.benchmarking.case import LIMITS, Case, Checked, Timed, check, kernel_names, time_case
 from rankfold.benchmarking.ceilings import COPY, PRODUCT, Ceilings
-from rankfold.benchmarking.comparison import Timed, time_case
 from rankfold.benchmarking.kernels.first_calls import FirstCalls, measure_first_calls
 from rankfold.benchmarking.kernels.groups import GROUPS, Build, make_setting
 from rankfold.benchmarking.kernels.setting import Setting
-from rankfold.benchmarking.kernels.tables import group_table
-from rankfold.benchmarking.kernels.trace import kernel_names
-from rankfold.benchmarking.machine import choose_device, describe
+from rankfold.benchmarking.machine import describe, set_up
 from rankfold.benchmarking.options import KernelOptions, chosen_names, for_device
-from rankfold.benchmarking.table import Report, Table
+from rankfold.benchmarking.table import Report, Table, progress
+from rankfold.benchmarking.timing import Summary, paired_ratio, summarise
 
 
 def run(options: KernelOptions) -> Report:
@@ -32,9 +28,7 @@ def run(options: KernelOptions) -> Report:
         UserError: a missing device.
         Wrong: a contestant computes something else.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = choose_device(options.device)
+    device = set_up(options, keeps_freed_memory=False)
     options = for_device(options, device.type)
     setting, absent = make_setting(options, device)
     groups = {name: GROUPS[name] for name in chosen_names(options.only, options.GROUPS, "only")}
@@ -52,7 +46,7 @@ def run(options: KernelOptions) -> Report:
             case = members[name](setting)
             if not case.contestants:
                 continue
-            _say(f"{group}: {name}")
+            progress("kernels", f"{group}: {name}")
             timed[name] = time_case(case, ceilings, options, device)
             described[name] = case.without_inputs()
             for ceiling, taken in speeds.items():
@@ -72,16 +66,12 @@ def check_all(
     """
     checked, traces = {}, {}
     for name, build in cases.items():
-        _say(f"checking {name}")
+        progress("kernels", f"checking {name}")
         case = build(setting)
         checked[name] = check(name, case, setting.device, LIMITS[setting.dtype])
         if case.trace:
             traces[name] = {who: kernel_names(each, setting.device) for who, each in case.contestants.items()}
     return checked, traces
-
-
-def _say(what: str) -> None:
-    print(f"[kernels] {what}", file=sys.stderr, flush=True)
 
 
 def _report(
@@ -109,3 +99,97 @@ def _report(
         machine=describe(setting.device, packages),
         data={"section": "kernels", "options": asdict(options), "device": setting.device.type},
     )
+
+
+def group_table(
+    group: str,
+    title: str,
+    cases: dict[str, Case],
+    timed: dict[str, Timed],
+    checked: dict[str, dict[str, Checked]],
+    first_calls: FirstCalls,
+    traces: dict[str, dict[str, tuple[str, ...]]],
+) -> Table:
+    """Returns a table with a row per case and contestant; notes and verdicts below."""
+    rows, findings = [], []
+    for name, case in cases.items():
+        for who in case.contestants:
+            figures = _figures(timed[name], who, case.baseline)
+            calls = _first_calls(first_calls, name, who, checked[name][who])
+            rows.append((name, case.size, who, *figures, *calls, f"{checked[name][who].error:.0e}"))
+        findings += [each.note for each in case.contestants.values() if each.note]
+        findings += _verdicts(name, case, timed[name])
+        findings += [f"Kernels of {who}: {', '.join(ran)}." for who, ran in traces.get(name, {}).items() if ran]
+    return Table(
+        title=title,
+        columns=_columns(next(iter(cases.values())).baseline, first_calls, bool(next(iter(timed.values())).samples)),
+        rows=tuple(rows),
+        findings=tuple(dict.fromkeys(findings)),
+        data={
+            "group": group,
+            "cases": {name: _record(case, timed[name], checked[name]) for name, case in cases.items()},
+        },
+    )
+
+
+def _columns(baseline: str, first_calls: FirstCalls, timed: bool) -> tuple[str, ...]:
+    figures = ("median ms", "min ms", "limit ms", "share of limit", f"speed over {baseline}") if timed else ()
+    warm = ("second process ms",) if first_calls.warm else ()
+    return ("op", "size", "contestant", *figures, "first call ms", *warm, "error")
+
+
+def _figures(timed: Timed, who: str, baseline: str) -> tuple[str, ...]:
+    """Returns median, least, limit, share of the limit, speed over the baseline."""
+    if not timed.samples:
+        return ()
+    seconds = timed.seconds(who)
+    taken = summarise(seconds)
+    against = ""
+    if baseline in timed.samples and who != baseline:
+        against = f"{paired_ratio(timed.seconds(baseline), seconds).median:.2f}x"
+    return (
+        f"{taken.median * 1e3:.3f}",
+        f"{taken.low * 1e3:.3f}",
+        f"{summarise(timed.limits).median * 1e3:.3f}",
+        f"{paired_ratio(timed.limits, seconds).median:.1%}",
+        against,
+    )
+
+
+def _first_calls(first_calls: FirstCalls, name: str, who: str, checked: Checked) -> tuple[str, ...]:
+    """Returns times with empty caches, or of this process, and where measured, with warm caches."""
+    cold = first_calls.cold.get(name, {}).get(who, checked.first_seconds)
+    warm = first_calls.warm.get(name, {}).get(who)
+    return f"{cold * 1e3:,.1f}", *((f"{warm * 1e3:,.1f}",) if warm is not None else ())
+
+
+def _verdicts(name: str, case: Case, timed: Timed) -> list[str]:
+    """Returns the winner of each question of the case, and its lead over the next."""
+    if not timed.samples:
+        return []
+    sentences = []
+    for question, names in case.verdicts.items():
+        order = sorted(names, key=lambda who: summarise(timed.seconds(who)).median)
+        where = f" ({question})" if question else ""
+        if len(order) < 2:
+            continue
+        lead = paired_ratio(timed.seconds(order[1]), timed.seconds(order[0]))
+        sentences.append(f"{name}, {case.size}{where}: winner {order[0]}, {_lead(lead)} over {order[1]}.")
+    return sentences
+
+
+def _lead(lead: Summary) -> str:
+    text = f"{lead.median:.3f}x (from {lead.low:.3f} to {lead.high:.3f})"
+    return text if lead.median > 1.01 else f"{text}, which is no difference,"
+
+
+def _record(case: Case, timed: Timed, checked: dict[str, Checked]) -> dict[str, Any]:
+    return {
+        "size": case.size,
+        "moved_bytes": case.demand.moved,
+        "operations": case.demand.operations,
+        "seconds": {who: timed.seconds(who) for who in timed.samples},
+        "limit_seconds": timed.limits,
+        "error": {who: found.error for who, found in checked.items()},
+        "first_call_seconds": {who: found.first_seconds for who, found in checked.items()},
+    }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from engine.kernels.philox import dropout_mask, dropout_scale
 from engine.kernels.records import DropoutKey, InputUpdate
 from engine.ops.kernels import Kernels
+from rankfold.benchmarking.case import TORCH, Contestant, Results, calling
 from rankfold.benchmarking.options import KernelOptions
 from rankfold.benchmarking.peers import Peers
 
@@ -57,20 +60,54 @@ class Setting:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    @property
-    def has_triton(self) -> bool:
-        """Whether the functions of `engine.kernels.triton` can run here."""
-        return "triton" in self.backends
-
     def draws(self, name: str) -> Draws:
         return Draws(name, self.device, self.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def compiled(self, function: Callable) -> Callable:
-        """Compiles a function by torch.compile for fixed sizes."""
-        return torch.compile(function, dynamic=False)
+    def contestants(
+        self, engine: Callable[[Kernels], Contestant], **peers: Callable[[], Contestant]
+    ) -> dict[str, Contestant]:
+        """Returns the contestants of an op: the engine's backends by name, then the peers that take part.
+
+        Args:
+            engine: builds a backend's contestant.
+            peers: a name that `--peers` knows -> builds its contestant.
+        """
+        found = {name: engine(kernels) for name, kernels in self.backends.items()}
+        for name, build in peers.items():
+            if name in self.peers:
+                found["torch.compile" if name == "compile" else name] = build()
+        return found
+
+    def plain(
+        self, function: Callable[..., Tensor | Results], *arguments: Tensor | None
+    ) -> dict[str, Callable[[], Contestant]]:
+        """Returns plain torch and torch.compile of the same function as peers."""
+        return {
+            TORCH: lambda: calling(function, *arguments),
+            "compile": lambda: self.compiled(function, *arguments),
+        }
+
+    def compiled(self, function: Callable[..., Tensor | Results], *arguments: Tensor | None) -> Contestant:
+        """Returns a function compiled by torch.compile for fixed sizes as a contestant."""
+        return calling(torch.compile(function, dynamic=False), *arguments)
+
+    def moved(self, kernel: str, *sizes: int | Sequence[int], **how: int | bool) -> Any:
+        """Returns the least bytes that an op of `engine.kernels.triton.KERNEL` moves, by its own `bytes_moved`."""
+        return import_module(f"engine.kernels.triton.{kernel}").bytes_moved(*sizes, itemsize=self.itemsize, **how)
+
+    def adapter(self, name: str, num_ranks: int, num_features: int) -> tuple[Tensor, Tensor]:
+        """Returns dH [T, R] and the stacked A [R, F] of adapters on an op's output."""
+        draws = self.draws(name)
+        dh = draws.normal(self.options.tokens, num_ranks, scale=0.1)
+        return dh, draws.normal(num_ranks, num_features, scale=num_features**-0.5)
+
+    def added(self, dh_TR: Tensor, a_RI: Tensor, *, dropped: bool) -> Tensor:
+        """Returns the adapters' share of the gradient of their input by plain torch, fp64 [T, I]."""
+        share = dh_TR.double() @ a_RI.double()
+        return share * self.scaled_mask(a_RI.shape[1]) if dropped else share
 
     def dropout_key(self, num_features: int) -> DropoutKey:
         """Returns coordinates of a mask over `num_features` of all tokens."""

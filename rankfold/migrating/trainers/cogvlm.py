@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankfold.migrating.conversion import Conversion, number, sets, whole
+from rankfold.migrating.conversion import Conversion, number, sets
 from rankfold.migrating.given import Given
 
 _SPLIT = "data.validation_split"
@@ -27,18 +27,9 @@ def rate(conversion: Conversion, given: Given) -> None:
         conversion.drop(given, "all of the data is trained on")
 
 
-@sets("data.seq_length")
-def length(conversion: Conversion, given: Given) -> None:
-    conversion.add_fact(given, f"length {given.key}", whole(given), "data.seq_length: both, and 2303 for the image")
-
-
-def adapters(conversion: Conversion) -> bool:
-    return True
-
-
 def finish(conversion: Conversion) -> None:
     facts = conversion.facts
-    length = facts.get("length max_input_len", 128) + facts.get("length max_output_len", 128) + 2303
+    length = facts.get("input_length", 128) + facts.get("output_length", 128) + 2303
     conversion.set_default("derived", "max_input_len + max_output_len + 2303", "data.seq_length", length)
     conversion.notes.append(
         "the script draws one round of each record at random, and pads; here each answer of a record is a sample"

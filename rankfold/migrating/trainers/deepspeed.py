@@ -5,21 +5,8 @@ from __future__ import annotations
 from engine.errors import UserError
 from rankfold.migrating.conversion import Conversion, Rule, number, sets, whole
 from rankfold.migrating.given import Given
-from rankfold.migrating.trainers import shared
 
 SHARDS = {0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}
-
-
-def dtype_or_auto(dtype: str) -> Rule:
-    switch = shared.dtype_switch(dtype)
-
-    def rule(conversion: Conversion, given: Given) -> None:
-        if given.value == "auto":
-            conversion.drop(given, "the command line sets it")
-        else:
-            switch.apply(conversion, given)
-
-    return Rule(rule, switch.options)
 
 
 @sets("parallel.shard")
@@ -45,9 +32,6 @@ def offload(option_name: str) -> Rule:
 
 @sets("optim.clip_grad_norm")
 def clipping(conversion: Conversion, given: Given) -> None:
-    if given.value == "auto":
-        conversion.drop(given, "the command line sets it")
-        return
     conversion.facts["deepspeed_clipping"] = number(given)
     conversion.take(given, "optim.clip_grad_norm", number(given))
 

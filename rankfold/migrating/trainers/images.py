@@ -7,9 +7,6 @@ from rankfold.migrating.given import Given
 
 LANGUAGE_MODEL = ["embed_tokens", "layers", "norm", "lm_head"]
 """All modules of a language model, with a vision model beside it or without."""
-PROCESSOR = "the model's own config.json and processor say how images are cut"
-SIZES = "images are read in the size that they have, and cut as the model's own processor does"
-VIDEOS = "videos are not read"
 
 
 def switch(fact: str, became: str) -> Rule:

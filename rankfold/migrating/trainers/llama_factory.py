@@ -182,10 +182,11 @@ _PARTS = {"vision_tower": "the tower", "projector": "the projector", "language_m
 
 def _freeze(conversion: Conversion) -> None:
     """Sets the layers that train; the last ones have numbers only once the model is known."""
-    layers, modules = facts_of(conversion)
+    facts = conversion.facts  # FreezeArguments has 2 layers and all modules by default
+    layers, modules = facts.get("freeze_layers", 2), facts.get("freeze_modules", ["all"])
     source = "FinetuningArguments.finetuning_type = freeze"
-    inside = [f".{name}" for name in modules] or [""]
-    extra = conversion.facts.get("freeze_extra", [])
+    inside = [""] if modules == ["all"] else [f".{name}" for name in modules] or [""]
+    extra = facts.get("freeze_extra", [])
     if layers < 0:
         chosen = [f"layers.{number}{name}" for number in range(-layers) for name in inside]
     else:
@@ -195,9 +196,3 @@ def _freeze(conversion: Conversion) -> None:
         )
     conversion.set_default(source, "freeze_trainable_layers", "trainable", [*chosen, *extra])
     conversion.set_default(source, "freeze_trainable_layers", "lora.rank", 0)
-
-
-def facts_of(conversion: Conversion) -> tuple[int, list[str]]:
-    """Returns layers and modules of freeze training; FreezeArguments has 2 and all by default."""
-    modules = conversion.facts.get("freeze_modules", ["all"])
-    return conversion.facts.get("freeze_layers", 2), [] if modules == ["all"] else modules

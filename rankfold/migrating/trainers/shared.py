@@ -11,18 +11,15 @@ from rankfold.migrating.conversion import (
     Rule,
     names,
     number,
-    option,
     other_objective,
     set_dtype,
     sets,
     truth,
     whole,
-    whole_numbers,
 )
 from rankfold.migrating.given import Given
 from rankfold.migrating.trainers import accelerate
 
-CLIENT = "figures go to log.metrics, log.tensorboard, log.wandb_project and log.mlflow_experiment"
 ALWAYS = "always so"
 FILES = (".jsonl", ".json", ".txt", ".bin", ".parquet")
 
@@ -113,7 +110,8 @@ def report_to(conversion: Conversion, given: Given) -> None:
     elif known:
         conversion.add_fact(given, "trackers", known, f"figures go to {' and '.join(known)}")
     else:
-        conversion.drop(given, CLIENT if found else "nothing is reported by default")
+        elsewhere = "figures go to log.metrics, log.tensorboard, log.wandb_project and log.mlflow_experiment"
+        conversion.drop(given, elsewhere if found else "nothing is reported by default")
 
 
 @sets("optim.clip_grad_norm")
@@ -360,9 +358,6 @@ def unless_empty(rule: Rule) -> Rule:
             rule.apply(conversion, given)
 
     return Rule(apply, rule.options)
-
-
-layers = unless_empty(option("lora.layers", whole_numbers))
 
 
 def unsupported(why: str) -> Rule:

@@ -180,19 +180,14 @@ def deepspeed(conversion: Conversion, given: Given) -> None:
     """Converts the names of ms-swift's own DeepSpeed files; another file is read with its keys."""
     name, _, offload = str(given.value).partition("_")
     levels = {"zero0": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
-    if given.file_read:
-        conversion.drop(given, "read, and converted key by key")
-    elif given.value in (None, ""):
-        conversion.drop(given, "none")
-    elif name in levels and offload in ("", "offload"):
+    if not given.file_read and name in levels and offload in ("", "offload"):
         conversion.take(given, "parallel.shard", levels[name])
         if offload:
             conversion.take(given, "memory.offload_optimizer", True)
         if offload and name == "zero3":
             conversion.take(given, "memory.offload_weights", True)
     else:
-        conversion.drop(given, "no such file beside this one")
-        conversion.to_fill.append(f"what {given.value} says: it is not beside the input; convert it too")
+        shared.named_file.apply(conversion, given)
 
 
 @sets("parallel.shard")
@@ -305,8 +300,7 @@ def accumulation(conversion: Conversion) -> int:
 
 
 def reference(conversion: Conversion) -> str:
-    adapted = conversion.facts["trains_adapters"] and not conversion.options.get("trainable")
-    return "base" if adapted and "ref_adapters" not in conversion.facts else "initial"
+    return "initial" if "ref_adapters" in conversion.facts else shared.reference(conversion)
 
 
 def finish(conversion: Conversion) -> None:

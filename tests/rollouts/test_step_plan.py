@@ -11,7 +11,7 @@ from engine.config.run import RunConfig
 from engine.data.record_files import Place
 from engine.rollouts.data.prompts import Prompt, PromptLoader, PromptSet
 from engine.rollouts.run_data import PromptData
-from engine.training.course import plan_course, rate_change
+from engine.training.step_plan import plan_steps, rate_change
 
 
 def test_a_resumed_run_of_prompts_is_warned_of_true_changes_alone(tmp_path: Path) -> None:
@@ -23,13 +23,13 @@ def test_a_resumed_run_of_prompts_is_warned_of_true_changes_alone(tmp_path: Path
     }  # fmt: skip
     config = parse_config([word for name, value in given.items() for word in (f"--{name}", value)])
     data = _prompts(config)
-    course = plan_course(config, data.train.order)
-    assert course.steps == 5
-    assert rate_change(to_yaml(config), course, data, step=2) is None
+    step_plan = plan_steps(config, data.train.order)
+    assert step_plan.steps == 5
+    assert rate_change(to_yaml(config), step_plan, data, step=2) is None
 
     fewer = replace(config, rollout=replace(config.rollout, num_generations=2))
     data = _prompts(fewer)
-    said = rate_change(to_yaml(config), plan_course(fewer, data.train.order, step=2, consumed=8), data, step=2)
+    said = rate_change(to_yaml(config), plan_steps(fewer, data.train.order, step=2, consumed=8), data, step=2)
     assert said is not None and said.endswith("5 steps before, 4 now)"), said
 
 

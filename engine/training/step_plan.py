@@ -1,8 +1,9 @@
-"""The course of a run: the number of its steps, and the learning rate of each."""
+"""The steps of a run, their number and the learning rate of each, and its data, which decides the number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.config.load import from_yaml
 from engine.config.optim import OptimOptions
@@ -13,9 +14,12 @@ from engine.optim.lr_schedule import learning_rate
 from engine.telemetry.format import how_far
 from engine.training.run_data import RunData
 
+if TYPE_CHECKING:
+    from engine.training.samples import SamplePrompt
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
+class StepPlan:
     """The steps of a run.
 
     Args:
@@ -45,35 +49,52 @@ class Course:
         )
 
 
-def plan_course(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> Course:
-    """Plans the course of a run that has taken `step` steps and consumed so many samples.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedData:
+    """The data of a run, and its way through it.
+
+    Args:
+        data: the rows.
+        fingerprint: of the training rows.
+        prompts: tokens of train.sample_prompts.
+        step_plan: how many steps, at which learning rates.
+    """
+
+    data: RunData
+    fingerprint: str
+    prompts: list[SamplePrompt]
+    step_plan: StepPlan
+
+
+def plan_steps(config: RunConfig, order: DataOrder, *, step: int = 0, consumed: int = 0) -> StepPlan:
+    """Plans the steps of a run that has taken `step` steps and consumed so many samples.
 
     Epochs are counted from the samples and not from the steps, whose batch may have been another before.
     """
     epochs = config.train.num_epochs
     steps = config.train.steps if epochs is None else step + order.steps_left(consumed, epochs)
     assert steps is not None
-    return Course(steps=steps, epochs=epochs, optim=config.optim)
+    return StepPlan(steps=steps, epochs=epochs, optim=config.optim)
 
 
-def rate_change(saved: str, course: Course, data: RunData, *, step: int) -> str | None:
+def rate_change(saved: str, step_plan: StepPlan, data: RunData, *, step: int) -> str | None:
     """Returns a sentence where the learning rate after `step` steps differs from the checkpoint's schedule; None where
     it does not.
 
     Args:
         saved: configuration of the checkpoint, as YAML.
-        course, data: of the run now.
+        step_plan, data: of the run now.
         step: at least 1.
     """
     try:
         before = from_yaml(saved)
     except UserError:  # another version's, with options that this one does not have
         return None
-    old = plan_course(before, data.earlier_order(before))
-    expected, now = old.rate(step), course.rate(step)
+    old = plan_steps(before, data.earlier_order(before))
+    expected, now = old.rate(step), step_plan.rate(step)
     if abs(now - expected) <= 1e-9 * max(now, expected):
         return None
     return (
         f"the learning rate of step {step + 1} is {now:.3g}, where the checkpoint's own schedule has {expected:.3g} "
-        f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {course.steps} now)"
+        f"(step {step} had {old.rate(step - 1):.3g}; {old.steps} steps before, {step_plan.steps} now)"
     )

@@ -61,11 +61,20 @@ def read_config(hf_config: dict[str, Any]) -> Any:
     model_type = hf_config["model_type"]
     try:
         with quiet():
-            return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(hf_config))
+            return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(hf_config)))
     except Exception as error:  # each family's class checks in its own way
         raise UserError(
             f"transformers cannot read config.json of a {model_type} model: {_first_line(error)}; copy the model again."
         ) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns a config with the numbers that JSON has no word for, which transformers writes as objects of one key."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(one) for key, one in value.items()}
+    return [_with_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -103,7 +103,7 @@ class Adopted(ShardedModule):
         for owner, child in list(module.named_modules()):
             if id(child) not in done:
                 self._own_leaves(prefix, owner, child, build)
-        if plan is not None and build.layout.tp.size > 1:
+        if plan is not None:
             for name, child in list(module.named_modules()):
                 if plan.sums_experts(f"{place}{name}"):
                     _replace(module, name, SummedExperts(child, build.layout.tp))
@@ -261,7 +261,7 @@ class AdoptedBody(Decoder):
         self._run = Run(build.layout)
         indices = range(self.part.first, self.part.last)
         body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
-        plan = TensorPlan.of(config.family, body)
+        plan = TensorPlan.of(config.family, body) if self.layout.tp.size > 1 else None
         if plan is None and self.layout.tp.size > 1:
             raise UserError(
                 f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "

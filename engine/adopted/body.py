@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.linears import AdoptedLinear
+from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
 from engine.adopted.rows import Rows
 from engine.adopted.small import LAYER_COUNTS
 from engine.adopted.structure import skeleton, whole_module
@@ -94,10 +96,17 @@ class Adopted(ShardedModule):
     ) -> None:
         super().__init__()
         self.module, self._plan, self._place = module, plan, place
-        for site, name in enumerate(linear_names(module), first_site):
+        sites = count(first_site)
+        for name, child in list(module.named_modules()):
+            if (form := mlp_form(child)) is not None and name:
+                first = "gate_up_proj" if form.fused else "gate_proj"
+                splits = self._split(f"{name}.{first}"), self._split(f"{name}.down_proj")
+                pair = next(sites), next(sites)
+                _replace(module, name, AdoptedMLP(f"{prefix}{name}.", child, form, splits, pair, build=build, run=run))
+        for name in linear_names(module):
             plain = module.get_submodule(name)
             assert isinstance(plain, nn.Linear)
-            linear = parallel_linear(f"{prefix}{name}", plain, self._split(name), site, build)
+            linear = parallel_linear(f"{prefix}{name}", plain, self._split(name), next(sites), build)
             _replace(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
         for owner, child in list(module.named_modules()):
@@ -112,8 +121,8 @@ class Adopted(ShardedModule):
         """What autograd leaves gradients on."""
 
     @staticmethod
-    def _linears(module: nn.Module) -> list[AdoptedLinear]:
-        return [child for child in module.modules() if isinstance(child, AdoptedLinear)]
+    def _linears(module: nn.Module) -> list[nn.Module]:
+        return [child for child in module.modules() if isinstance(child, (AdoptedLinear, AdoptedMLP))]
 
     def _split(self, name: str) -> Split:
         return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
@@ -129,6 +138,10 @@ class Adopted(ShardedModule):
             spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
             return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
 
+        if owner and not build.plan.trains(name) and (form := norm_form(module)) is not None:
+            weight = own("weight", module.weight.shape, trainable=False)
+            _replace(self.module, owner, AdoptedNorm(weight, form, build.layout.kernels))
+            return
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(leaf, own(leaf, parameter.shape, trainable=build.plan.trains(name)).parameter)
         for leaf, buffer in list(module.named_buffers(recurse=False)):
@@ -353,18 +366,18 @@ def _run_unit(unit: Any, kept: Any, block: Any, x: Tensor) -> Tensor:
     return y
 
 
-def _set_layers(body: nn.Module, indices: range, count: int) -> None:
+def _set_layers(body: nn.Module, indices: range, whole: int) -> None:
     """Tells a body's forward which layers it has; the layers themselves keep the whole model's config.
 
     Args:
-        count: layers of the whole model.
+        whole: layers of the whole model.
     """
     config = body.config = copy.deepcopy(body.config)  # a module's and its text's may be two records
     for record in {id(one): one for one in (config, config.get_text_config())}.values():
         for name, value in list(vars(record).items()):
-            if name in LAYER_COUNTS and value == count:
+            if name in LAYER_COUNTS and value == whole:
                 setattr(record, name, len(indices))
-            elif isinstance(value, list) and len(value) == count:
+            elif isinstance(value, list) and len(value) == whole:
                 setattr(record, name, [value[index] for index in indices])
 
 

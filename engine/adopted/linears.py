@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine.adopted.attention import Run
 from engine.errors import UserError
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
 
 
@@ -37,13 +38,30 @@ class AdoptedLinear(nn.Module):
         return self.linear.bias_storage
 
     def forward(self, x: Tensor) -> Tensor:
-        context, rows = self._run.now, x.reshape(-1, x.shape[-1])
-        if rows.shape[0] != context.local_token_index.shape[0]:
-            low_rank = self.linear.operands.low_rank
-            if context.training and low_rank is not None and low_rank.dropout is not None:
-                raise UserError(
-                    f"lora.dropout is {low_rank.dropout.probability}, but {self._name} does not see each token once, "
-                    "so that its mask has no coordinates: set lora.dropout to 0, or add the module to lora.exclude."
-                )
-            context = context.of_tokens(torch.arange(rows.shape[0], device=rows.device))
+        rows = x.reshape(-1, x.shape[-1])
+        context = token_context(self._run, rows, self.linear, name=self._name)
         return self.linear(rows, GivenInput(), context).view(*x.shape[:-1], -1)
+
+
+def token_context(
+    run: Run, rows: Tensor, *linears: ColumnParallelLinear | RowParallelLinear, name: str
+) -> TokenContext:
+    """Returns the coordinates of what linears take: the micro-batch's tokens, or rows without coordinates.
+
+    Args:
+        rows: [N, I].
+        name: of the module, for errors.
+
+    Raises:
+        UserError: rows are not the tokens, and an adapter drops some of their features.
+    """
+    context = run.now
+    if rows.shape[0] == context.local_token_index.shape[0]:
+        return context
+    sites = [linear.operands.low_rank.dropout for linear in linears if linear.operands.low_rank is not None]
+    if context.training and any(site is not None for site in sites):
+        raise UserError(
+            f"lora.dropout is above 0, but {name} does not see each token once, so that its mask has no coordinates: "
+            "set lora.dropout to 0, or add the module to lora.exclude."
+        )
+    return context.of_tokens(torch.arange(rows.shape[0], device=rows.device))

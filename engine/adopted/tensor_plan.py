@@ -134,18 +134,35 @@ def parallel_linear(
         name: its engine name.
         site: dropout site of its input.
     """
-    tp, shape, bias = build.layout.tp, (plain.out_features, plain.in_features), plain.bias is not None
+    tp = build.layout.tp
     if split == "columns" and tp.size > 1:
+        bias = plain.bias is not None
         return RowParallelLinear(name, plain.in_features, plain.out_features, bias=bias, site=site, build=build)
+    return parallel_sections({name: plain}, split, site, build)
+
+
+def parallel_sections(
+    plain: Mapping[str, nn.Linear], split: Split, site: int, build: LayerContext
+) -> ColumnParallelLinear:
+    """Builds one linear in place of several of transformers that take one input, none of whose inputs are split.
+
+    Args:
+        plain: engine name -> the linear, in the order of output rows.
+        split: of each.
+        site: dropout site of the input.
+    """
+    tp, bias = build.layout.tp, any(one.bias is not None for one in plain.values())
+    shapes = {name: (one.out_features, one.in_features) for name, one in plain.items()}
     if split in ("rows", "halves") and tp.size > 1:
-        spec = parameter_spec(shape, split, tp, name=name)
-        return ColumnParallelLinear([Section(name=name, spec=spec)], bias=bias, site=site, build=build)
+        sections = [
+            Section(name=name, spec=parameter_spec(shape, split, tp, name=name)) for name, shape in shapes.items()
+        ]
+        return ColumnParallelLinear(sections, bias=bias, site=site, build=build)
     alone = replace(build, layout=replace(build.layout, tp=Axis("tp"), sequence_parallel=False))
-    spec = replicated_spec(shape, rank=0, size=1)
-    linear = ColumnParallelLinear([Section(name=name, spec=spec)], bias=bias, site=site, build=alone)
+    sections = [Section(name=name, spec=replicated_spec(shape, rank=0, size=1)) for name, shape in shapes.items()]
+    linear = ColumnParallelLinear(sections, bias=bias, site=site, build=alone)
     if tp.size > 1:  # every rank computes the same with it, and the first one saves it
-        whole = [
+        linear.entries[:] = [
             entry._replace(spec=replace(entry.spec, replicated=("tp",), owner=tp.rank == 0)) for entry in linear.entries
         ]
-        linear.entries[:] = whole
     return linear

@@ -21,6 +21,7 @@ from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.rows import Rows
 from engine.adopted.small import LAYER_COUNTS
+from engine.adopted.stage_ends import stage_ends
 from engine.adopted.structure import skeleton, whole_module
 from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
 from engine.batch import Batch
@@ -261,6 +262,8 @@ class AdoptedBody(Decoder):
         self._run = Run(build.layout)
         indices = range(self.part.first, self.part.last)
         body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
+        for name, stand_in in self._left_out():
+            _replace(body, name, stand_in)
         plan = TensorPlan.of(config.family, body) if self.layout.tp.size > 1 else None
         if plan is None and self.layout.tp.size > 1:
             raise UserError(
@@ -313,6 +316,12 @@ class AdoptedBody(Decoder):
                 needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
+
+    def _left_out(self) -> Iterator[tuple[str, nn.Module]]:
+        is_first, is_last = self.part.first == 0, self.part.last == self.config.num_layers
+        if is_first and is_last:
+            return iter(())
+        return stage_ends(self.config.hf_config).left_out(is_first=is_first, is_last=is_last)
 
     def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
         none = torch.empty(0, device=batch.positions_BS.device)

@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, AdoptedConfig
+from engine.adopted.experts import AdaptedExperts, StackAdapter, stack_adapter, stack_leaves
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
 from engine.adopted.rows import Rows
 from engine.adopted.small import LAYER_COUNTS
+from engine.adopted.stage_ends import stage_ends
 from engine.adopted.structure import skeleton, whole_module
 from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
 from engine.batch import Batch
@@ -51,10 +53,14 @@ _SITES = 64
 
 class _Collected(torch.autograd.Function):
     """Identity on what enters a region: its backward, the region's last, adds the gradients that autograd has left on
-    the leaves to their sinks."""
+    the region's leaves to their sinks.
+
+    The leaves are no inputs: autograd would leave their gradients only once this backward is done. `live`, of no
+    numbers, has it run where x needs no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, owned: list[ShardEntry], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, owned: list[ShardEntry], live: Tensor) -> Tensor:
         ctx.owned = owned
         return x.view_as(x)
 
@@ -67,7 +73,7 @@ class _Collected(torch.autograd.Function):
                 entry.sink.added()
             else:
                 entry.sink.add(gradient)
-        return dx, None, *([None] * len(ctx.owned))
+        return dx, None, None
 
 
 class Adopted(ShardedModule):
@@ -108,10 +114,15 @@ class Adopted(ShardedModule):
             assert isinstance(plain, nn.Linear)
             linear = parallel_linear(f"{prefix}{name}", plain, self._split(name), next(sites), build)
             _replace(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
+        next_site = next(sites)
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
         for owner, child in list(module.named_modules()):
             if id(child) not in done:
+                adapters = self._adapt_stacks(prefix, owner, child, build, next_site)
+                next_site += len(adapters)
                 self._own_leaves(prefix, owner, child, build)
+                if adapters:
+                    _replace(module, owner, AdaptedExperts(child, adapters, run))
         if plan is not None:
             for name, child in list(module.named_modules()):
                 if plan.sums_experts(f"{place}{name}"):
@@ -127,6 +138,25 @@ class Adopted(ShardedModule):
     def _split(self, name: str) -> Split:
         return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
 
+    def _adapt_stacks(
+        self, prefix: str, owner: str, module: nn.Module, build: LayerContext, site: int
+    ) -> dict[str, StackAdapter]:
+        """Makes the adapters of a module's stacks of experts' weights, with dropout sites from `site` on."""
+        found: dict[str, StackAdapter] = {}
+        for leaf in stack_leaves(module):
+            name = f"{owner}.{leaf}"
+            if (settings := build.plan.adapter(f"{prefix}{name}")) is not None:
+                found[leaf] = stack_adapter(
+                    f"{prefix}{name}",
+                    module.get_parameter(leaf),
+                    self._split(name),
+                    settings,
+                    site + len(found),
+                    build,
+                    lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
+                )
+        return found
+
     def _own_leaves(self, prefix: str, owner: str, module: nn.Module, build: LayerContext) -> None:
         """Puts the engine's parameters in place of a module's own ones, and its buffers on the device."""
         name = f"{prefix}{owner}" if owner else prefix.rstrip(".")
@@ -136,14 +166,18 @@ class Adopted(ShardedModule):
             inside, full = f"{owner}.{leaf}" if owner else leaf, f"{name}.{leaf}" if name else leaf
             split = self._split(inside)
             spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
+            full = f"{full}.weight" if leaf in stacks else full
             return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
 
+        stacks = stack_leaves(module)
         if owner and not build.plan.trains(name) and (form := norm_form(module)) is not None:
             weight = own("weight", module.weight.shape, trainable=False)
             _replace(self.module, owner, AdoptedNorm(weight, form, build.layout.kernels))
             return
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(leaf, own(leaf, parameter.shape, trainable=build.plan.trains(name)).parameter)
+            trains = build.plan.trains(f"{name}.{leaf}" if leaf in stacks else name)
+            trains &= parameter.requires_grad  # some never train in transformers either
+            module.register_parameter(leaf, own(leaf, parameter.shape, trainable=trains).parameter)
         for leaf, buffer in list(module.named_buffers(recurse=False)):
             if leaf in module._non_persistent_buffers_set:
                 module.register_buffer(leaf, buffer.to(build.device), persistent=False)
@@ -154,7 +188,7 @@ class Adopted(ShardedModule):
         """Returns what enters the module, in whose backward the gradients of its leaves are taken."""
         if not self.collected or not torch.is_grad_enabled():
             return x
-        return _Collected.apply(x, self.collected, *(entry.parameter for entry in self.collected))
+        return _Collected.apply(x, self.collected, torch.zeros(0, requires_grad=True))
 
 
 class SummedExperts(nn.Module):
@@ -274,6 +308,8 @@ class AdoptedBody(Decoder):
         self._run = Run(build.layout)
         indices = range(self.part.first, self.part.last)
         body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
+        for name, stand_in in self._left_out():
+            _replace(body, name, stand_in)
         plan = TensorPlan.of(config.family, body) if self.layout.tp.size > 1 else None
         if plan is None and self.layout.tp.size > 1:
             raise UserError(
@@ -326,6 +362,12 @@ class AdoptedBody(Decoder):
                 needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
+
+    def _left_out(self) -> Iterator[tuple[str, nn.Module]]:
+        is_first, is_last = self.part.first == 0, self.part.last == self.config.num_layers
+        if is_first and is_last:
+            return iter(())
+        return stage_ends(self.config.hf_config).left_out(is_first=is_first, is_last=is_last)
 
     def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
         none = torch.empty(0, device=batch.positions_BS.device)

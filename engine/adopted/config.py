@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from engine.adopted.disk_names import arrangement_of, saved_shapes
+from engine.adopted.experts import stack_names
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import Structure, layer_count, layer_shapes, read_config, structure_of, whole_module
@@ -199,6 +200,8 @@ class AdoptedNames(NameMap):
         module, _, leaf = name.rpartition(".")
         if module == self.body.rstrip("."):
             return leaf
+        if name in stack_names(self.config_text):
+            return f"{self.module_from_hf(name)}.weight"
         return f"{self.module_from_hf(module) or module}.{leaf}"
 
     def module_to_hf(self, module: str) -> str:
@@ -226,8 +229,13 @@ class AdoptedNames(NameMap):
             return f"layers.{index}.{INSIDE}{inside}".rstrip(".")
         return rest
 
+    def is_parameter(self, module: str) -> bool:
+        return self.module_to_hf(module) in stack_names(self.config_text)
+
     def to_hf(self, name: str) -> HfLocation:
         module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and self.is_parameter(module):
+            return HfLocation(self.module_to_hf(module))
         return HfLocation(f"{self.module_to_hf(module)}.{leaf}" if module else self.body + leaf)
 
     def fuse(self, modules: Any) -> AdoptedNames:

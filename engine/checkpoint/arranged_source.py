@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -110,12 +111,6 @@ class ArrangedSource(WeightSource):
     def recorded_sum(self, name: str, index: int) -> str | None:
         return self._expected.get(name) if len(self._parts[name]) == 1 else None
 
-    def piece_checksum(self, name: str, index: int) -> str | None:
-        return self.recorded_sum(name, index)
-
-    def check_piece(self, name: str, index: int) -> None:
-        self._checks.view(name, index)
-
     def refuse_piece(self, name: str, index: int, found: str, expected: str) -> NoReturn:
         own = self._parts[name][index].stored
         file, _ = self._tensors.stored_at(own)
@@ -200,6 +195,18 @@ class ArrangedSource(WeightSource):
             "a supported one.",
         )
 
+        self._refuse_partial(used.difference(self.outside_names()))
+
+    def _refuse_partial(self, used: Collection[str]) -> None:
+        """Raises UserError where transformers would read a part of a tensor and drop the rest."""
+        for stored in used:
+            parts, shape = self._arrangement.by_stored[stored], self._arrangement.shapes[stored]
+            if sum(part.num_elements for part in parts) != prod(shape):
+                raise UserError(
+                    f"{self.label} has {stored} with shape {list(shape)}, of which transformers reads a part alone: "
+                    "correct config.json or copy the model again."
+                )
+
     def _refuse_encoded(self, unexpected: str) -> None:
         """Raises UserError where the reason is that the weights are stored in some encoding."""
         if (encoding := self.model.hf_config.get("quantization_config")) is not None:
@@ -217,8 +224,8 @@ class _WholeChecks(PieceChecks):
         super().__init__(source)
         self._source, self._counts = source, source.piece_counts()
 
-    def settle(self, piece: Piece, found: str) -> None:
-        super().settle(piece, found)
+    def record(self, piece: Piece, found: str) -> None:
+        super().record(piece, found)
         if self._counts[piece[0]] > 1:
             self.compare(piece[0])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ from engine.checkpoint.copying.file_writers import Piece
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import num_bytes, raw_bytes
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
-from engine.models.arrangement import Arrangement, StoredPart
+from engine.models.arrangement import Arrangement, StoredPart, contiguous_strides
+from engine.models.names import NameMap
 
 _TABLE = "embed_tokens.weight"
 
 
-def arranged_pieces(source: WeightSource, arrangement: Arrangement) -> tuple[dict[str, list[str]], list[Piece]]:
+def arranged_pieces(source: WeightSource, names: NameMap) -> tuple[dict[str, list[str]], list[Piece]]:
     """Returns stored name -> the logical tensors that have a part in it, and the pieces to be written.
 
     Pieces that are made of the same logical tensor have one order, so that it is read once for all of them.
     """
+    assert names.arrangement is not None
+    arrangement = _with_own_head(names.arrangement, source, names)
     contents: dict[StoredPart, Content] = {}
     order: dict[str, int] = {}
     changed = set(source.changed_names())
@@ -41,18 +45,27 @@ def arranged_pieces(source: WeightSource, arrangement: Arrangement) -> tuple[dic
     if source.has_tied_head:
         table = source.content(_TABLE, Box())
         contents |= dict.fromkeys(arrangement.by_name[TIED_HEAD], table)
-    names: dict[str, list[str]] = {}
+    made_of: dict[str, list[str]] = {}
     pieces = []
     for stored in sorted(arrangement.by_stored, key=lambda stored: order.get(stored, len(order))):
         parts = [part for part in arrangement.by_stored[stored] if part in contents]
         if not parts:  # a copy of the head that is tied
             continue
         logical = (part.name if part.name in source else _TABLE for part in parts)  # of a tied head
-        names[stored] = list(dict.fromkeys(logical))
-        dtype, shape = source.dtype(names[stored][0]), arrangement.shapes[stored]
+        made_of[stored] = list(dict.fromkeys(logical))
+        dtype, shape = source.dtype(made_of[stored][0]), arrangement.shapes[stored]
         content = _assembled(parts, [contents[part] for part in parts], dtype, shape)
         pieces.append(Piece(key=stored, dtype=dtype, shape=shape, content=content, order=order.get(stored, len(order))))
-    return names, pieces
+    return made_of, pieces
+
+
+def _with_own_head(arrangement: Arrangement, source: WeightSource, names: NameMap) -> Arrangement:
+    """Returns the arrangement with a head of its own, where training has made one of a tied one that is not stored."""
+    if TIED_HEAD not in source or TIED_HEAD in arrangement.by_name:
+        return arrangement
+    shape, stored = source.shape(TIED_HEAD), names.to_hf(TIED_HEAD).name
+    head = StoredPart(TIED_HEAD, (0,) * len(shape), shape, stored, 0, contiguous_strides(shape))
+    return replace(arrangement, shapes={**arrangement.shapes, stored: shape}, parts=(*arrangement.parts, head))
 
 
 def _contents(

@@ -292,7 +292,7 @@ def export_hf(
     """
     names = hf_names(source.model, fusing)
     if names.arrangement is not None:
-        parts, pieces = arranged_pieces(source, names.arrangement)
+        parts, pieces = arranged_pieces(source, names)
     else:
         parts = _hf_parts(source, names)
         pieces = [_assembled(source, names, hf_name, members) for hf_name, members in parts.items()]

@@ -84,7 +84,7 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
         if gaussian and leaf == ("lora_B" if is_embedding else "lora_A"):
             fill_normal(shard, 1.0 / shard.spec.global_shape[1 if is_embedding else 0], seed)
         elif leaf == "lora_A" and not is_embedding:
-            fill_uniform(shard, 1.0 / math.sqrt(shard.spec.global_shape[1]), seed)
+            fill_uniform(shard, 1.0 / math.sqrt(shard.spec.global_shape[-1]), seed)
         elif leaf == "lora_B" and is_embedding:
             fill_normal(shard, 1.0, seed)
         elif leaf in ("lora_A", "lora_B", "lora_bias"):

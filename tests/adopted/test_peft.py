@@ -74,7 +74,8 @@ def _ours(config: dict[str, Any], adapted: Any) -> Decoder:
         for entry in shard_entries(model):
             module, _, leaf = entry.name.rpartition(".")
             place = f"base_model.model.{names.module_to_hf(module)}."
-            options = (f"{place}{leaf}.default.weight", f"{place}base_layer.{leaf}", f"{place}{leaf}")
+            whole = f"base_model.model.{names.to_hf(entry.name).name}"
+            options = (f"{place}{leaf}.default.weight", f"{place}base_layer.{leaf}", whole)
             entry.parameter.copy_(next(stock[name] for name in options if name in stock))
     return model
 

@@ -1,0 +1,191 @@
+"""Adapters on a mixture's experts where transformers keeps the weights of all of them as stacks.
+
+A stack `gate_up_proj` [E, O, I] is one parameter of the module of experts; here it is a module of that name with a
+weight. Its adapter is PEFT's of `target_parameters`: W_e + scale * B_e A_e for each expert e. The deltas are never
+made: each expert's rows go through its factors beside its weight.
+
+Legend: E experts, R rank, T tokens, K experts of a token, N = T K rows, I features of an input, O of an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.adopted.attention import Run
+from engine.adopted.structure import whole_module
+from engine.adopted.tensor_plan import Split, parameter_spec
+from engine.distributed.mesh import Axis
+from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
+from engine.errors import UserError
+from engine.kernels.philox import dropout_mask
+from engine.layers.context import AdapterSettings, LayerContext
+from engine.layers.module import ShardEntry
+from engine.ops.dropout import DropoutSite
+
+_LEAVES = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def stack_leaves(module: nn.Module) -> tuple[str, ...]:
+    """Returns which of a module's own parameters are stacks of experts' weights, by transformers' interface of experts;
+    none of another module."""
+    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
+        return ()
+    own = dict(module.named_parameters(recurse=False))
+    return tuple(leaf for leaf in _LEAVES if leaf in own and own[leaf].dim() == 3)
+
+
+@lru_cache(maxsize=4)
+def stack_names(config_text: str) -> frozenset[str]:
+    """Returns the names of all stacks in transformers' model of a `config.json`, given as text."""
+    modules = whole_module(config_text).named_modules()
+    return frozenset(f"{name}.{leaf}" for name, module in modules for leaf in stack_leaves(module))
+
+
+@dataclass(frozen=True, slots=True)
+class StackAdapter:
+    """The adapter of a stack.
+
+    Args:
+        a_REI, b_OER: the factors.
+        scale: of their product.
+        dropout: of the input; None for none.
+    """
+
+    a_REI: Tensor
+    b_OER: Tensor
+    scale: float
+    dropout: DropoutSite | None
+
+    def factors(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns each expert's A [R, I] and B [O, R]."""
+        return self.a_REI.unbind(1), self.b_OER.unbind(1)
+
+
+Own = Callable[[str, tuple[int, ...], ShardSpec], ShardEntry]
+"""Takes a parameter that trains: its name, the shape here, and the spec."""
+
+
+def stack_adapter(
+    name: str, weight: Tensor, split: Split, settings: AdapterSettings, site: int, build: LayerContext, own: Own
+) -> StackAdapter:
+    """Makes the adapter of a stack.
+
+    Args:
+        name: of the stack, as a module.
+        weight: [E, O, I] of the whole model; its numbers are not read.
+        split: of the stack over tensor ranks.
+        site: dropout site of its input.
+
+    Raises:
+        UserError: adapters that experts cannot have.
+    """
+    for option, given in (("dora", settings.dora), ("bias", settings.bias)):
+        if given:
+            raise UserError(
+                f"lora.{option} is true, but {name} is a stack of experts, whose adapters have none: set lora.{option} "
+                "to false, or add the experts to lora.exclude."
+            )
+    if build.plan.experts != "per_expert":
+        raise UserError(
+            f"lora.experts is {build.plan.experts}, but {name} is a stack of experts of a model with transformers' "
+            "modules, whose adapters share no factors: set lora.experts to per_expert."
+        )
+    experts, outputs, inputs = weight.shape
+    a, b = (settings.rank, experts, inputs), (outputs, experts, settings.rank)
+    a_spec, b_spec = _factor_specs(name, a, b, split, build.layout.tp)
+    a_entry = own(f"{name}.lora_A", a_spec.local_shape, a_spec)
+    b_entry = own(f"{name}.lora_B", b_spec.local_shape, b_spec)
+    dropout = None
+    if settings.dropout > 0:
+        first = a_spec.runs(2)[0].global_offset
+        dropout = DropoutSite(probability=settings.dropout, seed=build.plan.seed, site=site, feature_offset=first)
+    return StackAdapter(a_entry.parameter, b_entry.parameter, settings.scale, dropout)
+
+
+def _factor_specs(
+    name: str, a: tuple[int, ...], b: tuple[int, ...], split: Split, tp: Axis
+) -> tuple[ShardSpec, ShardSpec]:
+    """Returns the shards of A and B: the side that the stack is split on is split, the other's gradient is partial."""
+    if split == "columns" and tp.size > 1:
+        inner = split_spec(a, 2, rank=tp.rank, size=tp.size, what=f"the input width of {name}")
+        return inner, replicated_spec(b, rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+    if split in ("rows", "halves") and tp.size > 1:
+        flat = parameter_spec((b[0], b[1] * b[2]), split, tp, name=name)
+        rows = replace(flat, global_shape=b, local_shape=(flat.local_shape[0], *b[1:]))
+        return replicated_spec(a, rank=tp.rank, size=tp.size, grad_reduce=("tp",)), rows
+    return tuple(replicated_spec(shape, rank=tp.rank, size=tp.size) for shape in (a, b))  # type: ignore[return-value]
+
+
+class AdaptedExperts(nn.Module):
+    """A module of experts with adapters on its stacks, in that module's place.
+
+    Args:
+        experts: transformers' module.
+        adapters: by the stack's leaf.
+        run: of the body.
+    """
+
+    def __init__(self, experts: nn.Module, adapters: Mapping[str, StackAdapter], run: Run) -> None:
+        super().__init__()
+        self.experts, self._adapters, self._run = experts, dict(adapters), run
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Computes the experts' weighted sum.
+
+        Args:
+            hidden_states: [T, I].
+            top_k_index: int64 [T, K], the experts of each token.
+            top_k_weights: [T, K].
+
+        Returns:
+            [T, I].
+        """
+        own: Any = self.experts
+        per_token, chosen = top_k_index.shape[-1], top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        sizes = torch.bincount(chosen, minlength=own.num_experts).tolist()
+        tokens = order // per_token
+        coordinates = self._run.now.local_token_index[tokens] * own.num_experts + chosen[order]
+        first = "gate_up_proj" if own.has_gate else "up_proj"
+        inner = self._product(first, hidden_states[tokens], sizes, coordinates)
+        inner = own._apply_gate(inner) if own.has_gate else own.act_fn(inner)
+        out = self._product("down_proj", inner, sizes, coordinates)
+        if own.has_post_expert_norm:
+            out = own.post_expert_norm(out)
+        out = out * top_k_weights.reshape(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return out[back].unflatten(0, (-1, per_token)).sum(1).to(hidden_states.dtype)
+
+    def _product(self, leaf: str, x_NI: Tensor, sizes: list[int], coordinates_N: Tensor) -> Tensor:
+        """Returns [N, O] of rows in the order of their experts, `sizes` of each."""
+        own: Any = self.experts
+        weights = getattr(own, leaf).unbind()  # one gradient for the stack, not one for each expert
+        biases = getattr(own, f"{leaf}_bias").unbind() if own.has_bias else (None,) * len(weights)
+        adapter = self._adapters.get(leaf)
+        a, b = ((), ()) if adapter is None else adapter.factors()
+        low = x_NI if adapter is None else self._dropped(x_NI, adapter.dropout, coordinates_N)
+        out = []
+        for expert, (rows, low_rows) in enumerate(zip(x_NI.split(sizes), low.split(sizes), strict=True)):
+            if not sizes[expert]:
+                continue
+            weight = weights[expert].T if own.is_transposed else weights[expert]
+            y = linear(rows, weight, biases[expert])
+            if adapter is not None:
+                y = y + linear(linear(low_rows, a[expert]), b[expert]) * adapter.scale
+            out.append(y)
+        return torch.cat(out)
+
+    def _dropped(self, x_NI: Tensor, site: DropoutSite | None, coordinates_N: Tensor) -> Tensor:
+        now = self._run.now
+        if site is None or not now.training:
+            return x_NI
+        mask = dropout_mask(site.key(coordinates_N, x_NI.shape[-1], now.step))
+        return x_NI * mask * site.scale

@@ -1,0 +1,165 @@
+"""Experts of adopted mixtures against transformers and PEFT: adapters on their stacks, and stacks trained in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from engine.adopted.config import adopted_config, adopted_family
+from engine.adopted.forms import small_model
+from engine.adopted.proof import computed, proof_batch
+from engine.batch import IGNORE_LABEL, Batch
+from engine.errors import UserError
+from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
+from engine.layers.module import shard_entries
+from engine.models.decoder import Decoder, build_decoder
+
+RANK, ALPHA = 4, 6.0
+SETTINGS = AdapterSettings(rank=RANK, scale=ALPHA / RANK, dropout=0.0)
+LEAVES = ("gate_up_proj", "down_proj")
+TYPES = ["glm4_moe", "ernie4_5_moe", "qwen3_moe", "olmoe"]
+
+
+def _transformers(model_type: str) -> tuple[dict[str, Any], Any]:
+    from transformers import CONFIG_MAPPING
+
+    model = small_model({**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type})
+    return {**model.config.to_dict(), "model_type": model_type}, model
+
+
+def _with_peft(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["q_proj"],
+        target_parameters=[f"mlp.experts.{leaf}" for leaf in LEAVES],
+    )
+    adapted = get_peft_model(model, lora).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted
+
+
+def _losses(model: Any, batch: Batch) -> Tensor:
+    """Returns the token losses [T] of each document alone."""
+    found, first = [], 0
+    for length in batch.document_lengths:
+        piece = slice(first, first + length)
+        logits = model(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits[0]
+        found.append(cross_entropy(logits, batch.labels_BS[0, piece], reduction="none", ignore_index=IGNORE_LABEL))
+        first += length
+    return torch.cat(found)
+
+
+def _ours(config: dict[str, Any], plan: TrainingPlan, number: Callable[[str], Tensor]) -> Decoder:
+    """Returns the engine's model with the numbers of `number(logical name)`."""
+    model = build_decoder(
+        adopted_config(config, "engine"),
+        layout=TensorLayout(),
+        plan=plan,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    with torch.no_grad():
+        for entry in shard_entries(model):
+            entry.parameter.copy_(number(entry.name))
+    return model
+
+
+def _expert_factor(stock: dict[str, Tensor], place: str, leaf: str, experts: int) -> Tensor:
+    """Returns PEFT's factor of a stack in the engine's shape: A [rank, experts, in], B [out, experts, rank]."""
+    module, _, stack = place.rpartition(".")
+    inside = f"{module}.base_layer" if stack == "gate_up_proj" else module
+    found = stock[f"{inside}.{leaf}.default.weight"]
+    if leaf == "lora_A":
+        return found.unflatten(0, (experts, RANK)).transpose(0, 1)
+    return found.unflatten(1, (RANK, experts)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_adapters_of_stacks_are_those_of_peft(model_type: str) -> None:
+    config, model = _transformers(model_type)
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    adapted = _with_peft(model)
+    batch = proof_batch((11, 13), 256)
+    wanted = _losses(adapted, batch)
+    wanted.sum().backward()
+    names, stock = adopted_family(config).names, dict(adapted.named_parameters())
+    count = next(value.shape[0] for name, value in weights.items() if name.endswith("experts.down_proj"))
+
+    def place(name: str) -> tuple[str, str]:
+        module, _, leaf = name.rpartition(".")
+        return f"base_model.model.{names.module_to_hf(module)}", leaf
+
+    def of_peft(name: str, tensors: dict[str, Tensor]) -> Tensor:
+        where, leaf = place(name)
+        if where.rpartition(".")[2] in LEAVES and ".experts." in where:
+            return _expert_factor(tensors, where, leaf, count)
+        return tensors[f"{where}.{leaf}.default.weight"]
+
+    def number(name: str) -> Tensor:
+        return of_peft(name, stock) if "lora_" in name else weights[names.to_hf(name).name]
+
+    def adapter(module: str) -> AdapterSettings | None:
+        is_stack = ".experts." in module and module.endswith(LEAVES)
+        return SETTINGS if is_stack or module.endswith("q_proj") else None
+
+    losses, gradients = computed([_ours(config, TrainingPlan(adapter=adapter), number)], batch)
+    torch.testing.assert_close(losses, wanted.detach(), rtol=1e-5, atol=1e-5)
+    assert sum(".experts." in name for name in gradients) >= 4
+    taken = {name: parameter.grad for name, parameter in stock.items() if parameter.grad is not None}
+    for name, gradient in gradients.items():
+        expected = of_peft(name, taken)
+        apart = float((gradient - expected).norm() / expected.norm().clamp_min(1e-6))
+        assert apart < 1e-5, (name, apart)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_gradients_of_stacks_and_routers_are_autograds(model_type: str) -> None:
+    config, model = _transformers(model_type)
+    batch, names = proof_batch((11, 13), 256), adopted_family(config).names
+    wanted = _losses(model, batch)
+    wanted.sum().backward()
+    stock = dict(model.named_parameters())
+    weights = dict(model.state_dict())
+    plan = TrainingPlan(trains=lambda module: ".mlp" in module)
+    losses, gradients = computed([_ours(config, plan, lambda name: weights[names.to_hf(name).name])], batch)
+    torch.testing.assert_close(losses, wanted.detach(), rtol=1e-5, atol=1e-5)
+    assert any(name.endswith("experts.gate_up_proj.weight") for name in gradients)
+    assert any("gate.weight" in name for name in gradients)
+    for name, gradient in gradients.items():
+        expected = stock[names.to_hf(name).name].grad
+        assert expected is not None, name  # what never trains is not among them
+        apart = float((gradient - expected).norm() / expected.norm().clamp_min(1e-6))
+        assert apart < 1e-5, (name, apart)
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts", "said"),
+    [
+        (AdapterSettings(rank=2, scale=1.0, dropout=0.0, dora=True), "per_expert", "lora.dora is true"),
+        (AdapterSettings(rank=2, scale=1.0, dropout=0.0, bias=True), "per_expert", "lora.bias is true"),
+        (AdapterSettings(rank=2, scale=1.0, dropout=0.0), "shared_outer", "set lora.experts to per_expert"),
+    ],
+)
+def test_adapters_that_stacks_cannot_have_are_refused(settings: AdapterSettings, experts: Any, said: str) -> None:
+    config, _ = _transformers("olmoe")
+    plan = TrainingPlan(adapter=lambda module: settings if module.endswith("down_proj") else None, experts=experts)
+    with pytest.raises(UserError, match=said):
+        build_decoder(
+            adopted_config(config, "engine"),
+            layout=TensorLayout(),
+            plan=plan,
+            device=torch.device("meta"),
+            dtype=torch.float32,
+        )

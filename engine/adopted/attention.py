@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -12,10 +12,24 @@ from engine.errors import UserError
 from engine.layers.attention import AttentionKind, attend, attention_of
 from engine.layers.context import TensorLayout
 from engine.ops.attention.token_context import TokenContext
+from engine.ops.attention.ulysses import check_context_heads
 
 IMPLEMENTATION = "rankfold"
 """The name under which transformers' modules find this attention."""
-_RUN = "_engine_run"
+_RUN, _NAME = "_engine_run", "_engine_name"
+
+
+class Seen(NamedTuple):
+    """Keys and values that a module's attention was given.
+
+    Args:
+        kind: of the attention.
+        num_kv_heads, width: heads on this rank, and features of each.
+    """
+
+    kind: AttentionKind
+    num_kv_heads: int
+    width: int
 
 
 @dataclass(slots=True)
@@ -25,11 +39,14 @@ class Run:
     Args:
         layout: of tensors over ranks.
         context: of the micro-batch's tokens; None between two.
+        seen: what each attention was given in this pass, by name, where text is generated; a module that attends twice
+            has two names.
     """
 
     layout: TensorLayout
     context: TokenContext | None = None
     ops: dict[AttentionKind, Any] = field(default_factory=dict)
+    seen: dict[str, Seen] | None = None
 
     @property
     def now(self) -> TokenContext:
@@ -38,10 +55,11 @@ class Run:
         return self.context
 
 
-def attach(module: nn.Module, run: Run) -> None:
-    """Lets every module inside read `run`."""
-    for child in module.modules():
+def attach(prefix: str, module: nn.Module, run: Run) -> None:
+    """Lets every module inside read `run`, and its own name behind `prefix`."""
+    for name, child in module.named_modules():
         object.__setattr__(child, _RUN, run)
+        object.__setattr__(child, _NAME, f"{prefix}{name}")
 
 
 def _attention(
@@ -79,12 +97,19 @@ def _attention(
     kind = AttentionKind(window=sliding_window, softcap=softcap)
     if kind not in run.ops:
         run.ops[kind] = attention_of(kind, run.layout)
+        if run.layout.cp.size > 1 and run.layout.context_method == "ulysses":
+            check_context_heads(query.shape[1], key.shape[1], run.layout.cp.size)
     rows, _, length, width = query.shape
     values = value.shape[-1]
     widest = max(width, values)  # columns of zeros change no score, and no column of the output but their own
     q, k, v = (_flat(pad(x, (0, widest - x.shape[-1]))) for x in (query, key, value))
     scale = width**-0.5 if scaling is None else scaling
-    out = attend("adopted", run.ops[kind], run.layout, scale, q, k, v, run.now)
+    name: str = getattr(module, _NAME)
+    if run.seen is not None:
+        while name in run.seen:
+            name += "'"
+        run.seen[name] = Seen(kind, k.shape[1], widest)
+    out = attend(name, run.ops[kind], run.layout, scale, q, k, v, run.now)
     return out.view(rows, length, -1, widest)[..., :values], None
 
 

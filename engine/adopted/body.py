@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.experts import AdaptedExperts, StackAdapter, stack_adapter, stack_leaves
+from engine.adopted.generating import EmptyCache, one_token, whole_rows
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
 from engine.adopted.rows import Rows
@@ -32,6 +34,7 @@ from engine.distributed.differentiable import from_partial, to_partial
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import InputUpdate
+from engine.layers.attention import CachedAttention
 from engine.layers.context import LayerContext
 from engine.layers.embedding import VocabParallelEmbedding
 from engine.layers.module import ShardedModule, ShardEntry
@@ -127,7 +130,7 @@ class Adopted(ShardedModule):
             for name, child in list(module.named_modules()):
                 if plan.sums_experts(f"{place}{name}"):
                     _replace(module, name, SummedExperts(child, build.layout.tp))
-        attach(module, run)
+        attach(prefix, module, run)
         self.collected = [entry for entry in self.entries if entry.sink is not None]
         """What autograd leaves gradients on."""
 
@@ -305,7 +308,7 @@ class AdoptedBody(Decoder):
         register()
         config, parts = self.config, self.config.structure
         _check_layout(config, build, memory)
-        self._run = Run(build.layout)
+        self._run, self._device = Run(build.layout), build.device
         indices = range(self.part.first, self.part.last)
         body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
         for name, stand_in in self._left_out():
@@ -380,26 +383,67 @@ class AdoptedBody(Decoder):
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         rows = context.part(Rows)
         assert rows is not None
+        if context.cache is not None and self.config.attention == "own":
+            whole = whole_rows(f"layers.{self.part.first}", x, rows.positions_BS.flatten(), context)
+            return self._run_body(whole.x_NLH.flatten(0, 1), whole.positions_NL, context)[whole.index_T]
         if self.config.attention == "own" and len(context.documents.lengths) > rows.positions_BS.shape[0]:
             raise UserError(
                 f"data.packing puts several documents into a row, but the layers of this {self.config.family} model do "
                 "not keep documents apart: set data.packing to false."
             )
+        return self._run_body(x, rows.positions_BS, context)
+
+    def _run_body(self, x: Tensor, positions_BS: Tensor, context: TokenContext) -> Tensor:
+        """Runs transformers' forward over this part's layers.
+
+        Args:
+            x: [B S, hidden], the residual stream.
+        """
         first = self._num_units_before_layers
         units = self._units[first : first + len(self.layers)]
         saved = self.saved.layers(len(self.layers), context, self._resident)
         for layer, unit, kept in zip(self._wrapped, units, saved, strict=True):
             layer.runs = partial(_run_unit, unit, kept)
-        self._run.context = context
+        self._run.context, self._run.seen = context, None if context.cache is None else {}
         try:
-            shape = rows.positions_BS.shape
+            shape = positions_BS.shape
             out = self.__dict__["_body"](
-                inputs_embeds=self._rest.enter(x).view(*shape, -1), position_ids=rows.positions_BS, use_cache=False
+                inputs_embeds=self._rest.enter(x).view(*shape, -1), position_ids=positions_BS, use_cache=False
             )
         finally:
             self._run.context = None
         last = out[0] if isinstance(out, tuple) else out.last_hidden_state
         return last.reshape(-1, last.shape[-1])
+
+    @property
+    def reruns_rows(self) -> str | None:
+        if self.config.attention == "engine":
+            return None
+        return (
+            "each token that is decoded runs the whole of its row again, which is slow: layers of "
+            f"{self.config.family} models keep more of it than keys and values"
+        )
+
+    def cached_attentions(self) -> list[CachedAttention]:
+        if self.config.attention == "own":
+            return []
+        x = torch.zeros(1, self.config.hidden, dtype=self.dtype, device=self._device)
+        step = torch.zeros((), dtype=torch.int64, device=self._device)
+        with torch.no_grad():
+            context = self.context(one_token(self._device), step, training=False)
+            self.run_layers(x, replace(context, cache=EmptyCache()))
+        seen, self._run.seen = self._run.seen or {}, None
+        return [
+            CachedAttention(
+                name=name,
+                num_kv_heads=one.num_kv_heads,
+                head_dim=one.width,
+                window=one.kind.window,
+                softcap=one.kind.softcap,
+                sinks_H=None,
+            )
+            for name, one in seen.items()
+        ]
 
 
 def _run_unit(unit: Any, kept: Any, block: Any, x: Tensor) -> Tensor:

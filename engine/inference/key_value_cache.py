@@ -27,8 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.inference.pages import PAGE, SPARE_PAGE, PageTable
 from engine.kernels.records import Documents
+from engine.layers.attention import CachedAttention
 from engine.layers.host_copies import sent
-from engine.models.decoder_layer import DecoderLayer
 from engine.ops.kernels import AttendPages, Attention, Kernels
 
 
@@ -47,7 +47,8 @@ class KeyValues:
     """Keys and values of up to `slots` rows, and of a prompt that waits for more rows to continue it.
 
     Args:
-        layers: of the model on this rank; they have their number of heads here and their window.
+        attentions: of the model's layers on this rank.
+        kernels: of the backend that reads pages.
         slots, length: maximum rows at a time, and their maximum length.
         new: the most tokens that follow a prompt; None for any.
         group: rows that continue one prompt, which is kept once for so many; 1 where none is shared.
@@ -56,7 +57,8 @@ class KeyValues:
 
     def __init__(
         self,
-        layers: Iterable[DecoderLayer],
+        attentions: Iterable[CachedAttention],
+        kernels: Kernels,
         *,
         slots: int,
         length: int,
@@ -73,10 +75,8 @@ class KeyValues:
         self._tables: dict[int, PageTable] = {}
         self.gathered: str | None = None
         """Why pages are gathered in some layers, in one sentence; None where all are read where they are."""
-        for layer in layers:
-            attention = layer.attention
-            window = attention.kind.window
-            capacity = length if window is None else min(length, window)
+        for attention in attentions:
+            capacity = length if attention.window is None else min(length, attention.window)
             if capacity not in self._tables:
                 self._tables[capacity] = PageTable(
                     rows=slots,
@@ -87,8 +87,7 @@ class KeyValues:
                 )
             table = self._tables[capacity]
             shape = (table.num_pages * PAGE, attention.num_kv_heads, attention.head_dim)
-            sinks = None if attention.sinks is None else attention.sinks.scores.parameter
-            softcap, kernels = attention.kind.softcap, attention.layout.kernels
+            softcap, sinks = attention.softcap, attention.sinks_H
             lack = _lack(kernels, attention.head_dim, capped=softcap is not None, sinks=sinks is not None)
             attend = None
             if lack is None and kernels.paged_attention is not None:
@@ -98,7 +97,7 @@ class KeyValues:
             # masked values must be finite
             make = torch.zeros if attend is None else torch.empty
             keys, values = (make(shape, dtype=dtype, device=device) for _ in range(2))
-            self.layers[attention.prefix] = _LayerCache(keys, values, table, softcap, sinks, attend)
+            self.layers[attention.name] = _LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
         self._beside: dict[str, dict[int, tuple[Tensor, ...]]] = {}
 
@@ -124,7 +123,7 @@ class KeyValues:
             prompt, new: tokens of the prompt, and the most that follow it.
             waits: it is the prompt that waits, and so has its pages.
         """
-        return min(table.room(prompt, new, cached=waits) for table in self._tables.values())
+        return min((table.room(prompt, new, cached=waits) for table in self._tables.values()), default=self.slots)
 
     def begin(self, slots: Sequence[int], prompt: int, new: int, *, waits: bool) -> None:
         """Takes pages for a prompt, which rows in these slots continue; it may wait for further ones."""

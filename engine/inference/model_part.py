@@ -112,9 +112,12 @@ class InferenceStage:
         self.tp, self.pp, self.device = tp, pp, device
         divides = self._splits_tokens or first.layout.routes_local_tokens
         self._multiple = math.lcm(tokens_multiple, tp.size if divides else 1)
-        layers = [layer for part in self._parts.values() for layer in part.layers]
+        if first.reruns_rows is not None:
+            group = 1
+        attentions = [attention for part in self._parts.values() for attention in part.cached_attentions()]
         self.cache = KeyValues(
-            layers,
+            attentions,
+            first.layout.kernels,
             slots=slots,
             length=length,
             new=new,
@@ -122,6 +125,8 @@ class InferenceStage:
             device=device,
             dtype=first.dtype,
         )
+        if self.cache.gathered is None:
+            self.cache.gathered = first.reruns_rows
         self.slots, self.group = slots, group
         self.adapters = True
         """Whether passes compute the adapters; the same for all of an answer."""

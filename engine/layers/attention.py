@@ -88,6 +88,25 @@ class Heads:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedAttention:
+    """An attention whose keys and values a cache keeps.
+
+    Args:
+        name: with which it calls `attend`.
+        num_kv_heads, head_dim: of the keys and values of a token on this rank.
+        window, softcap: as of AttentionKind.
+        sinks_H: scores of the sinks of its heads; None for none.
+    """
+
+    name: str
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
 def check_heads(num_heads: int, num_kv_heads: int, tensor_size: int, *, fused: bool) -> None:
     """Checks that the heads can be spread over `tensor_size` ranks.
 
@@ -256,6 +275,18 @@ class Attention(Branch):
     @property
     def linear_shapes(self) -> tuple[LinearShape, ...]:
         return (*self.qkv.shapes, *self.o_proj.shapes)
+
+    @property
+    def cached(self) -> CachedAttention:
+        """What a cache keeps of it."""
+        return CachedAttention(
+            name=self.prefix,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            window=self.kind.window,
+            softcap=self.kind.softcap,
+            sinks_H=None if self.sinks is None else self.sinks.scores.parameter,
+        )
 
     def keep_inputs(self, around: Around) -> None:
         self.qkv = self.qkv.wrapped(around)

@@ -21,6 +21,7 @@ from engine.distributed.mesh import Axis
 from engine.distributed.sharding import padded_split_spec
 from engine.errors import UserError
 from engine.kernels.reference import rope_tables
+from engine.layers.attention import CachedAttention
 from engine.layers.context import LayerContext, TensorLayout, TrainingPlan
 from engine.layers.embedding import TiedHeadWeight, VocabParallelEmbedding
 from engine.layers.linear import ColumnParallelLinear, Section
@@ -350,6 +351,15 @@ class Decoder(nn.Module):
             if features:
                 x = x + features.pop(0)
         return torch.cat([x, *features]) if features else x
+
+    @property
+    def reruns_rows(self) -> str | None:
+        """Why each new token runs the whole of its row again, in one sentence; None where layers read a cache."""
+        return None
+
+    def cached_attentions(self) -> list[CachedAttention]:
+        """Returns the attentions of this part's layers, for a cache. Collective, where weights are spread."""
+        return [layer.attention.cached for layer in self.layers]
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns [T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""

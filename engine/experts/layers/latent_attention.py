@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
-from engine.layers.attention import AttentionKind, attend, attention_of, check_heads
+from engine.layers.attention import AttentionKind, CachedAttention, attend, attention_of, check_heads
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
@@ -122,7 +122,14 @@ class LatentAttention(Branch):
         self.prefix, self.head_dim, self.layout, self.kind, self._sizes = prefix, head_dim, layout, kind, sizes
         self.scale = head_dim**-0.5 if kind.scale is None else kind.scale
         self.attention = attention_of(kind, layout)
-        self.sinks = None
+        self.cached = CachedAttention(
+            name=prefix,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=head_dim,
+            window=kind.window,
+            softcap=kind.softcap,
+            sinks_H=None,
+        )
         if layout.cp.size > 1 and layout.context_method == "ulysses":
             check_context_heads(self.num_heads, self.num_kv_heads, layout.cp.size)
 

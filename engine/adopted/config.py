@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from engine.adopted.disk_names import arrangement_of, saved_shapes
+from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
 from engine.adopted.experts import stack_names
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
@@ -184,6 +184,9 @@ class AdoptedNames(NameMap):
 
     structure: Structure
     config_text: str
+
+    def means_experts(self, hf_module: str) -> bool:
+        return hf_module.rpartition(".")[2] in expert_leaves(self.config_text)
 
     @property
     def is_arranged(self) -> bool:

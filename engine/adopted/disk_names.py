@@ -19,6 +19,12 @@ from engine.adopted.tracing import TracedTensor
 from engine.errors import UserError
 from engine.models.arrangement import Arrangement, StoredPart
 
+_EXPERT_LEAVES = {
+    "mixtral": frozenset(("gate", "w1", "w2", "w3")),
+    "qwen2_moe": frozenset(("gate", "gate_proj", "up_proj", "down_proj")),
+}
+"""Of PEFT 0.21: conversion mapping of transformers -> targets that it replaces by the parameters of experts."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -87,6 +93,16 @@ def _converted(conversion: Any, key: str, model: nn.Module, label: str) -> dict[
             "correct config.json."
         ) from None
     return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+@lru_cache(maxsize=4)
+def expert_leaves(config_text: str) -> frozenset[str]:
+    """Returns the last components of names that PEFT, as a target, takes for linears of experts, which transformers has
+    stacked since its version 5."""
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    kind = _MODEL_TO_CONVERSION_PATTERN.get(whole_module(config_text).config.model_type)
+    return _EXPERT_LEAVES.get(kind, frozenset())
 
 
 @lru_cache(maxsize=4)

@@ -51,7 +51,7 @@ class PeftSettings:
         dropout: of the adapters' input.
         ensures_tying: an embedding and its tied head are saved as one matrix.
         rank_pattern, alpha_pattern: end of a module's name in the checkpoint, as an expression -> its rank or alpha.
-        has_stacks: whether some adapters are those of parameters (`target_parameters`).
+        has_stacks: whether some adapters are those of parameters (`target_parameters`) that are no linear's.
     """
 
     rank: int
@@ -120,7 +120,7 @@ def read_settings(folder: Path, *, with_saved_modules: bool) -> PeftSettings:
         rank_pattern=_pattern(path, config, "rank_pattern", (int,)),
         alpha_pattern=_pattern(path, config, "alpha_pattern", (int, float)),
         ensures_tying=_flag(path, config, "ensure_weight_tying"),
-        has_stacks=bool(config.get("target_parameters")),
+        has_stacks=any(not str(name).endswith(".weight") for name in config.get("target_parameters") or ()),
     )
 
 

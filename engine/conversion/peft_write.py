@@ -180,6 +180,9 @@ def _contents(
     if model.decoder.num_experts and found.beside_experts:  # whose short names mean the experts to PEFT
         targets = sorted({live_name(model.names.module_to_hf(part)) for part in parts})
     config = _adapter_config(lora, targets, model)
+    as_parameters = [name for part in parts if model.names.means_experts(name := model.names.module_to_hf(part))]
+    if as_parameters:
+        adapters |= _as_parameters(config, as_parameters, parts, adapters, model)
     if found.experts:
         config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
     if form == "stacked":
@@ -246,6 +249,38 @@ def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
     everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
     meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}
     return sorted(leaves) if meant == set(full) else sorted(full)
+
+
+def _as_parameters(
+    config: dict[str, Any],
+    chosen: list[str],
+    parts: list[str],
+    adapters: Mapping[str, tuple[int, float]],
+    model: ModelFolder,
+) -> dict[str, tuple[int, float]]:
+    """Has linears whose names mean experts to PEFT targeted as parameters, which PEFT computes the same with.
+
+    Args:
+        config: adapter_config.json, which is changed.
+        chosen: names of these linears in transformers' model.
+        parts: all modules with adapters.
+        adapters: names in transformers' model -> rank and alpha.
+
+    Returns:
+        Rank and alpha by the parameters' names, where they are not the default.
+    """
+    if config["use_dora"] or config["lora_bias"]:
+        what = "lora.dora" if config["use_dora"] else "lora.bias"
+        raise UserError(
+            f"{chosen[0]} has an adapter, whose name means the experts to PEFT unless it is targeted as a parameter, for "
+            f"which PEFT lacks {what}: export with --format hf --merge."
+        )
+    others = {model.names.module_to_hf(part) for part in parts}.difference(chosen)
+    config["target_modules"] = sorted(others) or None
+    config["target_parameters"] = sorted({f"{name}.weight" for name in chosen})
+    config["lora_dropout"] = 0.0  # PEFT has none for parameters
+    default = (config["r"], config["lora_alpha"])
+    return {f"{name}.weight": adapters[name] for name in chosen if adapters[name] != default}
 
 
 def _adapter_config(lora: Mapping[str, Any], targets: list[str], model: ModelFolder) -> dict[str, Any]:
@@ -315,10 +350,10 @@ def _notes(
             "an adapter over several modules is written as one for each that share A, which is exact; PEFT would "
             "continue to train them separately"
         )
-    if any(is_expert(module) for module in modules) and config["lora_dropout"] != dropout:
+    if config["lora_dropout"] != dropout:
         notes.append(
-            f"lora_dropout is 0 in adapter_config.json and was {dropout:g} in training: PEFT has none for experts, and "
-            "would continue to train without it"
+            f"lora_dropout is 0 in adapter_config.json and was {dropout:g} in training: PEFT has none for experts or "
+            "parameters, and would continue to train without it"
         )
     if model.decoder.tied_embeddings and {"embed_tokens", "lm_head"} & set(parts):
         notes.append(

@@ -185,6 +185,10 @@ class NameMap:
     parameters: tuple[str, ...] = ()
     arrangement: Arrangement | None = None
 
+    def means_experts(self, hf_module: str) -> bool:
+        """Returns whether PEFT takes the name of a module, as a target, for that of all experts' linears."""
+        return False
+
     @property
     def is_arranged(self) -> bool:
         """Whether an `Arrangement` says where a checkpoint's tensors lie; else `to_hf` does."""

@@ -1,0 +1,105 @@
+"""Names and bits in and out, of every type that a small model can be made of; the quick ones are in test_names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
+from tests.adopted.saved_models import assert_same, save_small, stored
+
+pytestmark = pytest.mark.slow
+
+TYPES = [
+    "afmoe",
+    "apertus",
+    "arcee",
+    "aria_text",
+    "axk1",
+    "axk2",
+    "bamba",
+    "beam",
+    "biogpt",
+    "bitnet",
+    "bloom",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "diffllama",
+    "doge",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "falcon",
+    "falcon_mamba",
+    "flex_olmo",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "jamba",
+    "jetmoe",
+    "laguna",
+    "lfm2",
+    "lfm2_moe",
+    "llama",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "minimax_m2",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "nemotron_h",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "olmoe",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "zamba2",
+]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_in_and_out(tmp_path: Path, model_type: str) -> None:
+    model = save_small(model_type, tmp_path / "hf")
+    source = open_source(tmp_path / "hf", "adopted")
+    state = model.state_dict()
+    for name in source.tensor_names():
+        assert torch.equal(source.read_whole(name), state[source.model.names.to_hf(name).name]), name
+    import_checkpoint(source, tmp_path / "base", tensor=1)
+    export_hf(open_source(tmp_path / "base"), tmp_path / "out")
+    assert_same(stored(tmp_path / "out"), stored(tmp_path / "hf"))

@@ -71,6 +71,7 @@ class AdoptedConfig(DecoderConfig):
 
     body: ClassVar[str] = "engine.adopted.body:AdoptedBody"
     splits_tokens: ClassVar[bool] = False
+    proof: ClassVar[str | None] = "engine.adopted.run_proof:prove"
     hf_config: str
     attention: Attention
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.adopted.small import small_config
+from engine.adopted.small import divided_config, small_config
 from engine.adopted.structure import Structure, find_structure, known_types, quiet, read_config
 from engine.errors import UserError
 
@@ -49,12 +49,23 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def small_model(hf_config: dict[str, Any], attention: str = "eager", seed: int = 0) -> nn.Module:
-    """Returns transformers' model of `small_config` in float32 on the CPU, every parameter drawn at random."""
+def written_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a `config.json` with all of its keys, as transformers' own record of it writes them."""
+    found: dict[str, Any] = json.loads(json.dumps(read_config(hf_config).to_dict(), default=str))
+    return found
+
+
+def small_model(hf_config: dict[str, Any], attention: str = "eager", seed: int = 0, ranks: int = 1) -> nn.Module:
+    """Returns transformers' model of `small_config` in float32 on the CPU, every parameter drawn at random.
+
+    Args:
+        ranks: tensor ranks over which its sizes divide where those of the model do.
+    """
     import transformers
 
-    full = json.loads(json.dumps(read_config(hf_config).to_dict(), default=str))
-    small = {key: value for key, value in small_config(full).items() if key != "transformers_version"}
+    full = written_config(hf_config)
+    sizes = small_config(full) if ranks == 1 else divided_config(small_config(full), full, ranks)
+    small = {key: value for key, value in sizes.items() if key != "transformers_version"}
     config = read_config({**small, "model_type": hf_config["model_type"]})
     model_class = getattr(transformers, known_types()[hf_config["model_type"]])
     with quiet(), seeded(seed):

@@ -7,8 +7,11 @@ own model on each document alone.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,9 @@ from engine.adopted.config import INSIDE, AdoptedConfig, Attention, adopted_conf
 from engine.adopted.forms import seeded, small_model
 from engine.adopted.structure import quiet
 from engine.batch import IGNORE_LABEL, Batch
+from engine.distributed.collectives import all_reduce
+from engine.distributed.mesh import Mesh
+from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
@@ -49,35 +55,106 @@ class Difference(NamedTuple):
         """Whether rounding explains it."""
         return self.worst <= BOUND
 
+    @property
+    def severity(self) -> float:
+        """The difference to order by, in which NaN is the largest."""
+        return inf if self.worst != self.worst else self.worst
+
+    def sentence(self) -> str:
+        """Returns a phrase that names what differs."""
+        what = self.figure if self.figure == "loss" else f"the gradient of {self.figure}"
+        return f"{what} differs from transformers' own by {self.worst:.1e}, and at most {BOUND:g} is allowed"
+
+
+RAISED = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
+"""What a module raises that was written for another case."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionProof:
+    """The attention with which the body computes what transformers' model does.
+
+    Args:
+        attention: which one.
+        found: how far it is from transformers' own.
+        packed: where it is the modules' own, how far the engine's is in rows that pack documents, or what it raised.
+    """
+
+    attention: Attention
+    found: Difference
+    packed: Difference | str | None = None
+
 
 @lru_cache(maxsize=8)
-def proven_attention(config_text: str) -> Attention:
+def attention_proof(config_text: str) -> AttentionProof:
     """Returns the attention with which the body computes what transformers' model does.
 
     Args:
         config_text: the `config.json`, as text.
 
     Raises:
-        UserError: neither does; names what differs.
+        UserError: none does; names what differs.
     """
     small = small_of(json.loads(config_text))
-    packed = proof_batch(_LENGTHS, small.config.vocab_size)
+    rows = proof_batch(_LENGTHS, small.config.vocab_size)
+    packed: Difference | str
     try:
-        if difference(computed(small.parts(), packed), reference(small, packed)).is_rounding:
-            return "engine"
-    except UserError:  # what this attention lacks
-        pass
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):  # a module written for another
-        pass
+        packed = difference(computed(small.parts(), rows), reference(small, rows))
+        if packed.is_rounding:
+            return AttentionProof(attention="engine", found=packed)
+    except RAISED as error:  # a UserError among them, where this attention lacks something
+        packed = raised(error)
     own = replace(small, config=replace(small.config, attention="own"))
     single = proof_batch(_LENGTHS[-1:], small.config.vocab_size)
     found = difference(computed(own.parts(), single), reference(small, single))
     if not found.is_rounding:
         raise UserError(
             f"a {small.config.family} model of transformers cannot be adopted: in a small one of its make, "
-            f"{found.figure} differs from transformers' own by {found.worst:.1e}."
+            f"{found.sentence()}."
         )
-    return "own"
+    return AttentionProof(attention="own", found=found, packed=packed)
+
+
+def proven_attention(config_text: str) -> Attention:
+    """Returns the attention of `attention_proof`."""
+    return attention_proof(config_text).attention
+
+
+def raised(error: Exception) -> str:
+    """Returns a phrase on what a module raised."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return first if isinstance(error, UserError) else f"it raises {type(error).__name__} ({first[:160]})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What trains, by engine names with * in place of a layer's index.
+
+    Args:
+        adapters: modules with adapters; None for every linear of a layer.
+        weights: parameters that train themselves.
+    """
+
+    adapters: frozenset[str] | None = None
+    weights: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Trained:
+        """Returns what trains where the parameters of these names do."""
+        patterns = [_LAYER.sub(r"\1*\2", name) for name in names]
+        adapters = frozenset(name.rpartition(".")[0] for name in patterns if name.endswith(".lora_A"))
+        return cls(adapters=adapters, weights=frozenset(name for name in patterns if ".lora_" not in name))
+
+    def adapts(self, module: str) -> bool:
+        """Returns whether a module has an adapter."""
+        return self.adapters is None or _LAYER.sub(r"\1*\2", module) in self.adapters
+
+    def trains(self, name: str) -> bool:
+        """Returns whether a parameter trains itself."""
+        return _LAYER.sub(r"\1*\2", name) in self.weights
+
+
+_LAYER = re.compile(r"^(layers\.)\d+(\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,60 +165,106 @@ class Small:
         model: of transformers; its linears with adapters compute them.
         config, names: the engine's.
         factors: of adapters, by logical name; leaves of autograd.
+        weights: parameters that train themselves, likewise; of `model`.
     """
 
     model: nn.Module
     config: AdoptedConfig
     names: NameMap
     factors: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Everything whose gradient is compared."""
+        return {**self.factors, **self.weights}
 
     def plan(self) -> TrainingPlan:
-        """Returns the plan that trains the adapters."""
+        """Returns the plan that trains the adapters and weights."""
         settings = AdapterSettings(rank=_RANK, scale=_SCALE, dropout=0.0)
-        return TrainingPlan(adapter=lambda name: settings if f"{name}.lora_A" in self.factors else None)
+        owners = {name.rpartition(".")[0] for name in self.weights}
+        return TrainingPlan(
+            adapter=lambda name: settings if f"{name}.lora_A" in self.factors else None,
+            trains=lambda name: name in owners,
+        )
 
-    def parts(self, layers: tuple[int, ...] | None = None) -> list[Decoder]:
-        """Returns the engine's model, or its parts with so many layers each, with the small model's weights."""
+    def parts(self, layers: tuple[int, ...] | None = None, layout: TensorLayout | None = None) -> list[Decoder]:
+        """Returns the engine's model, or its parts with so many layers each, with the small model's weights.
+
+        Args:
+            layout: over tensor ranks; None for one.
+        """
         whole = layers or (self.config.num_layers,)
         found: list[Decoder] = []
         for part in split_parts(whole):
-            found.append(self._filled(part, found))
+            found.append(self._filled(part, found, layout or TensorLayout()))
         return found
 
-    def _filled(self, part: Part, before: list[Decoder]) -> Decoder:
+    def _filled(self, part: Part, before: list[Decoder], layout: TensorLayout) -> Decoder:
         first = before[0].embedding if before else None
+        weights = self.model.state_dict()
         model = build_decoder(
             self.config,
-            layout=TensorLayout(),
+            layout=layout,
             plan=self.plan(),
-            device=torch.device("cpu"),
+            device=next(iter(weights.values())).device,
             dtype=torch.float32,
             part=part,
             embedding_weight=None if first is None else first.weight,
         )
-        weights = self.model.state_dict()
         with torch.no_grad():
             for entry in shard_entries(model):
                 source = self.factors.get(entry.name)
                 found = weights[self.names.to_hf(entry.name).name] if source is None else source
-                entry.parameter.copy_(found)
+                entry.parameter.copy_(shard_of(found, entry.spec))
         return model
 
 
-def small_of(hf_config: dict[str, Any]) -> Small:
-    """Returns a small model of the make of a `config.json`, its adapters drawn at random."""
-    model = small_model(hf_config)
+def shard_of(whole: Tensor, spec: ShardSpec) -> Tensor:
+    """Returns a rank's shard of a tensor; padding is zero."""
+    if spec.dim is None:
+        return whole
+    found = whole.new_zeros(spec.local_shape)
+    for piece in spec.pieces:
+        held = whole.narrow(spec.dim, piece.global_offset, piece.length)
+        found.narrow(spec.dim, piece.local_offset, piece.length).copy_(held)
+    return found
+
+
+def small_of(
+    hf_config: dict[str, Any], trained: Trained | None = None, ranks: int = 1, device: torch.device | None = None
+) -> Small:
+    """Returns a small model of the make of a `config.json`, its adapters drawn at random.
+
+    Args:
+        trained: what trains; None for adapters on every linear of a layer.
+        ranks: tensor ranks that divide it.
+        device: None for the CPU.
+    """
+    trained = trained or Trained()
+    model = small_model(hf_config, ranks=ranks).to(device)
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     config["model_type"] = hf_config["model_type"]
     decoder, names = adopted_config(config, "engine"), adopted_family(config).names
-    found = Small(model, decoder, names, {})
+    found = Small(model, decoder, names, {}, {})
     with seeded(1):
-        for module in _adaptable(decoder, names, model):
+        for module in filter(trained.adapts, _adaptable(decoder, names, model)):
             weight = model.get_submodule(names.module_to_hf(module)).weight
             for leaf, shape in (("lora_A", (_RANK, weight.shape[1])), ("lora_B", (weight.shape[0], _RANK))):
-                found.factors[f"{module}.{leaf}"] = (torch.randn(shape) * 0.1).requires_grad_()
+                found.factors[f"{module}.{leaf}"] = (torch.randn(shape) * 0.1).to(weight.device).requires_grad_()
     for name in [name.rpartition(".")[0] for name in found.factors if name.endswith("lora_A")]:
         _adapt(model.get_submodule(names.module_to_hf(name)), found.factors, name)
+    ends = ("embed_tokens.weight", "lm_head.weight") if decoder.tied_embeddings else ()  # a sum of two, or a copy
+    stock = dict(model.named_parameters())
+    for parameter in stock.values():
+        parameter.requires_grad_(False)
+    if trained.weights:
+        meta = build_decoder(
+            decoder, layout=TensorLayout(), plan=TrainingPlan(), device=torch.device("meta"), dtype=torch.float32
+        )
+        for name in (entry.name for entry in shard_entries(meta)):
+            if trained.trains(name) and name not in ends and (place := names.to_hf(name).name) in stock:
+                found.weights[name] = stock[place].requires_grad_()
     return found
 
 
@@ -155,7 +278,7 @@ def _adaptable(decoder: DecoderConfig, names: NameMap, model: nn.Module) -> list
 def _adapt(module: nn.Module, factors: dict[str, Tensor], name: str) -> None:
     assert isinstance(module, nn.Linear)
     a, b = factors[f"{name}.lora_A"], factors[f"{name}.lora_B"]
-    module.forward = lambda x: linear(x, module.weight, module.bias) + _SCALE * linear(linear(x, a), b)  # type: ignore[method-assign]
+    module.forward = lambda x: linear(x, module.weight, module.bias) + _SCALE * linear(linear(x, a), b)
 
 
 def proof_batch(lengths: tuple[int, ...], vocabulary: int) -> Batch:
@@ -176,11 +299,24 @@ def proof_batch(lengths: tuple[int, ...], vocabulary: int) -> Batch:
     )
 
 
-def reference(small: Small, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the token losses [T] of transformers' model on each document alone, and the factors' gradients."""
+class Computed(NamedTuple):
+    """What a model computes of a batch.
+
+    Args:
+        losses: of tokens, [T].
+        gradients: of their sum, by logical name; on tensor ranks this rank's shards.
+    """
+
+    losses: Tensor
+    gradients: dict[str, Tensor]
+
+
+def reference(small: Small, batch: Batch) -> Computed:
+    """Returns what transformers' model computes, each document alone."""
     losses, first = [], 0
-    for factor in small.factors.values():
-        factor.grad = None
+    leaves = small.leaves
+    for leaf in leaves.values():
+        leaf.grad = None
     with quiet():
         for length in batch.document_lengths:
             piece = slice(first, first + length)
@@ -191,13 +327,17 @@ def reference(small: Small, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             first += length
     whole = torch.cat(losses)
     whole.sum().backward()
-    gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in small.factors.items()}
-    return whole.detach(), gradients
+    gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in leaves.items()}
+    return Computed(whole.detach(), gradients)
 
 
-def computed(parts: list[Decoder], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the same of the engine's parts, one after the other."""
-    step, x = torch.zeros((), dtype=torch.int64), None
+def computed(parts: list[Decoder], batch: Batch, mesh: Mesh | None = None) -> Computed:
+    """Returns what the engine's parts compute, one after the other.
+
+    Args:
+        mesh: of the tensor ranks that compute it together; None for one.
+    """
+    step, x = torch.zeros((), dtype=torch.int64, device=batch.tokens_BS.device), None
     with quiet():
         for model in parts:
             x, carried = (model.embed(batch), ()) if x is None else model.unpack(x, batch)
@@ -207,16 +347,26 @@ def computed(parts: list[Decoder], batch: Batch) -> tuple[Tensor, dict[str, Tens
                 x = model.pack(x, context)
     losses = parts[-1].token_losses(x, batch, context)
     losses.sum().backward()
-    entries = [entry for model in parts for entry in shard_entries(model)]
-    return losses.detach(), {entry.name: entry.sink.buffer for entry in entries if entry.sink is not None}
+    gradients = {}
+    for entry in (entry for model in parts for entry in shard_entries(model)):
+        if entry.sink is not None:
+            gradients[entry.name] = entry.sink.buffer
+            for axis in () if mesh is None else map(mesh.axis, entry.spec.grad_reduce):
+                all_reduce(entry.sink.buffer, axis)
+    return Computed(losses.detach(), gradients)
 
 
-def difference(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]]) -> Difference:
-    """Returns the largest difference."""
-    (losses, gradients), (whole, expected) = found, wanted
-    worst = [Difference("loss", float((losses - whole).abs().max()))]
-    largest = max(float(one.norm()) for one in expected.values()) if expected else 0.0
-    for name, gradient in expected.items():
-        apart = float((gradients[name] - gradient).norm()) / max(float(gradient.norm()), 1e-3 * largest, 1e-12)
-        worst.append(Difference(name, apart))
-    return max(worst, key=lambda one: float("inf") if one.worst != one.worst else one.worst)
+def difference(found: Computed, wanted: Computed, parts: Iterable[Decoder] = ()) -> Difference:
+    """Returns the largest difference.
+
+    Args:
+        parts: of the model on this rank, which say what shards `found` has; none for whole tensors.
+    """
+    specs = {entry.name: entry.spec for model in parts for entry in shard_entries(model)}
+    worst = [Difference("loss", float((found.losses - wanted.losses).abs().max()))]
+    largest = max((float(one.norm()) for one in wanted.gradients.values()), default=0.0)
+    for name, whole in wanted.gradients.items():
+        expected = shard_of(whole, specs[name]) if name in specs else whole
+        norm = max(float(whole.norm()), 1e-3 * largest, 1e-12)
+        worst.append(Difference(name, float((found.gradients[name] - expected).norm()) / norm))
+    return max(worst, key=lambda one: one.severity)

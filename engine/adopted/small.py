@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd, lcm
 from typing import Any
 
 SIZES: dict[str, int] = {
@@ -109,6 +110,56 @@ def _small(key: str, value: Any) -> Any:
     if key == "num_key_value_heads" and value == 1:
         return 1
     return min(value, SIZES[key]) if value > 0 else value
+
+
+_DIVIDED = tuple(
+    key for key in SIZES if "heads" in key or "intermediate" in key or key in ("ffn_dim", "n_head", "n_inner")
+)
+"""Sizes that tensor ranks divide."""
+
+
+def divided_config(small: dict[str, Any], whole: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Returns the `config.json` of a small model whose sizes divide over tensor ranks where the whole model's do.
+
+    Args:
+        small: of `small_config`.
+        whole: of the model.
+    """
+    found = dict(small)
+    for key, value in small.items():
+        if isinstance(value, dict) and isinstance(whole.get(key), dict):
+            found[key] = divided_config(value, whole[key], ranks)
+        size = whole.get(key)
+        if key in _DIVIDED and isinstance(value, int) and isinstance(size, int) and value > 0:
+            found[key] = lcm(value, ranks) if size % ranks == 0 else gcd(size, ranks)
+    heads, keys = found.get("num_attention_heads"), found.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(keys, int):
+        found["num_attention_heads"] = lcm(heads, keys)
+    hidden = found.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int):
+        found["hidden_size"] = lcm(hidden, found["num_attention_heads"])
+    return found
+
+
+def chosen_layers(hf_config: dict[str, Any]) -> list[int]:
+    """Returns the layers of a model that the small one has."""
+    return _chosen_layers(*_with_layers(hf_config))
+
+
+def layer_kind(hf_config: dict[str, Any], index: int) -> str:
+    """Returns what the lists of a config say of a layer."""
+    layered, count = _with_layers(hf_config)
+    return repr([value[index] for value in layered.values() if isinstance(value, list) and len(value) == count])
+
+
+def _with_layers(hf_config: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Returns the config, or the one inside it, that has the number of layers, and that number."""
+    inner = (hf_config.get(key) for key in ("text_config", "llm_config"))
+    for found in (hf_config, *(one for one in inner if isinstance(one, dict))):
+        for key in LAYER_COUNTS:
+            if isinstance(found.get(key), int):
+                return found, found[key]
+    raise AssertionError("a config that is read has layers")
 
 
 def _chosen_layers(hf_config: dict[str, Any], count: int) -> list[int]:

@@ -114,7 +114,7 @@ def build_module(hf_config: dict[str, Any], attention: str = IMPLEMENTATION) -> 
     with quiet():
         try:
             return build_plain(make)
-        except ValueError:
+        except (ValueError, KeyError):  # a table of its own has no such name, once it is registered
             if attention == "eager":
                 raise
             return build_module(hf_config, "eager" if attention == "sdpa" else "sdpa")

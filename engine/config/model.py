@@ -44,6 +44,9 @@ class ModelOptions:
             are transformers' modules with the engine's linears, attention, head and loss in them, for every causal
             language model that the installed transformers has. "auto" takes native where there is one, and the log says
             which. See docs/models.md.
+        proof: Whether a run of an adopted model first compares what it asks for (packed rows, pipeline stages, tensor
+            ranks, gradients of what it trains) with transformers' model, on a small one of its make, and stops where
+            they differ. It takes seconds and reads no weights; false leaves it out, and the log warns.
         init: "checkpoint" reads the weights of model.path; "random" draws new ones for the config.json found there.
     """
 
@@ -52,6 +55,7 @@ class ModelOptions:
     base_dtype: BaseDType | None = option(None, REPORTED)
     init: Init = option("checkpoint", IGNORED)  # weights are not drawn again
     implementation: Implementation = option("auto", IGNORED)  # the checkpoint records which it was
+    proof: bool = option(True, IGNORED)
     kernels: Kernels = option("auto", IGNORED)  # they agree to rounding
     attention: Attention = option("auto", IGNORED)  # they agree to rounding
 

@@ -11,6 +11,7 @@ from engine.config.run import RunConfig
 from engine.distributed.mesh import Mesh, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
 from engine.objectives.build import build_objective
 from engine.objectives.objective import Objective
 from engine.optim.adamw import FlatAdamW
@@ -63,6 +64,7 @@ def build_training(
     log: Log,
     *,
     documents_per_row: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Training:
     """Builds the model with its weights, the optimizer and the step.
 
@@ -71,10 +73,10 @@ def build_training(
 
     Args:
         documents_per_row: most documents in any row of the training data; graphs are sized by it.
+        mesh: of `run_mesh`, where it has been made already.
     """
-    grid = _grid(config, launch.world_size)
     decoder = source.model.decoder
-    mesh = build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
+    mesh = mesh or run_mesh(config, launch, decoder)
     choices = choose_for_device(config, launch.device, decoder)
     places = host_places(config.memory, launch.device)
     weights = weight_placement(config, mesh, places.weights)
@@ -114,15 +116,17 @@ def build_training(
     )
 
 
-def _grid(config: RunConfig, world_size: int) -> RankGrid:
-    return RankGrid(
+def run_mesh(config: RunConfig, launch: Launch, decoder: DecoderConfig) -> Mesh:
+    """Makes the run's process groups. Collective."""
+    grid = RankGrid(
         tp=config.parallel.tensor,
         cp=config.parallel.context,
-        dp=data_parallel_size(config, world_size),
+        dp=data_parallel_size(config, launch.world_size),
         pp=config.parallel.pipeline,
         ep=config.parallel.expert,
         shards_experts=config.parallel.shards_experts,
     )
+    return build_mesh(grid, device_type=launch.device.type, num_kv_heads=decoder.num_kv_heads)
 
 
 def _graphs(

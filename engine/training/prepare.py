@@ -17,6 +17,7 @@ import torch
 from engine.checkpoint.model_folder import ModelFolder
 from engine.config.run import RunConfig
 from engine.distributed.collectives import barrier
+from engine.distributed.mesh import Mesh
 from engine.runtime.launch import Launch
 from engine.runtime.run_folder import RunFolder
 from engine.seams import resolve
@@ -32,6 +33,7 @@ from engine.training.run_data import RunData
 from engine.training.saving import tidy
 from engine.training.start import Start, find_start, refuse_early
 from engine.training.start_model import ModelPlan, ModelSource
+from engine.training.start_proof import prove_model
 from engine.training.state import load_state
 from engine.training.step_plan import PlannedData, plan_steps
 from engine.training.warm_up import warm_up
@@ -55,6 +57,7 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     source, plan = refuse_early(config, launch)
+    plan, mesh = prove_model(config, launch, log, source, plan)
     folder = RunFolder(config.checkpoint, launch, metrics=config.log.metrics)
     opened.callback(folder.close)
     parallel = config.parallel
@@ -66,7 +69,7 @@ def prepare(config: RunConfig, launch: Launch, log: Log, listener: RunListener, 
     trackers = open_run_trackers(config, folder.path, log)
     # a run that does not come as far as closing them itself failed, or was complete
     opened.push(lambda kind, error, trace: trackers.close("finished" if kind is RunComplete else "failed"))
-    training = _build_warm(config, launch, log, source, plan, None if read is None else read.data)
+    training = _build_warm(config, launch, log, source, plan, None if read is None else read.data, mesh)
     listener.run_started()
     if read is None:
         read = _read_data(config, launch, log, folder, source.model, start)
@@ -118,13 +121,19 @@ def _read_data(
 
 
 def _build_warm(
-    config: RunConfig, launch: Launch, log: Log, source: ModelSource, plan: ModelPlan, data: RunData | None
+    config: RunConfig,
+    launch: Launch,
+    log: Log,
+    source: ModelSource,
+    plan: ModelPlan,
+    data: RunData | None,
+    mesh: Mesh | None,
 ) -> Training:
     """Builds the model with its weights, and takes the warm-up steps, which leave no trace. Collective."""
     documents = 1
     if config.memory.cuda_graph != "none" and data is not None and data.rows is not None:
         documents = resolve("engine.training.cuda_graph.static_batch:max_documents_per_row")(data.rows)
-    training = build_training(config, launch, source, plan, log, documents_per_row=documents)
+    training = build_training(config, launch, source, plan, log, documents_per_row=documents, mesh=mesh)
     warm_up(config, launch, training, log)
     barrier()
     return training

@@ -21,6 +21,7 @@ from engine.layers.module import shard_entries
 from engine.models.decoder_config import check_expert_ranks
 from engine.models.describe import meta_model
 from engine.models.dtypes import TORCH_DTYPES
+from engine.models.run_proof import RunProof
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.seams import resolve
 from engine.telemetry.format import format_bytes
@@ -85,6 +86,7 @@ class ModelPlan:
         shapes: the global shape of every parameter of the whole model, adapters included, in forward order.
         trained: the same of those that train.
         lr_factors: trained parameter -> its learning rate as a multiple of `optim.lr`, where it is not that.
+        proof: that the layout computes the model; None where none was asked for.
     """
 
     modules: TrainingPlan
@@ -92,6 +94,7 @@ class ModelPlan:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     trained: Mapping[str, tuple[int, ...]] = field(repr=False)
     lr_factors: Mapping[str, float] = field(default_factory=dict, repr=False)
+    proof: RunProof | None = None
 
     def lr_factor(self, name: str) -> float:
         """Returns the learning rate of a trained parameter as a multiple of `optim.lr`."""

@@ -29,6 +29,7 @@ from engine.data.loader import DataLoader
 from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.models.initialise import fill_normal
+from engine.models.run_proof import RunProof
 from engine.preferences.data.answer_columns import put_reference
 from engine.preferences.reference_logps import companion_name, compute_references
 from engine.runtime.launch import Launch
@@ -37,6 +38,7 @@ from engine.training.build import Training, build_training
 from engine.training.data import build_data
 from engine.training.device_choices import choose_for_device
 from engine.training.start_model import check_model, model_source
+from engine.training.start_proof import prove_model
 
 GRADIENT, PARAMETER = "gradient", "parameter"
 """Tensors: complete sums before clipping, of each step; fp32 masters, before the first step and after the last."""
@@ -68,6 +70,9 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
     plan = check_model(config, source.model, launch.world_size)
     config = certificate_config(config, plan.num_trained())
     choose_for_device(config, launch.device, source.model.decoder)
+    plan, mesh = prove_model(config, launch, log, source, plan)
+    if plan.proof is not None and launch.rank == 0:
+        _proof_file(folder).write_text(json.dumps(plan.proof.record()), encoding="utf-8")
     loader = build_data(config, launch, source.model, log).train
     if not isinstance(loader, DataLoader):
         raise UserError(
@@ -75,7 +80,7 @@ def record_run(config: RunConfig, launch: Launch, log: Log, folder: Path, num_st
             "certificate compares layouts on the same rows: set objective.name to language_modeling, with data of "
             "answers."
         )
-    training = build_training(config, launch, source, plan, log)
+    training = build_training(config, launch, source, plan, log, mesh=mesh)
     _know_references(config, training, loader.dataset, log)
     optimizer = training.optimizer
     if draws_factors(config):
@@ -158,6 +163,10 @@ def _figures_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.json"
 
 
+def _proof_file(folder: Path) -> Path:
+    return folder / "proof.json"
+
+
 def _write_pieces(path: Path, shards: list[NamedShard]) -> None:
     """Writes one tensor per box of each shard, without padding; the header says which box it is."""
     tensors: dict[str, Tensor] = {}
@@ -231,6 +240,11 @@ class Recording:
             for rank in range(self._num_ranks)
         ]
         return [list(step) for step in zip(*ranks, strict=True)]
+
+    def proof(self) -> RunProof | None:
+        """Returns the proof that the layout computes the model; None for a model that has none."""
+        file = _proof_file(self._folder)
+        return RunProof.of(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def names(self, kind: str, step: int) -> set[str]:
         """Returns the tensors of which some rank holds a part; see `whole`."""

@@ -146,9 +146,16 @@ def certify(options: CertifyOptions, worker: Path | None = None) -> Certificate:
                 layout, own_folder, steps=options.steps, device=device, say=say, worker=worker or WORKER
             )
             recorded.append(Recorded(layout, recording))
+        proof = recorded[0].recording.proof()
         comparisons = compare(recorded[0], recorded[1:], trained, steps=options.steps, limit=limit)
     return Certificate(
-        layout=own, steps=options.steps, limit=limit, device=device, trained=trained, comparisons=comparisons
+        layout=own,
+        steps=options.steps,
+        limit=limit,
+        device=device,
+        trained=trained,
+        comparisons=comparisons,
+        proof=proof,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.run_proof import RunProof
 from engine.telemetry.format import format_columns
 from rankfold.certifying.certificate import (
     DRAWN_STD,
@@ -35,6 +36,7 @@ class Certificate:
         device: "cuda" or "cpu".
         trained: the trained parameters, in forward order.
         comparisons: one for each other layout.
+        proof: that the run's layout computes the model, where the model's kind has a proof.
     """
 
     layout: Layout
@@ -43,6 +45,7 @@ class Certificate:
     device: str
     trained: Mapping[str, tuple[int, ...]]
     comparisons: Sequence[Comparison]
+    proof: RunProof | None = None
 
     @property
     def certified(self) -> bool:
@@ -55,7 +58,8 @@ class Certificate:
             rows += _rows(comparison)
         for replicas in self._replicas():
             rows.append((f"within {replicas.layout.label}", "copies on several ranks", _copies(replicas), ""))
-        blocks = ("\n".join(self._head()), _table(rows), "\n".join(self._notes()), "\n".join(self.verdicts()))
+        proof = "" if self.proof is None else self.proof.table()
+        blocks = ("\n".join(self._head()), proof, _table(rows), "\n".join(self._notes()), "\n".join(self.verdicts()))
         return "\n\n".join(filter(None, blocks))
 
     def verdicts(self) -> list[str]:
@@ -71,6 +75,7 @@ class Certificate:
             "device": self.device,
             "dtype": self.layout.config.model.dtype,
             "layout": self.layout.sizes(),
+            "proof": None if self.proof is None else self.proof.record(),
             "comparisons": [
                 {
                     "against": comparison.layout.sizes(),

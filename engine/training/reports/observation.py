@@ -158,6 +158,7 @@ def _environment(
             "first_trainable_stage": choice.first_trainable_stage,
             "layers": list(training.plan.partition.layers),
         },
+        **({} if training.plan.proof is None else {"proof": training.plan.proof.facts()}),
         "ceiling_tflops": ceiling / 1e12 if ceiling else None,
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }

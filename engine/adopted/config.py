@@ -81,6 +81,10 @@ class AdoptedConfig(DecoderConfig):
         return structure_of(self.hf_config)
 
     @property
+    def keeps_documents_apart(self) -> bool:
+        return self.attention == "engine"
+
+    @property
     def made_by(self) -> str:
         rows = {"engine": "rows pack documents", "own": "a row is one document"}[self.attention]
         return f"transformers {version('transformers')}, found to compute the same on a small model of its make; {rows}"

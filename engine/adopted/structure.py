@@ -64,7 +64,7 @@ def read_config(hf_config: dict[str, Any]) -> Any:
             return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(hf_config)))
     except Exception as error:  # each family's class checks in its own way
         raise UserError(
-            f"transformers cannot read config.json of a {model_type} model: {_first_line(error)}; copy the model again."
+            f"transformers cannot read config.json of a {model_type} model: {_reason(error)}; copy the model again."
         ) from None
 
 
@@ -77,8 +77,10 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(one) for one in value] if isinstance(value, list) else value
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+def _reason(error: Exception) -> str:
+    """Returns the first two lines, where the second one has the reason."""
+    lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
+    return ": ".join(lines[:2]) or type(error).__name__
 
 
 @contextmanager

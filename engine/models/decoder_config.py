@@ -524,6 +524,11 @@ class DecoderConfig:
         return sum(variant.experts_per_token for variant in self.variants)
 
     @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a row may hold several documents."""
+        return True
+
+    @property
     def made_by(self) -> str | None:
         """Says whose layers these are, for a run's log; None for the engine's own."""
         return None

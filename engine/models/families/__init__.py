@@ -120,7 +120,7 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
     if (wrapping := WRAPPINGS.get(hf_config.get("model_type") or "")) is not None:
         check_kinds(hf_config)
         around = resolve(wrapping)
-        inner, _ = family_of(around.text_config(hf_config))
+        inner, _ = family_of(around.text_config(hf_config), "native")
         return around.family(inner, hf_config), hf_config
     if hf_config.get("model_type") not in FAMILIES:
         text = _language_part(hf_config)
@@ -128,7 +128,7 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
     if model_type not in FAMILIES:
         if implementation == "auto" and model_type in resolve(ADOPTED_TYPES)():
             return _adopted(text)
-        raise UserError(_refusal(model_type, text))
+        raise UserError(_refusal(model_type, text, implementation))
     check_kinds(text)
     family = family_named(str(model_type))
     if all(text.get(key) is not None for key in REQUIRED):
@@ -172,8 +172,10 @@ def _with_model_type(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {**hf_config, "model_type": _BY_ARCHITECTURE[first]}
 
 
-def _refusal(model_type: str | None, text: dict[str, Any]) -> str:
-    known = f"expected one of {', '.join(sorted([*FAMILIES, *WRAPPINGS]))}."
+def _refusal(model_type: str | None, text: dict[str, Any], implementation: Implementation) -> str:
+    known = f"expected one of {', '.join(sorted([*FAMILIES, *WRAPPINGS]))}"
+    others = "with model.implementation auto " if implementation == "native" else ""
+    known = f"{known}, or {others}a causal language model that the installed transformers has."
     architectures = text.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     kind = "a model without model_type" if model_type is None else f"model_type {model_type!r}"

@@ -151,12 +151,13 @@ class Adopted(ShardedModule):
             if (settings := build.plan.adapter(f"{prefix}{name}")) is not None:
                 found[leaf] = stack_adapter(
                     f"{prefix}{name}",
-                    module.get_parameter(leaf),
-                    self._split(name),
-                    settings,
-                    site + len(found),
-                    build,
-                    lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
+                    module,
+                    leaf,
+                    split=self._split(name),
+                    settings=settings,
+                    site=site + len(found),
+                    build=build,
+                    own=lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
                 )
         return found
 

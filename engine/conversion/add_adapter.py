@@ -162,7 +162,12 @@ class MergedRows(Content):
     """
 
     def __init__(
-        self, name: str, rows: Rows, stored: torch.dtype, dtype: torch.dtype, update: LowRank | StackedLowRank | Shift | None
+        self,
+        name: str,
+        rows: Rows,
+        stored: torch.dtype,
+        dtype: torch.dtype,
+        update: LowRank | StackedLowRank | Shift | None,
     ) -> None:
         self._name, self._rows, self._stored, self._dtype, self._update = name, rows, stored, dtype, update
         self._exact_dtype = torch.float64 if torch.float64 in (stored, dtype) else torch.float32

@@ -31,7 +31,6 @@ from engine.adopted.structure import skeleton, whole_module
 from engine.adopted.tensor_modules import over_ranks
 from engine.adopted.tensor_plan import Split, TensorPlan, check_heads, parallel_linear, parameter_spec
 from engine.batch import Batch
-from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import InputUpdate
 from engine.layers.attention import CachedAttention

@@ -28,10 +28,9 @@ from engine.adopted.rows import Rows
 from engine.adopted.small import LAYER_COUNTS
 from engine.adopted.stage_ends import stage_ends
 from engine.adopted.structure import skeleton, whole_module
-from engine.adopted.tensor_plan import Split, TensorPlan, parallel_linear, parameter_spec
+from engine.adopted.tensor_modules import over_ranks
+from engine.adopted.tensor_plan import Split, TensorPlan, check_heads, parallel_linear, parameter_spec
 from engine.batch import Batch
-from engine.distributed.differentiable import from_partial, to_partial
-from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import InputUpdate
 from engine.layers.attention import CachedAttention
@@ -115,7 +114,9 @@ class Adopted(ShardedModule):
         for name in linear_names(module):
             plain = module.get_submodule(name)
             assert isinstance(plain, nn.Linear)
-            linear = parallel_linear(f"{prefix}{name}", plain, self._split(name), next(sites), build)
+            split = self._split(name)
+            check_heads(f"{prefix}{name}", module.get_submodule(name.rpartition(".")[0]), plain, split, build.layout.tp)
+            linear = parallel_linear(f"{prefix}{name}", plain, split, next(sites), build)
             _replace(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
         next_site = next(sites)
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
@@ -128,8 +129,8 @@ class Adopted(ShardedModule):
                     _replace(module, owner, AdaptedExperts(child, adapters, run))
         if plan is not None:
             for name, child in list(module.named_modules()):
-                if plan.sums_experts(f"{place}{name}"):
-                    _replace(module, name, SummedExperts(child, build.layout.tp))
+                if (by := over_ranks(plan, f"{place}{name}", child, build.layout.tp)) is not child:
+                    _replace(module, name, by)
         attach(prefix, module, run)
         self.collected = [entry for entry in self.entries if entry.sink is not None]
         """What autograd leaves gradients on."""
@@ -151,12 +152,13 @@ class Adopted(ShardedModule):
             if (settings := build.plan.adapter(f"{prefix}{name}")) is not None:
                 found[leaf] = stack_adapter(
                     f"{prefix}{name}",
-                    module.get_parameter(leaf),
-                    self._split(name),
-                    settings,
-                    site + len(found),
-                    build,
-                    lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
+                    module,
+                    leaf,
+                    split=self._split(name),
+                    settings=settings,
+                    site=site + len(found),
+                    build=build,
+                    own=lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
                 )
         return found
 
@@ -192,30 +194,6 @@ class Adopted(ShardedModule):
         if not self.collected or not torch.is_grad_enabled():
             return x
         return _Collected.apply(x, self.collected, torch.zeros(0, requires_grad=True))
-
-
-class SummedExperts(nn.Module):
-    """A stack of experts of which each tensor rank has a part of the inner features."""
-
-    def __init__(self, experts: nn.Module, tp: Axis) -> None:
-        super().__init__()
-        self.experts, self._tp = experts, tp
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("experts"), name)
-
-    def forward(self, *arguments: Any, **named: Any) -> Tensor:
-        inputs = [self._partial(value) for value in arguments]
-        out = self.experts(*inputs, **{key: self._partial(value) for key, value in named.items()})
-        return from_partial(out, self._tp, splits_tokens=False)
-
-    def _partial(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        return to_partial(value, self._tp, splits_tokens=False)
 
 
 def _replace(module: nn.Module, name: str, by: nn.Module) -> None:

@@ -73,13 +73,21 @@ Own = Callable[[str, tuple[int, ...], ShardSpec], ShardEntry]
 
 
 def stack_adapter(
-    name: str, weight: Tensor, split: Split, settings: AdapterSettings, site: int, build: LayerContext, own: Own
+    name: str,
+    experts: nn.Module,
+    leaf: str,
+    *,
+    split: Split,
+    settings: AdapterSettings,
+    site: int,
+    build: LayerContext,
+    own: Own,
 ) -> StackAdapter:
     """Makes the adapter of a stack.
 
     Args:
         name: of the stack, as a module.
-        weight: [E, O, I] of the whole model; its numbers are not read.
+        experts, leaf: transformers' module and its parameter, [E, O, I] of the whole model; its numbers are not read.
         split: of the stack over tensor ranks.
         site: dropout site of its input.
 
@@ -97,8 +105,14 @@ def stack_adapter(
             f"lora.experts is {build.plan.experts}, but {name} is a stack of experts of a model with transformers' "
             "modules, whose adapters share no factors: set lora.experts to per_expert."
         )
-    experts, outputs, inputs = weight.shape
-    a, b = (settings.rank, experts, inputs), (outputs, experts, settings.rank)
+    module: Any = experts
+    if module.is_transposed:
+        raise UserError(
+            f"{name} is a stack of experts whose matrices have their inputs first, which adapters of adopted models "
+            "lack: add the experts to lora.exclude."
+        )
+    count, outputs, inputs = experts.get_parameter(leaf).shape
+    a, b = (settings.rank, count, inputs), (outputs, count, settings.rank)
     a_spec, b_spec = _factor_specs(name, a, b, split, build.layout.tp)
     a_entry = own(f"{name}.lora_A", a_spec.local_shape, a_spec)
     b_entry = own(f"{name}.lora_B", b_spec.local_shape, b_spec)
@@ -176,8 +190,7 @@ class AdaptedExperts(nn.Module):
         for expert, (rows, low_rows) in enumerate(zip(x_NI.split(sizes), low.split(sizes), strict=True)):
             if not sizes[expert]:
                 continue
-            weight = weights[expert].T if own.is_transposed else weights[expert]
-            y = linear(rows, weight, biases[expert])
+            y = linear(rows, weights[expert], biases[expert])
             if adapter is not None:
                 y = y + linear(linear(low_rows, a[expert]), b[expert]) * adapter.scale
             out.append(y)

@@ -9,6 +9,7 @@
 | rowwise_split_input             | gated MLP multiplies, each half's rows split                      |
 | packed_colwise, rowwise of a    | experts' inner features split, outputs of all experts summed      |
 | stack; moe_tp_experts           |                                                                   |
+| mla_kv_a_proj                   | whole on every rank; the gradient of the rotated keys is summed   |
 | anything else                   | refused                                                           |
 
 What no plan names is whole on every rank, and every rank computes the same with it.
@@ -38,6 +39,7 @@ _SPLITS: dict[str, Split] = {
     "replicated_with_grad_allreduce": "partial",
     "packed_colwise": "halves",
 }
+_HEADS = (".q_proj", ".k_proj", ".v_proj", ".query", ".key", ".value")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -48,10 +50,12 @@ class TensorPlan:
     Args:
         family: of the model, for errors.
         styles: of transformers' plan, by names inside the body with * in place of numbers.
+        rope_width: features of a key that are rotated and shared by all heads, in latent attention; else None.
     """
 
     family: str
     styles: Mapping[str, str]
+    rope_width: int | None = None
 
     @classmethod
     def of(cls, family: str, body: nn.Module) -> TensorPlan | None:
@@ -60,7 +64,8 @@ class TensorPlan:
         styles = getattr(config, "base_model_tp_plan", None) or getattr(
             config.get_text_config(), "base_model_tp_plan", None
         )
-        return cls(family, dict(styles)) if styles else None
+        rope_width = getattr(config.get_text_config(), "qk_rope_head_dim", None)
+        return cls(family, dict(styles), rope_width) if styles else None
 
     def split(self, name: str) -> Split:
         """Returns how a module, or a parameter of one, is split.
@@ -73,7 +78,7 @@ class TensorPlan:
         """
         pattern = _INDEX.sub(".*", name)
         style = self.styles.get(pattern)
-        if style is None or style in ("moe_tp_experts", "replicate"):
+        if style is None or style in ("moe_tp_experts", "replicate", "mla_kv_a_proj"):
             return "whole"
         if style in ("colwise_gather_output", "rowwise_split_input"):
             return self._gated(pattern)
@@ -91,6 +96,10 @@ class TensorPlan:
         if tuple(self.styles.get(name) for name in pair) == ("colwise_gather_output", "rowwise_split_input"):
             return "halves" if pattern == pair[0] else "columns"
         return "whole"
+
+    def shared_width(self, name: str) -> int | None:
+        """Returns how many of a linear's last outputs all heads share; None for a linear without such outputs."""
+        return self.rope_width if self.styles.get(_INDEX.sub(".*", name)) == "mla_kv_a_proj" else None
 
     def sums_experts(self, name: str) -> bool:
         """Returns whether a module's output is a sum over ranks of its experts' parts."""
@@ -123,6 +132,26 @@ def parameter_spec(shape: tuple[int, ...], split: Split, tp: Axis, *, name: str)
     local = (*shape[:dim], 2 * part, *shape[dim + 1 :])
     pieces = (Piece(tp.rank * part, 0, part), Piece(half + tp.rank * part, part, part))
     return ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces)
+
+
+def check_heads(name: str, attention: nn.Module, plain: nn.Linear, split: Split, tp: Axis) -> None:
+    """Checks that a split projection of queries, keys or values leaves each tensor rank whole heads.
+
+    Args:
+        name: the linear's engine name.
+        attention: the module that it is in.
+
+    Raises:
+        UserError: it does not.
+    """
+    width = getattr(attention, "head_dim", None)
+    if split != "rows" or tp.size == 1 or not isinstance(width, int) or not name.endswith(_HEADS):
+        return
+    if (heads := plain.out_features // width) % tp.size:
+        raise UserError(
+            f"{name} makes {heads} heads, which do not divide over parallel.tensor {tp.size}: use a parallel.tensor "
+            f"that divides {heads}."
+        )
 
 
 def parallel_linear(

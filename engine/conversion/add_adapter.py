@@ -76,6 +76,32 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedLowRank:
+    """A low-rank update of each expert's matrix in a stack: s * B_e A_e.
+
+    Args:
+        a: fp32 [r, experts, in].
+        b: fp32 [out, experts, r].
+        scale: s.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def added_to(self, rows: Tensor, first: int) -> Tensor:
+        """Returns `rows` [n, out, in], experts `first` and on of the stack, with the update added in place."""
+        last = first + rows.shape[0]
+        b, a = self.b[:, first:last].transpose(0, 1), self.a[:, first:last].transpose(0, 1)
+        return rows.baddbmm_(b.to(rows.dtype), a.to(rows.dtype), alpha=self.scale)
+
+    def norm(self) -> float:
+        """Returns the Frobenius norm of the update, from the factors alone."""
+        a, b = self.a.double().transpose(0, 1), self.b.double().transpose(0, 1)
+        return abs(self.scale) * math.sqrt(max(0.0, float(((b.mT @ b) * (a @ a.mT)).sum())))
+
+
+@dataclass(frozen=True, slots=True)
 class Shift:
     """An update of a bias: fp32 [out], added unchanged."""
 
@@ -136,7 +162,12 @@ class MergedRows(Content):
     """
 
     def __init__(
-        self, name: str, rows: Rows, stored: torch.dtype, dtype: torch.dtype, update: LowRank | Shift | None
+        self,
+        name: str,
+        rows: Rows,
+        stored: torch.dtype,
+        dtype: torch.dtype,
+        update: LowRank | StackedLowRank | Shift | None,
     ) -> None:
         self._name, self._rows, self._stored, self._dtype, self._update = name, rows, stored, dtype, update
         self._exact_dtype = torch.float64 if torch.float64 in (stored, dtype) else torch.float32

@@ -26,7 +26,7 @@ from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.untied import untied
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.config.lora import adapter_scale
-from engine.conversion.add_adapter import LowRank, MergedRows, Shift, write_rounding
+from engine.conversion.add_adapter import LowRank, MergedRows, Shift, StackedLowRank, write_rounding
 from engine.conversion.lora_scales import Scale, one_or_each, recorded_alpha, scale_of
 from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES
@@ -169,7 +169,8 @@ class MergedSource(WeightSource):
         assert list(wanted) == [Box()], wanted
         assert self.base is not None or name in self._zeros | self._full, name
         source: TensorReader = self if name in self._zeros else self.trained if name in self._full else self.base
-        rows: Rows = self.base.rows(name) if source is self.base else ReadRows(source, name)
+        is_stack = len(self._shapes[name]) == 3  # whose experts may be stored by themselves
+        rows: Rows = self.base.rows(name) if source is self.base and not is_stack else ReadRows(source, name)
         return [MergedRows(name, rows, source.dtype(name), self.dtype(name), self._update(name))]
 
     def _adapter_at(self, name: str) -> str | None:
@@ -179,7 +180,7 @@ class MergedSource(WeightSource):
         changes = leaf == "weight" or (leaf == "bias" and f"{adapter}.{LORA_BIAS}" in self.trained)
         return adapter if changes else None
 
-    def _update(self, name: str) -> LowRank | Shift | None:
+    def _update(self, name: str) -> LowRank | StackedLowRank | Shift | None:
         """Returns the change that an adapter makes to the tensor `name`.
 
         Raises:
@@ -199,6 +200,8 @@ class MergedSource(WeightSource):
             )
         magnitude = own[LORA_MAGNITUDE].float() if LORA_MAGNITUDE in own else None
         a, b = own[LORA_A].float(), own[LORA_B].float()
+        if a.dim() == 3:
+            return StackedLowRank(a, b, scale)
         return LowRank(a, b, scale, transposed=module == "embed_tokens", magnitude=magnitude)
 
     def identity(self) -> dict[str, Any]:
@@ -225,6 +228,11 @@ class MergedSource(WeightSource):
         rows, columns = size[::-1] if module == "embed_tokens" else size
         a, b = (f"{module}.{leaf}" for leaf in (LORA_A, LORA_B))
         rank = self.trained.shape(a)[0]
+        if len(shapes[0]) == 3:  # a stack of experts' weights, [experts, out, in]
+            count, rows, columns = shapes[0]
+            self.trained.require(a, (rank, count, columns))
+            self.trained.require(b, (rows, count, rank))
+            return
         self.trained.require(a, (rank, columns))
         self.trained.require(b, (rows, rank))
         vectors = [name for leaf in (LORA_MAGNITUDE, LORA_BIAS) if (name := f"{module}.{leaf}") in self.trained]

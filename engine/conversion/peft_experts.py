@@ -231,6 +231,6 @@ def readers_line(form: AdapterForm, decoder: DecoderConfig, *, alone: bool) -> s
     servers = " alone: vLLM would load them and compute without them"
     if decoder.family in STACKED_IN_VLLM:
         servers = " and vLLM"
-    elif decoder.family in _STACKED_ALONE:
+    elif decoder.family in _STACKED_ALONE or not decoder.num_experts:
         servers = "; vLLM has not been tried with them"
     return f"the experts' factors are stacked (target_parameters): read by PEFT{servers}"

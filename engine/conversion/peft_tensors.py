@@ -60,6 +60,11 @@ def adapter_tensors(
     for module in modules:
         if fused_with(module, model) is not None:
             continue
+        if model.names.is_parameter(module):
+            name = model.names.module_to_hf(module)
+            adapters[name] = trained.shape(f"{module}.{LORA_A}")[0], alphas[module]
+            tensors |= _parameter_tensors(trained, module, name, is_inner=_is_inner(module, modules))
+            continue
         whole = read_adapter(trained, module)
         split = {module: whole} if is_stored_fused(module, model) else split_adapter(whole, module, model.decoder)
         for part, own in split.items():
@@ -74,6 +79,26 @@ def adapter_tensors(
         adapters[name] = rank * len(parts), alpha * (math.sqrt(len(parts)) if rslora else len(parts))  # that of a part
         tensors |= {f"{KEY_PREFIX}{name}.{_KEYS[leaf]}": tensor for leaf, tensor in blocks.items()}
     return tensors, adapters
+
+
+def _is_inner(module: str, modules: Sequence[str]) -> bool:
+    """Returns whether another parameter of the same experts is adapted too, in PEFT's wrapper around this one's."""
+    experts, _, leaf = module.rpartition(".")
+    return leaf != "down_proj" and f"{experts}.down_proj" in modules
+
+
+def _parameter_tensors(trained: TensorReader, module: str, name: str, *, is_inner: bool) -> dict[str, Tensor]:
+    """Returns PEFT's tensors of the adapter on a stack that is a parameter of transformers' module.
+
+    Args:
+        name: of the parameter there.
+    """
+    a_REI, b_OER = trained.read_whole(f"{module}.{LORA_A}"), trained.read_whole(f"{module}.{LORA_B}")
+    place = f"{KEY_PREFIX}{name.rpartition('.')[0]}{'.base_layer' if is_inner else ''}"
+    return {
+        f"{place}.{_KEYS[LORA_A]}": a_REI.transpose(0, 1).flatten(0, 1),
+        f"{place}.{_KEYS[LORA_B]}": b_OER.transpose(1, 2).flatten(1),
+    }
 
 
 def is_stored_fused(module: str, model: ModelFolder) -> bool:

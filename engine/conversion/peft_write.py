@@ -98,6 +98,8 @@ def export_peft(
         config["base_model_name_or_path"] = base_name
     companions = tokenizer.companions(model.companions(), with_model=False)
     notes = [*_notes(modules, parts, saved, model, config, base_name, float(lora["dropout"])), *companions.left_out]
+    if config.get("target_parameters"):
+        form = "stacked"
     if adapters.experts or alone:
         notes.append(readers_line(form, model.decoder, alone=alone))
     notes += _refuse_zeros(trained, modules)
@@ -176,15 +178,20 @@ def _contents(
     if (head := _tied_head_key(model)) is not None and SHARED in trained:
         tensors[head] = trained.read_whole(SHARED)
     parts = [part for one in apart for part in fused_parts(one)]
-    targets = _target_modules(parts, model)
+    parameters = [part for part in parts if model.names.is_parameter(part)]
+    linears = [part for part in parts if part not in parameters]
+    targets = _target_modules(linears, model)
     if model.decoder.num_experts and found.beside_experts:  # whose short names mean the experts to PEFT
         targets = sorted({live_name(model.names.module_to_hf(part)) for part in parts})
     config = _adapter_config(lora, targets, model)
-    as_parameters = [name for part in parts if model.names.means_experts(name := model.names.module_to_hf(part))]
+    as_parameters = [name for part in linears if model.names.means_experts(name := model.names.module_to_hf(part))]
     if as_parameters:
-        adapters |= _as_parameters(config, as_parameters, parts, adapters, model)
-    if found.experts:
+        adapters |= _as_parameters(config, as_parameters, linears, adapters, model)
+    if found.experts or parameters:
         config["lora_dropout"] = 0.0  # PEFT opens no adapter of experts with another
+    if parameters:
+        stacked = (model.names.module_to_hf(part) for part in parameters)
+        config["target_parameters"] = sorted([*config.get("target_parameters", ()), *stacked])
     if form == "stacked":
         scales = {module: scale for module, (_, scale) in found.adapters.items()}
         stacks, more = stacked_tensors(trained, model, scales, rslora=rslora, turns=in_turns(described.names))

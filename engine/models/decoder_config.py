@@ -562,9 +562,11 @@ def check_expert_ranks(config: DecoderConfig, *, expert: int, folds: bool) -> No
         return
     if not config.num_experts:
         option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
+        reason = "has no experts that a router chooses"
+        if config.made_by is not None:
+            reason = "has transformers' own modules, whose experts are not divided over ranks"
         raise UserError(
-            f"parallel.{option}, but this {config.family} model has no experts that a router chooses: leave "
-            f"parallel.{option.split()[0]} out."
+            f"parallel.{option}, but this {config.family} model {reason}: leave parallel.{option.split()[0]} out."
         )
     if (count := config.num_experts) % expert:
         raise UserError(

@@ -18,6 +18,7 @@ from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, build_decoder
+from engine.models.decoder_config import check_expert_ranks
 
 RANK, ALPHA = 4, 6.0
 SETTINGS = AdapterSettings(rank=RANK, scale=ALPHA / RANK, dropout=0.0)
@@ -163,3 +164,9 @@ def test_adapters_that_stacks_cannot_have_are_refused(settings: AdapterSettings,
             device=torch.device("meta"),
             dtype=torch.float32,
         )
+
+
+def test_ranks_for_experts_are_refused() -> None:
+    config, _ = _transformers("olmoe")
+    with pytest.raises(UserError, match="whose experts are not divided over ranks: leave parallel.expert out"):
+        check_expert_ranks(adopted_config(config, "engine"), expert=2, folds=True)

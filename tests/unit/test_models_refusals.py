@@ -55,8 +55,8 @@ def test_tokens_that_do_not_divide_over_sequence_parallel_ranks():
 
 
 def test_unknown_family_and_activation():
-    with pytest.raises(UserError, match="model_type 'mamba' in config.json is not supported: expected one of"):
-        family_of({"model_type": "mamba"})
+    with pytest.raises(UserError, match="model_type 'unheard_of' in config.json is not supported: expected one of"):
+        family_of({"model_type": "unheard_of"})
     family, _ = family_of({"model_type": "llama"})
     with pytest.raises(UserError, match="lacks hidden_size, intermediate_size"):
         family.config_from_hf({"model_type": "llama"})

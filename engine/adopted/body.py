@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, AdoptedConfig
 from engine.adopted.experts import AdaptedExperts, StackAdapter, stack_adapter, stack_leaves
-from engine.adopted.generating import EmptyCache, one_token, whole_rows
+from engine.adopted.generating import EmptyCache, one_token, rows_so_far
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
-from engine.adopted.rows import Rows
+from engine.adopted.rows import Rows, WholeRows, documents_of
 from engine.adopted.small import LAYER_COUNTS
 from engine.adopted.stage_ends import stage_ends
 from engine.adopted.structure import skeleton, whole_module
@@ -265,10 +265,11 @@ class _DividedInput(GivenInput):
         return super().gradient(dx, u, statistics, update, kernels) / self.divisor
 
 
-class _HeadInput:
+class _HeadInput(nn.Module):
     """Stands in for the last norm, which transformers' forward has computed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.entries: list[ShardEntry] = []
 
     def as_input(self, divisor: float = 1.0) -> GivenInput:
@@ -361,15 +362,16 @@ class AdoptedBody(Decoder):
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         rows = context.part(Rows)
         assert rows is not None
-        if context.cache is not None and self.config.attention == "own":
-            whole = whole_rows(f"layers.{self.part.first}", x, rows.positions_BS.flatten(), context)
-            return self._run_body(whole.x_NLH.flatten(0, 1), whole.positions_NL, context)[whole.index_T]
-        if self.config.attention == "own" and len(context.documents.lengths) > rows.positions_BS.shape[0]:
-            raise UserError(
-                f"data.packing puts several documents into a row, but the layers of this {self.config.family} model do "
-                "not keep documents apart: set data.packing to false."
-            )
-        return self._run_body(x, rows.positions_BS, context)
+        if self.config.attention == "engine":
+            return self._run_body(x, rows.positions_BS, context)
+        lengths = context.documents.lengths
+        if context.cache is not None:
+            whole = rows_so_far(f"layers.{self.part.first}", x, rows, context)
+        elif len(lengths) > rows.positions_BS.shape[0]:  # such as both answers of a pair, which lie in one row
+            whole = WholeRows.of(documents_of(x, rows, context), lengths)
+        else:
+            return self._run_body(x, rows.positions_BS, context)
+        return self._run_body(whole.x_TH, whole.positions_NL, context.of_tokens(whole.token_index_T))[whole.index]
 
     def _run_body(self, x: Tensor, positions_BS: Tensor, context: TokenContext) -> Tensor:
         """Runs transformers' forward over this part's layers.
@@ -447,13 +449,9 @@ def _set_layers(body: nn.Module, indices: range, whole: int) -> None:
 
 def _check_layout(config: AdoptedConfig, build: LayerContext, memory: MemoryPlan) -> None:
     """Raises UserError for a layout that adopted models lack."""
-    layout = build.layout
-    if layout.cp.size > 1 or layout.splits_tokens:
-        option = f"context is {layout.cp.size}" if layout.cp.size > 1 else "sequence is true"
-        raise UserError(
-            f"parallel.{option}, but this {config.family} model runs as transformers' own modules, which see whole "
-            f"rows: set parallel.{option.split()[0]} to {1 if layout.cp.size > 1 else 'false'}."
-        )
+    assert not build.layout.splits_tokens, "modules see all tokens of a row"
+    if build.layout.cp.size > 1:
+        config.check_rows(packs=False, context=build.layout.cp.size, method=build.layout.context_method)
     if memory.recompute == "attention":
         raise UserError(
             f"memory.recompute is attention, but layers of this {config.family} model are transformers' own modules, "

@@ -16,10 +16,12 @@ from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import Structure, layer_count, layer_shapes, read_config, structure_of, whole_module
 from engine.batch import Batch
+from engine.errors import UserError
 from engine.layers.plain_module import linear_names
 from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
 from engine.models.families.family import Family
 from engine.models.names import HfLocation, NameMap
+from engine.ops.attention.context_parallel import Method
 from engine.ops.attention.token_context import ContextPart
 from engine.seams import resolve
 
@@ -93,6 +95,24 @@ class AdoptedConfig(DecoderConfig):
     def all_linears(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for variant in self.variants for name in variant.further_linears()))
 
+    def check_rows(self, *, packs: bool, context: int, method: Method) -> None:
+        if self.attention == "own" and (packs or context > 1):
+            option, lacks, change = "data.packing is true", "keep documents of one row apart", "data.packing to false"
+            if context > 1:
+                option, lacks, change = f"parallel.context is {context}", "reach other ranks", "parallel.context to 1"
+            raise UserError(
+                f"{option}, but the layers of this {self.family} model remember tokens in a way of their own, which "
+                f"does not {lacks}: set {change}."
+            )
+        if context > 1 and method == "ring":
+            masked = resolve("engine.adopted.proof:masked_attention")(self.hf_config)
+            if masked is not None:
+                raise UserError(
+                    f"the attention of this {self.family} model has {masked}, which ring attention over "
+                    f"parallel.context {context} does not compute: set parallel.context_method to ulysses, or "
+                    "parallel.context to 1."
+                )
+
     def to_dict(self) -> dict[str, Any]:
         return {"family": self.family, "implementation": "adopted"}
 
@@ -123,6 +143,7 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
         norm_eps=1e-6,
         ropes=(Rope(theta=None),),
         tied_embeddings=bool(hf_config.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", True))),
+        max_row_length=_row_limit(config),
         max_length=int(_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048),
         multipliers=Multipliers(embedding=forms.embedding, logits_divisor=1 / forms.logits),
         logits_softcap=forms.softcap,
@@ -134,6 +155,18 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
 
 def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _row_limit(config: Any) -> int | None:
+    """Returns the most tokens of a row, where rotations depend on the longest document in it; None for any."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if one.get("rope_type") == "longrope":
+            limits.append(one.get("original_max_position_embeddings") or config.max_position_embeddings)
+        elif one.get("rope_type") == "dynamic":
+            limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
 
 
 def _embedding(text: str) -> nn.Embedding:

@@ -1,17 +1,15 @@
 """Generation with transformers' modules: what their attention gives a cache, and rows that run again where it is not
 attention alone that remembers.
 
-Legend: T tokens of a pass, N rows of it, L tokens of the longest row, H hidden size.
+Legend: T tokens of a pass, H hidden size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from engine.adopted.rows import Piece, Rows, WholeRows, documents_of
 from engine.batch import IGNORE_LABEL, Batch
 from engine.kernels.records import Documents
 from engine.ops.attention.cache_protocol import KeyValueCache
@@ -60,64 +58,30 @@ def one_token(device: torch.device) -> Batch:
     )
 
 
-class WholeRows(NamedTuple):
-    """The rows of a pass from their first token, filled up at their ends, which no earlier token sees.
-
-    Args:
-        x_NLH: the residual stream.
-        positions_NL: int64.
-        index_T: int64, where the pass's tokens are among the N L ones.
-    """
-
-    x_NLH: Tensor
-    positions_NL: Tensor
-    index_T: Tensor
-
-
-def whole_rows(name: str, x_TH: Tensor, positions_T: Tensor, context: TokenContext) -> WholeRows:
+def rows_so_far(name: str, x_TH: Tensor, rows: Rows, context: TokenContext) -> WholeRows:
     """Keeps what enters a part of the model for each row, and returns it with what was kept of the row before.
 
     Args:
         name: of the part, in the cache.
         x_TH: what enters.
     """
-    cache, lengths = context.cache, context.documents.lengths
+    cache = context.cache
     assert cache is not None
+    documents, start = documents_of(x_TH, rows, context), 0
     if cache.starts is None:
-        rows = [_longer(name, slot, x_TH, positions_T, cache) for slot in range(len(x_TH))]
-        lengths = (1,) * len(rows)
-    else:
-        rows = _first(name, x_TH, positions_T, lengths, cache)
-    longest = max(len(x) for x, _ in rows)
-    places = [
-        row * longest + torch.arange(len(x) - new, len(x))
-        for row, ((x, _), new) in enumerate(zip(rows, lengths, strict=True))
-    ]
-    return WholeRows(
-        pad_sequence([x for x, _ in rows], batch_first=True),
-        pad_sequence([positions for _, positions in rows], batch_first=True),
-        torch.cat(places).to(x_TH.device),
-    )
-
-
-def _first(
-    name: str, x_TH: Tensor, positions_T: Tensor, lengths: tuple[int, ...], cache: KeyValueCache
-) -> list[tuple[Tensor, Tensor]]:
-    rows, start = [], 0
-    assert cache.starts is not None
-    for length in lengths:
-        row = x_TH[start : start + length], positions_T[start : start + length]
+        longer = [_longer(name, slot, document, cache) for slot, document in enumerate(documents)]
+        return WholeRows.of(longer, [1] * len(longer))
+    for document in documents:
         if (slot := cache.starts.get(start)) is not None:
-            cache.keep(name, slot, tuple(one.clone() for one in row))
-        rows.append(row)
-        start += length
-    return rows
+            cache.keep(name, slot, tuple(one.clone() for one in document))
+        start += len(document.x_LH)
+    return WholeRows.of(documents, context.documents.lengths)
 
 
-def _longer(name: str, slot: int, x_TH: Tensor, positions_T: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
-    new, before = (x_TH[slot : slot + 1], positions_T[slot : slot + 1]), cache.kept(name, slot)
-    if before is None:  # no row, but a place that fills up the pass
+def _longer(name: str, slot: int, new: Piece, cache: KeyValueCache) -> Piece:
+    """Returns a row with its new token, and keeps it."""
+    if (before := cache.kept(name, slot)) is None:  # no row, but a place that fills up the pass
         return new
-    x, positions = (torch.cat(pair) for pair in zip(before, new, strict=True))
-    cache.keep(name, slot, (x, positions))
-    return x, positions
+    row = Piece(*(torch.cat(pair) for pair in zip(before, new, strict=True)))
+    cache.keep(name, slot, row)
+    return row

@@ -370,3 +370,18 @@ def difference(found: Computed, wanted: Computed, parts: Iterable[Decoder] = ())
         norm = max(float(whole.norm()), 1e-3 * largest, 1e-12)
         worst.append(Difference(name, float((found.gradients[name] - expected).norm()) / norm))
     return max(worst, key=lambda one: one.severity)
+
+
+@lru_cache(maxsize=8)
+def masked_attention(config_text: str) -> str | None:
+    """Returns what masks scores beside the order of tokens, in words; None where nothing does.
+
+    Args:
+        config_text: the `config.json`, as text.
+    """
+    (model,) = small_of(json.loads(config_text)).parts()
+    with quiet():
+        attentions = model.cached_attentions()
+    if any(one.softcap is not None for one in attentions):
+        return "a soft cap on scores"
+    return "windows" if any(one.window is not None for one in attentions) else None

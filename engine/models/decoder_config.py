@@ -20,6 +20,7 @@ from engine.layers.branch import Branch, JoiningBranch
 from engine.layers.context import LayerContext, TrainingPlan
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.ops.attention.blocks import AttentionBlocks
+from engine.ops.attention.context_parallel import Method
 from engine.ops.attention.token_context import AuxiliaryLoss, ContextPart
 from engine.ops.kernels import Attention
 
@@ -532,6 +533,18 @@ class DecoderConfig:
     def made_by(self) -> str | None:
         """Says whose layers these are, for a run's log; None for the engine's own."""
         return None
+
+    def check_rows(self, *, packs: bool, context: int, method: Method) -> None:
+        """Checks that layers can have rows of this kind.
+
+        Args:
+            packs: whether rows hold several documents.
+            context: ranks that hold parts of a row.
+            method: of attention between them.
+
+        Raises:
+            UserError: they cannot; names what to change.
+        """
 
     @property
     def all_linears(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ def plain_torch_parts(config: DecoderConfig) -> str | None:
     has_plain_attention = all(variant.attention_parameters(config) is None for variant in config.variants)
     if has_plain_attention and config.rotary_dim is not None and config.rotary_dim < config.head_dim:
         parts.append("the rotation of queries and keys, which turns a part of each head")
-    parts += [part for variant in config.variants for part in variant.plain_torch()]
+    parts += dict.fromkeys(part for variant in config.variants for part in variant.plain_torch())
     if config.activation != "silu":
         parts.append("the MLP's GELU")
     if config.logits_softcap is not None:

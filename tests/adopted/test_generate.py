@@ -23,7 +23,7 @@ CACHED = ["glm4", "olmo3", "gemma2", "cohere2", "deepseek_v3", "ernie4_5_moe"]
 """Models whose keys and values the engine's cache keeps."""
 RERUN = ["qwen3_next", "bamba", "falcon_mamba", "bloom"]
 """Models whose rows run again for each token."""
-WHOLE = ["bloom"]
+WHOLE = []
 """Models that are not cut into parts."""
 NO_STOCK_CACHE = ["bamba"]
 """transformers' own cache refuses small ones, whose layers are all of one kind."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from engine.adopted.arrangement import Arrangement
 from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
 from engine.adopted.experts import stack_names
 from engine.adopted.forms import forms_of
@@ -218,19 +219,35 @@ class AdoptedNames(NameMap):
     Args:
         structure: the parts of the module.
         config_text: the model's `config.json`, as text.
+        arrangement: of the checkpoint's tensors; None where they are not known.
     """
 
+    source: ClassVar[str] = "engine.adopted.source:ArrangedSource"
+    pieces: ClassVar[str] = "engine.adopted.export:arranged_pieces"
     structure: Structure
     config_text: str
+    arrangement: Arrangement | None = None
 
     def means_experts(self, hf_module: str) -> bool:
         return hf_module.rpartition(".")[2] in expert_leaves(self.config_text)
 
-    @property
-    def is_arranged(self) -> bool:
-        return True
+    def record(self) -> dict[str, Any]:
+        return {} if self.arrangement is None else self.arrangement.record()
+
+    def recorded(self, record: Mapping[str, Any], label: str) -> AdoptedNames:
+        shapes = Arrangement.recorded_shapes(record, label)
+        return self if shapes is None else self.arranged(shapes, label)
 
     def arranged(self, stored: Mapping[str, tuple[int, ...]] | None, label: str) -> AdoptedNames:
+        """Returns the map of a checkpoint with these tensors.
+
+        Args:
+            stored: name -> shape; None for those of a checkpoint that transformers would write.
+            label: of the checkpoint, for errors.
+
+        Raises:
+            UserError: the model cannot be made of them by rearrangement.
+        """
         if stored is None:
             stored = saved_shapes(self.config_text)
         found = arrangement_of(self.config_text, stored, self._from_hf, label=label)

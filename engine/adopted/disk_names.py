@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from engine.adopted.arrangement import Arrangement, StoredPart
 from engine.adopted.structure import quiet, whole_module
 from engine.adopted.tracing import TracedTensor
 from engine.errors import UserError
-from engine.models.arrangement import Arrangement, StoredPart
 
 _EXPERT_LEAVES = {
     "mixtral": frozenset(("gate", "w1", "w2", "w3")),

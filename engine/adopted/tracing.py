@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.adopted.arrangement import contiguous_strides
 from engine.errors import UserError
-from engine.models.arrangement import contiguous_strides
 
 _ATEN = torch.ops.aten
 
 
 class Traced(NamedTuple):
-    """A box of a traced tensor; see `engine.models.arrangement.StoredPart`."""
+    """A box of a traced tensor; see `engine.adopted.arrangement.StoredPart`."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -93,7 +93,7 @@ class TracedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], boxes: Sequence[Traced]) -> TracedTensor:
-        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32, device="meta")
         made.boxes = tuple(boxes)
         return made  # type: ignore[no-any-return]
 

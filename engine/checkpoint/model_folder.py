@@ -123,7 +123,7 @@ def open_model(path: str | Path, implementation: Implementation = "auto") -> Mod
         names = replace(names, vision=manifest.model.get("vision", names.vision))
         names = names.fuse(manifest.model.get("fused", ()))
         names = names.stack() if manifest.model.get("stacked") else names
-        names = _as_recorded(folder, manifest, names)
+        names = names.recorded(manifest.model, str(folder / MANIFEST))
     return ModelFolder(
         path=folder,
         hf_config=hf_config,
@@ -132,16 +132,6 @@ def open_model(path: str | Path, implementation: Implementation = "auto") -> Mod
         manifest=manifest,
         implementation="adopted" if family.is_adopted else "native",
     )
-
-
-def _as_recorded(folder: Path, manifest: Manifest, names: NameMap) -> NameMap:
-    """Returns the map with the arrangement of the Hugging Face folder that a partitioned base was made from."""
-    stored = manifest.model.get("stored")
-    if not names.is_arranged or stored is None:
-        return names
-    if not isinstance(stored, dict) or not all(isinstance(shape, list) for shape in stored.values()):
-        raise UserError(f"{folder / MANIFEST} is damaged: model.stored has no shapes; use another copy of it.")
-    return names.arranged({name: tuple(shape) for name, shape in stored.items()}, str(folder))
 
 
 def _recorded_implementation(folder: Path, manifest: Manifest, wanted: Implementation) -> Implementation:

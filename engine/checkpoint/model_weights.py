@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.arranged_source import ArrangedSource
 from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes
 from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.leftover import is_buffer, refuse_leftover
@@ -32,6 +31,7 @@ from engine.errors import UserError
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
 from engine.quantization import mxfp4
+from engine.seams import resolve
 from engine.sentences import listed
 
 OUTSIDE = "outside/"
@@ -352,4 +352,6 @@ def open_source(path: str | Path, implementation: Implementation = "auto") -> We
     model = open_model(path, implementation)
     if model.manifest is not None:
         return PartitionedSource(model)
-    return ArrangedSource(model) if model.names.is_arranged else HfSource(model)
+    reader = HfSource if not model.names.source else resolve(model.names.source)
+    source: WeightSource = reader(model)
+    return source

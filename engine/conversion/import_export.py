@@ -31,7 +31,6 @@ from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import dtype_name
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer
 from engine.checkpoint.weight_source import WeightSource
-from engine.conversion.arranged_export import arranged_pieces
 from engine.conversion.stacked_content import Member, StackedContent
 from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
@@ -39,6 +38,7 @@ from engine.files.durable import write_durably
 from engine.models.describe import parameter_specs
 from engine.models.families import family_of
 from engine.models.names import FUSED, QKV, NameMap
+from engine.seams import resolve
 from engine.sentences import listed
 
 Proof = Callable[[Path], str]
@@ -251,16 +251,8 @@ def _model_record(source: WeightSource) -> dict[str, object]:
         "stacked": model.names.is_stacked,
         "has_tied_head": source.has_tied_head,
         "implementation": model.implementation,
-        **_stored_record(model),
+        **model.names.record(),
     }
-
-
-def _stored_record(model: ModelFolder) -> dict[str, object]:
-    """Returns the shapes of what the Hugging Face folder has, where `Arrangement` says what they are."""
-    found = model.names.arrangement
-    if found is None:
-        return {}
-    return {"stored": {name: list(shape) for name, shape in found.shapes.items() if name not in found.others}}
 
 
 def export_hf(
@@ -291,12 +283,12 @@ def export_hf(
         UserError: `out` cannot be used, a value is not finite, or a changed matrix is all zero.
     """
     names = hf_names(source.model, fusing)
-    if names.arrangement is not None:
-        parts, pieces = arranged_pieces(source, names)
+    if names.pieces:
+        parts, pieces = resolve(names.pieces)(source, names)
     else:
         parts = _hf_parts(source, names)
         pieces = [_assembled(source, names, hf_name, members) for hf_name, members in parts.items()]
-    files = _planned_shards(source, pieces, max_shard_bytes, in_order=names.arrangement is not None)
+    files = _planned_shards(source, pieces, max_shard_bytes, in_order=bool(names.pieces))
     plan = {"export": [[file.name, [piece.key for piece in file.pieces]] for file in files], **source.identity()}
     companions = tokenizer.companions(source.model.companions(), with_model=True)
     total = sum(file.num_bytes for file in files)
@@ -326,15 +318,13 @@ def hf_names(model: ModelFolder, fusing: Fusing) -> NameMap:
         UserError: the family knows only one way.
     """
     stored = model.names
-    if stored.is_arranged:
-        if fusing != "keep":
-            raise UserError(
-                f"--fused {fusing} is for the engine's own families, and this {model.decoder.family} model has "
-                "transformers' modules: leave --fused out."
-            )
-        return stored if stored.arrangement is not None else stored.arranged(None, model.family)
     if fusing == "keep":
         return stored
+    if stored.pieces:
+        raise UserError(
+            f"--fused {fusing} is for the engine's own families, and this {model.decoder.family} model has "
+            "transformers' modules: leave --fused out."
+        )
     family = family_of(model.hf_config, model.implementation)[0]
     if family.fused and fusing != "all":
         raise UserError(

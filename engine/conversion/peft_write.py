@@ -279,8 +279,8 @@ def _as_parameters(
     if config["use_dora"] or config["lora_bias"]:
         what = "lora.dora" if config["use_dora"] else "lora.bias"
         raise UserError(
-            f"{chosen[0]} has an adapter, whose name means the experts to PEFT unless it is targeted as a parameter, for "
-            f"which PEFT lacks {what}: export with --format hf --merge."
+            f"{chosen[0]} has an adapter, whose name means the experts to PEFT unless it is targeted as a parameter, "
+            f"for which PEFT lacks {what}: export with --format hf --merge."
         )
     others = {model.names.module_to_hf(part) for part in parts}.difference(chosen)
     config["target_modules"] = sorted(others) or None

@@ -38,10 +38,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from engine.choices import VISION
-from engine.models.arrangement import Arrangement
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stacked_parts import ExpertPart, StackedPart, stacked
 
@@ -171,8 +170,12 @@ class NameMap:
         parameters: modules, without `vision.` or inside a layer, that are no modules in the checkpoint but parameters;
             here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
-        arrangement: of the checkpoint's tensors, where `is_arranged` and they are known.
     """
+
+    source: ClassVar[str] = ""
+    """Reads the weights of a Hugging Face folder, as "module:NAME"; empty where `to_hf` says where they lie."""
+    pieces: ClassVar[str] = ""
+    """Gives an export's tensors, as "module:NAME"; empty where `to_hf` says what they are."""
 
     layer_modules: Mapping[str, str | FusedPart | StackedPart]
     body: str = "model."
@@ -183,28 +186,26 @@ class NameMap:
     unused: tuple[str, ...] = ()
     spellings: tuple[Spelling, ...] = ()
     parameters: tuple[str, ...] = ()
-    arrangement: Arrangement | None = None
 
     def means_experts(self, hf_module: str) -> bool:
         """Returns whether PEFT takes the name of a module, as a target, for that of all experts' linears."""
         return False
 
-    @property
-    def is_arranged(self) -> bool:
-        """Whether an `Arrangement` says where a checkpoint's tensors lie; else `to_hf` does."""
-        return False
+    def record(self) -> dict[str, Any]:
+        """Returns what a partitioned base has to keep of the checkpoint that it is made from, as JSON."""
+        return {}
 
-    def arranged(self, stored: Mapping[str, tuple[int, ...]] | None, label: str) -> NameMap:
-        """Returns the map of a checkpoint with these tensors; only where `is_arranged`.
+    def recorded(self, record: Mapping[str, Any], label: str) -> NameMap:
+        """Returns the map of the checkpoint that a partitioned base was made from.
 
         Args:
-            stored: name -> shape; None for those of a checkpoint that transformers would write.
-            label: of the checkpoint, for errors.
+            record: has what `record` gave.
+            label: of the base, for errors.
 
         Raises:
-            UserError: the model cannot be made of them by rearrangement.
+            UserError: it is damaged.
         """
-        raise NotImplementedError
+        return self
 
     @property
     def fused(self) -> tuple[str, ...]:

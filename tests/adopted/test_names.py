@@ -56,6 +56,27 @@ def test_partitions_of_a_mixture_go_back(tmp_path: Path) -> None:
         assert_same(stored(tmp_path / name), stored(tmp_path / "hf"))
 
 
+def test_a_tied_head_that_is_stored_and_others_pass_through(tmp_path: Path) -> None:
+    model = save_small("qwen3_next", tmp_path / "hf", tie_word_embeddings=True)
+    tensors = stored(tmp_path / "hf")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    assert any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected)
+    tensors["mtp.fc.weight"] = torch.randn(3, 5)
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(tmp_path / "hf")
+    assert source.has_tied_head
+    assert source.outside_names() == ["mtp.fc.weight"]
+    import_checkpoint(source, tmp_path / "base", tensor=1)
+    for name, one in (("direct", source), ("round", open_source(tmp_path / "base"))):
+        export_hf(one, tmp_path / name)
+        assert_same(stored(tmp_path / name), tensors)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1.0
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="its head differs from its table of tokens"):
+        open_source(tmp_path / "hf")
+
+
 def test_checksums_of_whole_tensors_find_a_changed_expert(tmp_path: Path) -> None:
     save_small("mixtral", tmp_path / "hf")
     source = open_source(tmp_path / "hf", "adopted")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.adopted.arrangement import StoredPart
 from engine.adopted.tracing import TracedTensor
 from engine.errors import UserError
-from engine.models.arrangement import StoredPart
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "stack of chunks": lambda x, y: torch.stack([*x.chunk(2, 1), *y.chunk(2, 1)]),

@@ -1,5 +1,5 @@
 """The stored tensors of a checkpoint that arranges them in another way than the model's; see
-`engine.models.arrangement`.
+`engine.adopted.arrangement`.
 
 A stored tensor that is one run of a logical one after another is copied block by block; of any other kind, one is in
 memory at a time. So is a logical tensor that training changed, where it is cut into several.
@@ -15,26 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.arranged_source import box_of
+from engine.adopted.arrangement import Arrangement, StoredPart, contiguous_strides
+from engine.adopted.config import AdoptedNames
+from engine.adopted.source import box_of
 from engine.checkpoint.copying.contents import Concatenated, Content
 from engine.checkpoint.copying.direct_io import BLOCK_BYTES, Scratch
 from engine.checkpoint.copying.file_writers import Piece
 from engine.checkpoint.reshard import Box
 from engine.checkpoint.safetensors_file import num_bytes, raw_bytes
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
-from engine.models.arrangement import Arrangement, StoredPart, contiguous_strides
-from engine.models.names import NameMap
 
 _TABLE = "embed_tokens.weight"
 
 
-def arranged_pieces(source: WeightSource, names: NameMap) -> tuple[dict[str, list[str]], list[Piece]]:
+def arranged_pieces(source: WeightSource, names: AdoptedNames) -> tuple[dict[str, list[str]], list[Piece]]:
     """Returns stored name -> the logical tensors that have a part in it, and the pieces to be written.
 
     Pieces that are made of the same logical tensor have one order, so that it is read once for all of them.
     """
-    assert names.arrangement is not None
-    arrangement = _with_own_head(names.arrangement, source, names)
+    if names.arrangement is None:  # a model that began with random values
+        names = names.arranged(None, source.label)
+    arrangement = _with_own_head(names, source)
     contents: dict[StoredPart, Content] = {}
     order: dict[str, int] = {}
     changed = set(source.changed_names())
@@ -59,8 +60,10 @@ def arranged_pieces(source: WeightSource, names: NameMap) -> tuple[dict[str, lis
     return made_of, pieces
 
 
-def _with_own_head(arrangement: Arrangement, source: WeightSource, names: NameMap) -> Arrangement:
+def _with_own_head(names: AdoptedNames, source: WeightSource) -> Arrangement:
     """Returns the arrangement with a head of its own, where training has made one of a tied one that is not stored."""
+    arrangement = names.arrangement
+    assert arrangement is not None
     if TIED_HEAD not in source or TIED_HEAD in arrangement.by_name:
         return arrangement
     shape, stored = source.shape(TIED_HEAD), names.to_hf(TIED_HEAD).name

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from engine.errors import UserError
 
 
 class StoredPart(NamedTuple):
@@ -61,7 +63,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True, slots=False)
+@dataclass(frozen=True)
 class Arrangement:
     """The parts of all tensors of a checkpoint.
 
@@ -78,6 +80,24 @@ class Arrangement:
     shapes_made: Mapping[str, tuple[int, ...]]
     others: tuple[str, ...] = ()
     ignored: frozenset[str] = frozenset()
+
+    def record(self) -> dict[str, Any]:
+        """Returns what `recorded_shapes` reads, as JSON."""
+        return {"stored": {name: list(shape) for name, shape in self.shapes.items() if name not in self.others}}
+
+    @staticmethod
+    def recorded_shapes(record: Mapping[str, Any], label: str) -> dict[str, tuple[int, ...]] | None:
+        """Returns stored name -> shape of the checkpoint that a partitioned base was made from; None where it has none.
+
+        Raises:
+            UserError: the record is damaged.
+        """
+        stored = record.get("stored")
+        if stored is None:
+            return None
+        if not isinstance(stored, dict) or not all(isinstance(shape, list) for shape in stored.values()):
+            raise UserError(f"{label} is damaged: model.stored has no shapes; use another copy of it.")
+        return {name: tuple(shape) for name, shape in stored.items()}
 
     @cached_property
     def by_name(self) -> dict[str, tuple[StoredPart, ...]]:

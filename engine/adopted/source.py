@@ -1,5 +1,5 @@
 """Weights of a Hugging Face folder whose tensors are arranged in another way than the model's; see
-`engine.models.arrangement`."""
+`engine.adopted.arrangement`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from engine.adopted.arrangement import Arrangement, StoredPart, contiguous_strides
+from engine.adopted.config import AdoptedNames
 from engine.checkpoint.copying.contents import Content, FileRange, StoredBytes, content_checksum
 from engine.checkpoint.copying.direct_io import Scratch
 from engine.checkpoint.hf_tensors import HfTensors
@@ -22,7 +24,6 @@ from engine.checkpoint.verification import Piece, PieceChecks
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.errors import UserError
 from engine.kernels.checksum import joined_checksum
-from engine.models.arrangement import Arrangement, StoredPart, contiguous_strides
 from engine.sentences import listed
 
 _MOST_RUNS = 64
@@ -39,6 +40,7 @@ class ArrangedSource(WeightSource):
     def __init__(self, model: ModelFolder) -> None:
         self._tensors = HfTensors(model.path)
         stored = {name: self._tensors.shape(name) for name in self._tensors.names()}
+        assert isinstance(model.names, AdoptedNames)
         names = model.names.arranged(stored, str(model.path))
         assert names.arrangement is not None
         self._arrangement: Arrangement = names.arrangement

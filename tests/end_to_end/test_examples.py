@@ -107,20 +107,43 @@ def test_mixture(tmp_path: Path) -> None:
     _check_what_trains("qwen3_30b_a3b", tmp_path, 1e-2, ("experts.7.gate_proj", "self_attn", ".experts."))
 
 
-def _check_what_trains(name: str, tmp_path: Path, lr: float, changed: tuple[str, ...]) -> None:
-    """Runs `run.yaml` on the model and records in `tmp_path`/in: the merged model differs where one of `changed` is."""
-    config, run, out = EXAMPLES / name / "run.yaml", tmp_path / "run", tmp_path / "merged"
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        pytest.param("model", ("self_attn", "mlp.gate_up_proj", "mlp.down_proj"), marks=pytest.mark.slow),
+        ("mixture", ("experts.7.gate_proj", "experts.7.down_proj", "self_attn", "shared_experts", "mlp.")),
+    ],
+)
+def test_types_without_a_family(name: str, changed: tuple[str, ...], tmp_path: Path) -> None:
+    """Linears of the layers and, as asked, experts; no router and no norm."""
+    from examples.released_yesterday.make_small import write
+
+    folder = tmp_path / "in"
+    write(folder)
+    _check_what_trains("released_yesterday", tmp_path, 1e-2, changed, config=f"{name}.yaml", model=folder / name)
+
+
+def _check_what_trains(
+    name: str,
+    tmp_path: Path,
+    lr: float,
+    changed: tuple[str, ...],
+    config: str = "run.yaml",
+    model: Path | None = None,
+) -> None:
+    """Runs `config` on the model and records in `tmp_path`/in: the merged model differs where one of `changed` is."""
+    run, out, model = tmp_path / "run", tmp_path / "merged", model or tmp_path / "in" / "model"
     own = {
-        "model.path": tmp_path / "in" / "model", "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",
+        "model.path": model, "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",
         "data.validation": tmp_path / "in" / "validation.json", "data.seq_length": 192, "optim.lr": lr,
         "optim.schedule": "constant", "optim.warmup_ratio": "null", "train.epochs": "null", "train.steps": 6,
         "train.micro_batch_size": 8, "train.eval_every": 0, "parallel.tensor": 1, "checkpoint.dir": run,
     }  # fmt: skip
-    run_tool("pretrain_lora", "--config", config, *options(own))
+    run_tool("pretrain_lora", "--config", EXAMPLES / name / config, *options(own))
     found = _evaluations(run)
     assert found[-1] < found[0]
     run_tool("convert", "export", "--source", run, "--out", out, "--format", "hf", "--merge")
-    before, after = load_file(tmp_path / "in" / "model" / "model.safetensors"), load_file(out / "model.safetensors")
+    before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     moved = {key for key in before if not torch.equal(before[key], after[key])}
     assert moved and all(any(part in key for part in changed) for key in moved), sorted(moved)

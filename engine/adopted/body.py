@@ -8,7 +8,7 @@ stream as embeddings of tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -213,6 +213,10 @@ class _Layer(nn.Module):
         self.__dict__["adopted"], self._recompute, self._run = layer, recompute, run
         self.runs: Any = None
         """What runs a function of the stream with the layer's weights there."""
+        self.is_tuple: bool | None = None
+        """Whether transformers' layer returns more than the stream; None before its first run."""
+        self.gives_more = False
+        """Whether there are tensors in it."""
         for name, value in vars(layer.module).items():  # transformers' forward reads some of a layer's attributes
             if isinstance(value, (str, int, float, bool, type(None))) and not hasattr(self, name):
                 self.__dict__[name] = value
@@ -224,11 +228,12 @@ class _Layer(nn.Module):
             layer: Adopted = self.__dict__["adopted"]
             out = layer.module(layer.enter(x), *arguments, **named)
             rest[:] = out[1:] if isinstance(out, tuple) else ()
-            self._is_tuple = isinstance(out, tuple)
+            self.is_tuple = isinstance(out, tuple)
+            self.gives_more = any(isinstance(one, Tensor) for one in rest)
             return out[0] if isinstance(out, tuple) else out
 
         y = self.runs(self._twice(compute) if self._recompute else compute, x)
-        return (y, *rest) if self._is_tuple else y
+        return (y, *rest) if self.is_tuple else y
 
     def _twice(self, compute: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -346,7 +351,8 @@ class AdoptedBody(Decoder):
             )
 
     def _left_out(self) -> Iterator[tuple[str, nn.Module]]:
-        is_first, is_last = self.part.first == 0, self.part.last == self.config.num_layers
+        is_first = self.part.first == 0
+        is_last = self.part.head or self.part.last == self.config.num_layers
         if is_first and is_last:
             return iter(())
         return stage_ends(self.config.hf_config).left_out(is_first=is_first, is_last=is_last)
@@ -373,6 +379,32 @@ class AdoptedBody(Decoder):
             return self._run_body(x, rows.positions_BS, context)
         return self._run_body(whole.x_TH, whole.positions_NL, context.of_tokens(whole.token_index_T))[whole.index]
 
+    def layer_calls(self, x: Tensor, context: TokenContext) -> list[Callable[[Tensor], Tensor]]:
+        """Returns the layers with what transformers' forward gives them; a layer that has run before does not run."""
+        rows = context.part(Rows)
+        assert rows is not None
+        found: list[Callable[[Tensor], Tensor]] = []
+
+        def note(layer: _Layer, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            found.append(partial(self._alone, compute, rows.positions_BS.shape, context))
+            return x if layer.is_tuple is not None else compute(x)
+
+        for layer in self._wrapped:
+            layer.runs = partial(note, layer)
+        self._forward(x, rows.positions_BS, context)
+        if any(layer.gives_more for layer in self._wrapped):
+            raise RuntimeError("layers hand more than the residual stream to later ones")
+        return found
+
+    def _alone(
+        self, compute: Callable[[Tensor], Tensor], shape: torch.Size, context: TokenContext, x: Tensor
+    ) -> Tensor:
+        self._run.context = context
+        try:
+            return compute(x.view(*shape, -1)).view(x.shape)
+        finally:
+            self._run.context = None
+
     def _run_body(self, x: Tensor, positions_BS: Tensor, context: TokenContext) -> Tensor:
         """Runs transformers' forward over this part's layers.
 
@@ -384,6 +416,9 @@ class AdoptedBody(Decoder):
         saved = self.saved.layers(len(self.layers), context, self._resident)
         for layer, unit, kept in zip(self._wrapped, units, saved, strict=True):
             layer.runs = partial(_run_unit, unit, kept)
+        return self._forward(x, positions_BS, context)
+
+    def _forward(self, x: Tensor, positions_BS: Tensor, context: TokenContext) -> Tensor:
         self._run.context, self._run.seen = context, None if context.cache is None else {}
         try:
             shape = positions_BS.shape

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.adopted.arrangement import Arrangement
 from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
-from engine.adopted.experts import stack_names
+from engine.adopted.experts import expert_share, met_weights, stack_names
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import Structure, layer_count, layer_shapes, read_config, structure_of, whole_module
@@ -36,12 +36,14 @@ class AdoptedLayers(LayerVariant):
     Args:
         indices: of these layers in the whole model.
         linear_names: of a layer's linears, inside it.
-        linear_parameters: weights in the linears of a layer, the mean over all layers of the model.
+        linear_parameters: weights of a layer that a token is multiplied by, the mean over all layers of the model.
+        expert_share: of the stacked experts of a layer, the share that a token meets; 0 without any.
     """
 
     indices: tuple[int, ...]
     linear_names: tuple[str, ...]
     linear_parameters: int
+    expert_share: float = 0.0
 
     def applies(self, index: int) -> bool:
         return index in self.indices
@@ -113,6 +115,10 @@ class AdoptedConfig(DecoderConfig):
                     f"parallel.context {context} does not compute: set parallel.context_method to ulysses, or "
                     "parallel.context to 1."
                 )
+
+    @property
+    def expert_share(self) -> float:
+        return max(variant.expert_share for variant in self.variants if isinstance(variant, AdoptedLayers))
 
     def to_dict(self) -> dict[str, Any]:
         return {"family": self.family, "implementation": "adopted"}
@@ -188,14 +194,22 @@ def _kinds_of_layers(text: str) -> tuple[AdoptedLayers, ...]:
     kinds: dict[Any, list[int]] = {}
     names: dict[Any, tuple[str, ...]] = {}
     layers = whole_module(text).get_submodule(structure_of(text).layers_path)
+    shares: dict[Any, float] = {}
+    record = read_config(json.loads(text)).get_text_config()
     total = count = 0
     for count, layer in enumerate(layers.children(), 1):
         kind, linears = layer_shapes(layer), linear_names(layer)
         kinds.setdefault(kind, []).append(count - 1)
         names[kind] = tuple(linears)
-        total += sum(layer.get_parameter(f"{name}.weight").numel() for name in linears)
+        shares[kind] = expert_share(layer, record)
+        total += met_weights(layer, record)
     return tuple(
-        AdoptedLayers(indices=tuple(indices), linear_names=names[kind], linear_parameters=total // count)
+        AdoptedLayers(
+            indices=tuple(indices),
+            linear_names=names[kind],
+            linear_parameters=total // count,
+            expert_share=shares[kind],
+        )
         for kind, indices in kinds.items()
     )
 

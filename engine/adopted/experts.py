@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,6 +40,36 @@ def stack_leaves(module: nn.Module) -> tuple[str, ...]:
         return ()
     own = dict(module.named_parameters(recurse=False))
     return tuple(leaf for leaf in _LEAVES if leaf in own and own[leaf].dim() == 3)
+
+
+_CHOSEN = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k")
+
+
+def expert_share(layer: nn.Module, config: Any) -> float:
+    """Returns the share of a layer's stacked experts that a token meets; 0 without any.
+
+    Args:
+        config: transformers' record of the model.
+    """
+    counts = [module.get_parameter(leaf).shape[0] for module in layer.modules() for leaf in stack_leaves(module)]
+    if not counts:
+        return 0.0
+    places = [vars(module) for module in layer.modules()] + [vars(config)]
+    found = (place[name] for place in places for name in _CHOSEN if isinstance(place.get(name), int))
+    return next(found, counts[0]) / counts[0]
+
+
+def met_weights(layer: nn.Module, config: Any) -> int:
+    """Returns the number of weights of a layer that a token is multiplied by: of linears, routers and its experts."""
+    found, share = 0.0, expert_share(layer, config)
+    for module in layer.modules():
+        stacks = stack_leaves(module)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf in stacks:
+                found += parameter.numel() * share
+            elif leaf == "weight" and parameter.dim() == 2 and not isinstance(module, nn.Embedding):
+                found += parameter.numel()
+    return round(found)
 
 
 @lru_cache(maxsize=4)
@@ -137,6 +168,15 @@ def _factor_specs(
     return tuple(replicated_spec(shape, rank=tp.rank, size=tp.size) for shape in (a, b))  # type: ignore[return-value]
 
 
+def _rows_of_experts(chosen_N: Tensor, experts: int) -> list[int]:
+    """Returns how many rows chose each expert; of rows without numbers, as many each as any other."""
+    if chosen_N.is_meta:
+        ends = [len(chosen_N) * expert // experts for expert in range(experts + 1)]
+        return [end - start for start, end in pairwise(ends)]
+    counts: list[int] = torch.bincount(chosen_N, minlength=experts).tolist()
+    return counts
+
+
 class AdaptedExperts(nn.Module):
     """A module of experts with adapters on its stacks, in that module's place.
 
@@ -164,7 +204,7 @@ class AdaptedExperts(nn.Module):
         own: Any = self.experts
         per_token, chosen = top_k_index.shape[-1], top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
-        sizes = torch.bincount(chosen, minlength=own.num_experts).tolist()
+        sizes = _rows_of_experts(chosen, own.num_experts)
         tokens = order // per_token
         coordinates = self._run.now.local_token_index[tokens] * own.num_experts + chosen[order]
         first = "gate_up_proj" if own.has_gate else "up_proj"

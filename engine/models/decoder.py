@@ -6,7 +6,7 @@ Built from a DecoderConfig alone; families differ in configuration, not in code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -360,6 +360,14 @@ class Decoder(nn.Module):
     def cached_attentions(self) -> list[CachedAttention]:
         """Returns the attentions of this part's layers, for a cache. Collective, where weights are spread."""
         return [layer.attention.cached for layer in self.layers]
+
+    def layer_calls(self, x: Tensor, context: TokenContext) -> list[Callable[[Tensor], Tensor]]:
+        """Returns this part's layers as functions of the residual stream, whose weights must be here already.
+
+        Args:
+            x: the residual stream that enters the first of them.
+        """
+        return [partial(layer, context=context) for layer in self.layers]
 
     def logits(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns [T, V / tp] logits of this rank's vocabulary rows (with padding columns)."""

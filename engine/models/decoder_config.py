@@ -530,6 +530,11 @@ class DecoderConfig:
         return True
 
     @property
+    def expert_share(self) -> float:
+        """The share of the experts that a token meets; 0 where MLPs are alike for all tokens."""
+        return self.experts_per_token / self.num_experts if self.num_experts else 0.0
+
+    @property
     def made_by(self) -> str | None:
         """Says whose layers these are, for a run's log; None for the engine's own."""
         return None

@@ -14,6 +14,9 @@ from engine.choices import VISION
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import is_shared_factor
 
+_STACKS = (".experts.gate_up_proj.weight", ".experts.up_proj.weight", ".experts.down_proj.weight")
+"""The ends of names of weights that are one matrix for each expert, in models with transformers' modules."""
+
 
 def layer_parameters(config: DecoderConfig) -> float:
     """Returns the number of weights in the linears of a layer that a token meets, the mean over all layers."""
@@ -84,7 +87,7 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
     for name, shape in trained.items():
         if "lora" in name and not name.startswith(VISION):
             work = 6 * prod(shape)
-        elif len(shape) == 2 and not name.startswith(("embed", VISION)):
+        elif len(shape) == 2 + name.endswith(_STACKS) and not name.startswith(("embed", VISION)):
             work = 2 * prod(shape)
         else:
             continue
@@ -94,8 +97,7 @@ def trained_work(config: DecoderConfig, trained: Mapping[str, tuple[int, ...]]) 
             in_experts += work
         else:
             per_token += work
-    if config.num_experts:  # of which a token meets a few
-        per_token += in_experts * config.experts_per_token // config.num_experts
+    per_token += round(in_experts * config.expert_share)
     return TrainedWork(share=max(0, layers - max(lowest, 0)) / layers, head=lowest <= layers, per_token=per_token)
 
 

@@ -48,8 +48,9 @@ def _answers_to(config: DecoderConfig, plan: TrainingPlan, index: int) -> _Answe
         ask = getattr(plan, method)
 
         def noted(module: str) -> Any:
-            assert module.startswith(prefix), module
-            answers[method, module.removeprefix(prefix)] = answer = ask(module)
+            answer = ask(module)
+            if module.startswith(prefix):  # else of what an adopted body has around its layers
+                answers[method, module.removeprefix(prefix)] = answer
             return answer
 
         return noted

@@ -20,8 +20,27 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tenso
     return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
 
 
-def _like(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return _empty(x, *x.shape, dtype=dtype)
+def _like(x: Tensor, *, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
+    """Of the strides of x where they leave no gaps, as torch's: whether a product copies its operand depends on it."""
+    if x.is_contiguous() or memory_format == torch.contiguous_format or not _is_dense(x):
+        return _empty(x, *x.shape, dtype=dtype)
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Returns whether a permutation of the dimensions makes x contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _grouped(x: Tensor, w: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+    """Rows in groups with a matrix each, or the product of each group of columns and rows."""
+    groups = () if x.dim() + w.dim() == 5 else (w.shape[0] if offsets is None else offsets.shape[0],)
+    return _empty(x, *groups, x.shape[-2], w.shape[-1])
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -35,6 +54,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten._scaled_mm.out: lambda *_, out, **__: out,
     # the meta device's refuses sizes that only a GPU's does; the seventh argument is the dtype of the product
     _aten._scaled_mm.default: lambda x, w, *more: _empty(x, x.shape[0], w.shape[1], dtype=more[4]),
+    # the meta device's refuses float32
+    _aten._grouped_mm.default: _grouped,
     # allocates nothing, and the meta device adds one by one
     _aten._foreach_add_.List: lambda *_, **__: None,
 }
@@ -44,6 +65,8 @@ def result_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Returns the result of an operation, computed if its tensors are elsewhere."""
     if not _is_on_meta(args) or kwargs.get("device") not in (None, torch.device("meta")):
         return func(*args, **kwargs)
+    if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+        return True  # transformers asks whether something holds for all tokens, as it does of rows of one document
     if (rule := _RULES.get(func)) is not None:
         return rule(*args, **kwargs)
     if func is _aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
@@ -66,4 +89,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
         return written
     given = [one for one in args if isinstance(one, Tensor)]
     none = [torch.ones((0,) * one.dim(), dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
-    return _empty(given[0], *torch.broadcast_tensors(*given)[0].shape, dtype=func(*none, **kwargs).dtype)
+    shape, dtype = torch.broadcast_tensors(*given)[0].shape, func(*none, **kwargs).dtype
+    whole = next((one for one in given if one.shape == shape), None)
+    if whole is None:
+        return _empty(given[0], *shape, dtype=dtype)
+    return _like(whole, dtype=dtype, memory_format=kwargs.get("memory_format"))

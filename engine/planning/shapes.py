@@ -9,12 +9,13 @@ from itertools import chain
 from math import prod
 
 import torch
+from torch import nn
 
-from engine.errors import UserError
 from engine.layers.branch import LinearShape
 from engine.layers.context import LORA_LEAVES, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import encoded_entries, encoded_memories
 from engine.layers.host_storage import STAYS_BELOW, is_kept_in_host_memory
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import ShardEntry, shard_entries
 from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
@@ -22,6 +23,8 @@ from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import layer_kinds
 from engine.ops.quantized_products import require_product_sizes
 from engine.optim.flat_layout import ALIGNMENT
+
+_LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 WIDE = 4
 """Bytes of statistics, and of the numbers in which norms, losses and the optimizer compute."""
@@ -36,7 +39,8 @@ class LayerShape:
     """One decoder layer on one rank.
 
     Args:
-        attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty.
+        attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty. Of a
+            layer without branches, `attention` and `mlp` are all of its linears.
         kv_width: features of the keys on this rank.
         trains: whether anything of it does.
         routes_local_tokens: each tensor rank has tokens of its own before whole experts; see
@@ -166,11 +170,6 @@ def model_shape(
     Raises:
         UserError: the model's sizes do not fit the layout, or the encoding does not fit them.
     """
-    if config.all_linears:
-        raise UserError(
-            f"the planner does not describe {config.family} models, whose layers are transformers' own modules: "
-            "measure a run of a few steps."
-        )
     build = partial(build_decoder, config, layout=layout, plan=plan, device=torch.device("meta"), dtype=dtype)
     kinds = layer_kinds(config, plan)
     ends = build(part=Part(first=0, last=1))
@@ -181,7 +180,8 @@ def model_shape(
         _check_products(part, device_type)
     layers = {kind: _layer(part.layers[0]) for kind, part in parts.items()}
     parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}
-    assert ends.embedding is not None and ends.head is not None and ends.norm is not None
+    assert ends.embedding is not None and ends.head is not None
+    behind = [module for name, module in ends.named_children() if name not in ("embedding", "fronts", "layers")]
     operands = ends.embedding.operands
     vision = [entry for front in ends.fronts if not front.stays_whole for entry in shard_entries(front)]
     encoder = [entry for front in ends.fronts if front.stays_whole for entry in shard_entries(front)]
@@ -196,20 +196,24 @@ def model_shape(
         embedding_trains=operands.sink is not None or operands.a_RV is not None or vision_trains,
         carried_trains=ends.carried_trains,
         embedding_parameters=replace(front, whole=whole.base + whole.adapters, moved=front.moved - whole.moved),
-        head_parameters=_parameters([*shard_entries(ends.norm), *shard_entries(ends.head)]),
+        head_parameters=_parameters(chain.from_iterable(map(shard_entries, behind))),
         tied=config.tied_embeddings,
         decoded_experts=0 if layout.base is None or not config.num_experts else layout.base.scratch.num_bytes,
     )
 
 
-def _layer(layer: DecoderLayer) -> LayerShape:
+def _layer(layer: nn.Module) -> LayerShape:
+    trains = any(entry.sink is not None for entry in shard_entries(layer))
+    if not isinstance(layer, DecoderLayer):
+        linears = tuple(shape for one in layer.modules() if isinstance(one, _LINEARS) for shape in one.shapes)
+        return LayerShape(attention=linears, mlp=linears, kv_width=0, trains=trains)
     attention, mlp = layer.attention, layer.mlp
     return LayerShape(
         attention=attention.linear_shapes,
         mlp=mlp.linear_shapes,
         between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
         kv_width=attention.num_kv_heads * attention.head_dim,
-        trains=any(entry.sink is not None for entry in shard_entries(layer)),
+        trains=trains,
         routes_local_tokens=mlp.routes_local_tokens,
         has_shared=mlp.has_shared,
     )
@@ -218,13 +222,14 @@ def _layer(layer: DecoderLayer) -> LayerShape:
 def _check_products(model: Decoder, device_type: str) -> None:
     device = torch.device(device_type)
     for layer in model.layers:
-        layer.mlp.check_products(device_type)
+        if isinstance(layer, DecoderLayer):
+            layer.mlp.check_products(device_type)
     for entry in encoded_entries(model):
         rows, columns = entry.spec.local_shape
         require_product_sizes(entry.encoding.name, rows, columns, device, entry.name)
 
 
-def _layer_parameters(layer: DecoderLayer) -> tuple[Parameters, ...]:
+def _layer_parameters(layer: nn.Module) -> tuple[Parameters, ...]:
     """Returns a layer's parameters, with those stored encoded, by the ranks that hold copies."""
     plain, memories, encoded = (
         list(each) for each in (shard_entries(layer), encoded_memories(layer), encoded_entries(layer))

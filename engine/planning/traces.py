@@ -111,8 +111,11 @@ class _UncountedTransfer:
         return fetched
 
 
-_Body = Callable[[Decoder, Batch, TokenContext, Tensor], Tensor]
-"""Computes a piece: from the model, a micro-batch, its coordinates and the input, the output."""
+_FOREIGN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+"""Raised where modules of transformers miss numbers; of the engine's own code an operation of torch alone does."""
+_Calls = list[Callable[[Tensor], Tensor]]
+_Body = Callable[[Decoder, Batch, TokenContext, Tensor, _Calls], Tensor]
+"""Computes a piece: from the model, a micro-batch, its coordinates, the input and the model's layers, the output."""
 
 
 class RankModel:
@@ -160,7 +163,9 @@ class RankModel:
         if key not in known:
             try:
                 known[key] = self._trace(part, body, **options)
-            except RuntimeError as error:  # an operation that this torch cannot do without numbers
+            except UserError:
+                raise
+            except _FOREIGN if self._workload.decoder.all_linears else RuntimeError as error:
                 raise UserError(
                     f"the planner cannot follow {key[0]} of this model with torch {torch.__version__}: {error}"
                 ) from error
@@ -193,11 +198,11 @@ class RankModel:
             defers: whether that defers the weight gradients.
         """
 
-        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
             # of two layers, the last of which would keep everything here
             layers = model.saved.layers(2, context, model.layers.parameters())
             with next(layers):
-                out: Tensor = model.layers[0](x, context)
+                out: Tensor = calls[0](x)
             return out
 
         part = Part(first=kind, last=kind + 1, embedding=False, head=False)
@@ -211,7 +216,7 @@ class RankModel:
             level: of the first layer, which a vision model follows.
         """
 
-        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
             return model.embed(batch, step=context.step)
 
         decoder = self._workload.decoder
@@ -225,7 +230,7 @@ class RankModel:
             level: of the first layer, which the encoder follows.
         """
 
-        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
             found = model.context(batch, context.step, training=True).part(Carried)
             assert found is not None
             (rows,) = found.rows
@@ -250,7 +255,7 @@ class RankModel:
         """
         answers = self._workload.answers
 
-        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
             losses = model.token_losses(x, batch, context) * batch.loss_weights_BS.flatten()
             if answers:
                 numbers = torch.arange(answers, device=META)
@@ -263,13 +268,21 @@ class RankModel:
     def tables(self) -> Trace:
         """Traces the rotary tables of a micro-batch, which all layers share."""
 
-        made: list[TokenContext] = []
+        made: list[Any] = []
 
-        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor) -> Tensor:
-            made.append(model.context(batch, context.step, training=True))
+        def body(model: Decoder, batch: Batch, context: TokenContext, x: Tensor, calls: _Calls) -> Tensor:
+            context = model.context(batch, context.step, training=True)
+            made.append((context, model.layer_calls(x, context)))
             return x.new_empty(())
 
-        return self._once(("the positions",), self._ends_part, body, needs=False, saved=False)
+        return self._once(("the positions",), self._shared_part, body, needs=False, saved=False)
+
+    @property
+    def _shared_part(self) -> Part:
+        """The part that makes what all layers read: of adopted models, that with the first layer of each kind."""
+        if not self._workload.decoder.all_linears:
+            return self._ends_part
+        return Part(first=0, last=max(self.shape.kinds) + 1, embedding=False, head=False)
 
     @property
     def _ends_part(self) -> Part:
@@ -312,11 +325,12 @@ class _Tracer:
             for _ in model.saved.layers(0, context, model.layers.parameters()):
                 pass  # the first micro-batch is over, which alone is measured
             x = self._input(batch, needs)
+            calls = model.layer_calls(x, context)
             before, given, begin = recording.alive(), recording.number(x), len(recording.events)
             counter.launches.clear()
             self._exchanged.clear()
             with nullcontext() if saved else torch.no_grad():
-                y = body(model, batch, context, x)
+                y = body(model, batch, context, x, calls)
             goes_back = saved and y.requires_grad
             forward = PieceLaunches(forward=tuple(counter.launches), exchanged_forward=tuple(self._exchanged))
             end = _End.apply(y, lambda dy: arrived.append((recording.number(dy), len(recording.events))))

@@ -111,7 +111,7 @@ class _UncountedTransfer:
         return fetched
 
 
-_FOREIGN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+_FOREIGN: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 """Raised where modules of transformers miss numbers; of the engine's own code an operation of torch alone does."""
 _Calls = list[Callable[[Tensor], Tensor]]
 _Body = Callable[[Decoder, Batch, TokenContext, Tensor, _Calls], Tensor]
@@ -161,11 +161,12 @@ class RankModel:
     def _once(self, key: tuple[object, ...], part: Part, body: _Body, **options: Any) -> Trace:
         known = self._layers if part.last > part.first else self._ends
         if key not in known:
+            untraceable = _FOREIGN if self._workload.decoder.all_linears else (RuntimeError,)
             try:
                 known[key] = self._trace(part, body, **options)
             except UserError:
                 raise
-            except _FOREIGN if self._workload.decoder.all_linears else RuntimeError as error:
+            except untraceable as error:
                 raise UserError(
                     f"the planner cannot follow {key[0]} of this model with torch {torch.__version__}: {error}"
                 ) from error

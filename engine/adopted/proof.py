@@ -237,7 +237,8 @@ def small_of(
     """Returns a small model of the make of a `config.json`, its adapters drawn at random.
 
     Args:
-        trained: what trains; None for adapters on every linear of a layer.
+        trained: what trains; None for adapters on every linear of a layer. Where nothing of it is there, as in a model
+            without linears, all weights do.
         ranks: tensor ranks that divide it.
         device: None for the CPU.
     """
@@ -258,12 +259,13 @@ def small_of(
     stock = dict(model.named_parameters())
     for parameter in stock.values():
         parameter.requires_grad_(False)
-    if trained.weights:
+    everything = not found.factors and not trained.weights
+    if everything or trained.weights:
         meta = build_decoder(
             decoder, layout=TensorLayout(), plan=TrainingPlan(), device=torch.device("meta"), dtype=torch.float32
         )
         for name in (entry.name for entry in shard_entries(meta)):
-            if trained.trains(name) and name not in ends and (place := names.to_hf(name).name) in stock:
+            if (everything or trained.trains(name)) and name not in ends and (place := names.to_hf(name).name) in stock:
                 found.weights[name] = stock[place].requires_grad_()
     return found
 
@@ -326,7 +328,8 @@ def reference(small: Small, batch: Batch) -> Computed:
             )
             first += length
     whole = torch.cat(losses)
-    whole.sum().backward()
+    if leaves:
+        whole.sum().backward()
     gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in leaves.items()}
     return Computed(whole.detach(), gradients)
 
@@ -346,7 +349,8 @@ def computed(parts: list[Decoder], batch: Batch, mesh: Mesh | None = None) -> Co
             if model.head is None:
                 x = model.pack(x, context)
     losses = parts[-1].token_losses(x, batch, context)
-    losses.sum().backward()
+    if losses.requires_grad:
+        losses.sum().backward()
     gradients = {}
     for entry in (entry for model in parts for entry in shard_entries(model)):
         if entry.sink is not None:

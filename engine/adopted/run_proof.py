@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -40,10 +41,11 @@ from engine.distributed.failures import CommunicationError
 from engine.distributed.mesh import Axis, Mesh
 from engine.errors import LostRankError, UserError
 from engine.layers.context import TensorLayout
-from engine.models.decoder import Decoder
 from engine.models.run_proof import AskedOfModel, ProofRow, RunProof
 
 _LENGTHS = {"engine": (11, 13), "own": (16,)}
+_SHOWN = 8
+"""Layers to begin a stage at that a refusal lists."""
 Failed = str
 """A phrase on what differs, or on what was raised."""
 
@@ -72,16 +74,15 @@ def prove(
             "data.packing to false."
         )
     trained = Trained.of(asked.trained)
-    rows = []
     alone = _Case(decoder, trained, ranks=1, device=None)
     kinds = "documents packed into rows" if decoder.attention == "engine" else "rows of one document"
-    rows.append(
-        _agreed(world, kinds, alone.found(alone.small.parts()), lambda why: f"{prefix} is not the model: {why}")
-    )
+    whole = alone.cut((alone.small.config.num_layers,))
+    rows = [_agreed(world, kinds, whole, lambda why: f"{prefix} is not transformers' own: {why}")]
     if len(asked.layers) > 1:
         rows.append(_stages(alone, asked.layers, world))
     if mesh is not None and mesh.tp.size > 1:
-        rows.append(_tensor_ranks(decoder, trained, mesh, world, device))
+        with _exact_convolutions():
+            rows.append(_tensor_ranks(decoder, trained, mesh, world, device))
     model = f"a small {decoder.family} model with what the run trains"
     return RunProof(model=model, rows=tuple(rows), seconds=time.perf_counter() - began)
 
@@ -104,84 +105,76 @@ class _Case:
         self.batch: Batch = batch if device is None else batch.to(device)
         self.wanted: Computed = reference(self.small, self.batch)
 
-    def found(self, parts: Sequence[Decoder]) -> Difference:
-        """Returns how far the parts are from it."""
-        return difference(computed(list(parts), self.batch), self.wanted)
-
     def cut(self, layers: tuple[int, ...]) -> Difference | Failed:
         """Returns how far stages of so many layers are from it, or what they raised."""
         try:
-            return self.found(self.small.parts(layers))
+            return difference(computed(self.small.parts(layers), self.batch), self.wanted)
         except RAISED as error:
             return raised(error)
 
 
 def _stages(case: _Case, layers: tuple[int, ...], world: Axis) -> ProofRow:
-    """Compares stages: cut between all layers, or, where that is not the model, as the run cuts.
+    """Compares stages: cut between all layers, or, where that is not the model, between layers as the run cuts.
 
     Args:
         layers: of each of the run's stages.
     """
-    name, count = f"{len(layers)} stages", case.small.config.num_layers
-    everywhere = case.cut((1,) * count)
-    if not _is_right(everywhere):
+    count, cuts = case.small.config.num_layers, list(accumulate(layers[:-1]))
+    found = case.cut((1,) * count)
+    wrong: list[int] = []
+    right: list[int] = []
+    if not _is_right(found):
         config = written_config(json.loads(case.decoder.hf_config))
-        right = _right_cuts(config, {cut: case.cut((cut, count - cut)) for cut in range(1, count)})
-        wrong = [cut for cut in accumulate(layers[:-1]) if cut not in right]
-        if not wrong:
-            places = sorted(_small_cuts(config, list(accumulate(layers[:-1]))))
-            everywhere = case.cut(tuple(stop - start for start, stop in pairwise((0, *places, count))))
-    else:
-        wrong, right = [], set()
+        alike = [_alike(config, cut) for cut in range(1, case.decoder.num_layers)]
+        single = {place: case.cut((place, count - place)) for place in range(1, count)}
+        right = [cut for cut, places in enumerate(alike, 1) if all(_is_right(single[place]) for place in places)]
+        wrong = [cut for cut in cuts if cut not in right]
+        if wrong:
+            found = next(single[place] for place in alike[wrong[0] - 1] if not _is_right(single[place]))
+        else:
+            places = sorted({place for cut in cuts for place in alike[cut - 1]})
+            found = case.cut(tuple(stop - start for start, stop in pairwise((0, *places, count))))
 
     def refusal(why: str) -> str:
         where = f" where a stage begins at layer {wrong[0]}" if wrong else ""
-        begins = ", ".join(map(str, sorted(right)[:8]))
-        instead = f", or parallel.layers_per_stage so that stages begin at layers among {begins}" if right else ""
+        begins = f"{', '.join(map(str, right[:_SHOWN]))}{', ..' if len(right) > _SHOWN else ''}"
+        instead = f", or parallel.layers_per_stage so that stages begin at layers of {begins}" if right else ""
         return (
-            f"parallel.pipeline cuts the model into stages of {_listed(layers)} layers, but a small "
+            f"parallel.pipeline cuts the model into stages of [{', '.join(map(str, layers))}] layers, but a small "
             f"{case.decoder.family} model in stages is not the whole one{where}: {why}; set parallel.pipeline to 1"
             f"{instead}"
         )
 
-    return _agreed(world, name, everywhere, refusal)
+    return _agreed(world, f"{len(layers)} stages", found, refusal)
 
 
 def _is_right(found: Difference | Failed) -> bool:
     return isinstance(found, Difference) and found.is_rounding
 
 
-def _kinds(config: dict[str, Any], cut: int) -> tuple[str, str]:
-    return layer_kind(config, cut - 1), layer_kind(config, cut)
-
-
-def _small_cuts(config: dict[str, Any], cuts: Sequence[int]) -> set[int]:
-    """Returns where the small model has boundaries of the kinds that the model has at `cuts`."""
-    chosen = chosen_layers(config)
-    wanted = {_kinds(config, cut) for cut in cuts}
-    pairs = {
-        place: (layer_kind(config, chosen[place - 1]), layer_kind(config, chosen[place]))
-        for place in range(1, len(chosen))
-    }
-    return {place for place, kinds in pairs.items() if kinds in wanted}
-
-
-def _right_cuts(config: dict[str, Any], found: dict[int, Difference | Failed]) -> set[int]:
-    """Returns the layers of the whole model at which a stage may begin.
+def _alike(config: dict[str, Any], cut: int) -> list[int]:
+    """Returns the boundaries of the small model that are like one of the whole model: between layers of the same kinds,
+    or else before a layer of the same kind, or else all.
 
     Args:
-        config: of the model.
-        found: of a small model cut in two, by the layer at which the second begins.
+        config: of the whole model.
+        cut: the layer behind the boundary; so are those of the result, in the small model.
     """
-    chosen = chosen_layers(config)
-    by_kinds: dict[tuple[str, str], bool] = {}
-    by_later: dict[str, bool] = {}
-    for place, one in found.items():
-        before, later = (layer_kind(config, chosen[index]) for index in (place - 1, place))
-        by_kinds[before, later] = by_kinds.get((before, later), True) and _is_right(one)
-        by_later[later] = by_later.get(later, True) and _is_right(one)
-    count = max(chosen) + 1
-    return {cut for cut in range(1, count) if by_kinds.get(_kinds(config, cut), by_later.get(_kinds(config, cut)[1]))}
+    kinds = [layer_kind(config, index) for index in chosen_layers(config)]
+    before, behind = layer_kind(config, cut - 1), layer_kind(config, cut)
+    places = range(1, len(kinds))
+    same = [place for place in places if (kinds[place - 1], kinds[place]) == (before, behind)]
+    return same or [place for place in places if kinds[place] == behind] or list(places)
+
+
+@contextmanager
+def _exact_convolutions() -> Iterator[None]:
+    """Keeps a GPU's convolutions from rounding to TF32 within, as they do by default."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _tensor_ranks(decoder: AdoptedConfig, trained: Trained, mesh: Mesh, world: Axis, device: torch.device) -> ProofRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -87,11 +88,41 @@ def test_stages_are_the_model_also_where_something_comes_before_the_first_layer(
     assert "2 stages" in found.line() and "2 stages" in found.facts()
 
 
-def test_stages_that_cut_what_layers_share_are_refused() -> None:
+def test_stages_that_share_what_one_begins_with_are_refused() -> None:
     decoder = adopted_config(_config("hy_v4"))
-    sentence = _refusal(decoder, stages=(17, decoder.num_layers - 17))
+    sentence = _refusal(decoder, stages=(16, decoder.num_layers - 16))
     assert "Shared DSA layers require top-k indices" in sentence
-    assert "stage begins at layer 17" in sentence and "set parallel.pipeline to 1" in sentence
+    assert sentence.endswith("; set parallel.pipeline to 1.")
+
+
+def test_a_stage_that_is_cut_inside_a_shared_block_is_refused_with_the_cuts_that_work(
+    monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3TextModel
+
+    whole, layer = Gemma3TextModel.forward, Gemma3DecoderLayer.forward
+    shared: list[Tensor] = []
+
+    @functools.wraps(whole)
+    def runs(self: Any, *arguments: Any, **named: Any) -> Any:
+        shared.clear()
+        return whole(self, *arguments, **named)
+
+    def shares(self: Any, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        """Has a layer with full attention read what went into the layer before it."""
+        if self.self_attn.layer_type == "full_attention":
+            return layer(self, hidden_states + sum(shared[-1:]), *arguments, **named)
+        shared.append(hidden_states)
+        return layer(self, hidden_states, *arguments, **named)
+
+    monkeypatch.setattr(Gemma3TextModel, "forward", runs)
+    monkeypatch.setattr(Gemma3DecoderLayer, "forward", shares)
+    decoder = adopted_config(_config("gemma3_text", num_hidden_layers=12))
+    sentence = _refusal(decoder, stages=(5, 7))
+    assert "stages of [5, 7] layers" in sentence and "where a stage begins at layer 5: " in sentence
+    assert "the gradient of layers." in sentence or "loss differs" in sentence
+    assert sentence.endswith("so that stages begin at layers of 1, 2, 3, 4, 6, 7, 8, 9, ...")
+    assert _proof(decoder, stages=(6, 6)).rows[-1].compared == "2 stages"
 
 
 def test_a_mixer_that_leaks_between_documents_is_refused(monkeypatch: pytest.MonkeyPatch, afresh: None) -> None:

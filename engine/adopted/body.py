@@ -486,7 +486,7 @@ def _check_layout(config: AdoptedConfig, build: LayerContext, memory: MemoryPlan
     """Raises UserError for a layout that adopted models lack."""
     assert not build.layout.splits_tokens, "modules see all tokens of a row"
     if build.layout.cp.size > 1:
-        config.check_rows(packs=False, context=build.layout.cp.size, method=build.layout.context_method)
+        config.check_context(build.layout.cp.size, build.layout.context_method)
     if memory.recompute == "attention":
         raise UserError(
             f"memory.recompute is attention, but layers of this {config.family} model are transformers' own modules, "

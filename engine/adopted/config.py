@@ -98,23 +98,18 @@ class AdoptedConfig(DecoderConfig):
     def all_linears(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for variant in self.variants for name in variant.further_linears()))
 
-    def check_rows(self, *, packs: bool, context: int, method: Method) -> None:
-        if self.attention == "own" and (packs or context > 1):
-            option, lacks, change = "data.packing is true", "keep documents of one row apart", "data.packing to false"
-            if context > 1:
-                option, lacks, change = f"parallel.context is {context}", "reach other ranks", "parallel.context to 1"
+    def check_context(self, size: int, method: Method) -> None:
+        if self.attention == "own":
             raise UserError(
-                f"{option}, but the layers of this {self.family} model remember tokens in a way of their own, which "
-                f"does not {lacks}: set {change}."
+                f"parallel.context is {size}, but layers of {self.family} models remember tokens in a way of their "
+                "own, which does not reach other ranks: set parallel.context to 1."
             )
-        if context > 1 and method == "ring":
-            masked = resolve("engine.adopted.proof:masked_attention")(self.hf_config)
-            if masked is not None:
-                raise UserError(
-                    f"the attention of this {self.family} model has {masked}, which ring attention over "
-                    f"parallel.context {context} does not compute: set parallel.context_method to ulysses, or "
-                    "parallel.context to 1."
-                )
+        masked = resolve("engine.adopted.proof:masked_attention")(self.hf_config) if method == "ring" else None
+        if masked is not None:
+            raise UserError(
+                f"the attention of this {self.family} model has {masked}, which ring attention over parallel.context "
+                f"{size} does not compute: set parallel.context_method to ulysses, or parallel.context to 1."
+            )
 
     @property
     def expert_share(self) -> float:

@@ -539,12 +539,11 @@ class DecoderConfig:
         """Says whose layers these are, for a run's log; None for the engine's own."""
         return None
 
-    def check_rows(self, *, packs: bool, context: int, method: Method) -> None:
-        """Checks that layers can have rows of this kind.
+    def check_context(self, size: int, method: Method) -> None:
+        """Checks that layers can have rows that lie on several context ranks.
 
         Args:
-            packs: whether rows hold several documents.
-            context: ranks that hold parts of a row.
+            size: of the ranks.
             method: of attention between them.
 
         Raises:

@@ -140,7 +140,8 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
             f"parallel.sequence is true, but the layers of this {decoder.family} model are transformers' own modules, "
             "which see all tokens of a row: leave parallel.sequence out."
         )
-    decoder.check_rows(packs=config.data.packing is True, context=parallel.context, method=parallel.context_method)
+    if parallel.context > 1:
+        decoder.check_context(parallel.context, parallel.context_method)
     if config.train.router_aux_loss_coef:
         resolve("engine.experts.router_load:check_balance")(config, decoder)
     model_here = meta_model(decoder, tensor_size=parallel.tensor, shards_experts=parallel.shards_experts, plan=plan)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from engine.adopted.arrangement import Arrangement, StoredPart
-from engine.adopted.structure import quiet, whole_module
+from engine.adopted.structure import Structure, quiet, structure_of, whole_module
 from engine.adopted.tracing import TracedTensor
 from engine.errors import UserError
 
@@ -40,17 +40,37 @@ def arrangement_of(config_text: str, stored: Shapes, logical_name: Callable[[str
     Raises:
         UserError: transformers cannot make its parameters of these tensors, or not by rearranging them.
     """
-    model = whole_module(config_text)
+    model, structure = whole_module(config_text), structure_of(config_text)
     made, others = _loaded(model, stored, label)
+    stored_as: Mapping[str, str] = {}
+    outside = frozenset[str]()
+    if f"{structure.embedding_path}.weight" not in made:
+        stored_as = _nested(stored, structure)
+        outside = frozenset(stored).difference(stored_as.values())
+        made, others = _loaded(model, {name: stored[place] for name, place in stored_as.items()}, label)
+        others = {stored_as[name]: key for name, key in others.items()} | {name: name for name in outside}
     parts = tuple(
-        StoredPart(logical_name(name), box.starts, box.sizes, box.stored, box.offset, box.strides)
+        StoredPart(
+            logical_name(name), box.starts, box.sizes, stored_as.get(box.stored, box.stored), box.offset, box.strides
+        )
         for name, tensor in made.items()
         for box in tensor.boxes
     )
     shapes = {logical_name(name): tuple(tensor.shape) for name, tensor in made.items()}
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     ignored = frozenset(name for name, key in others.items() if any(pattern.search(key) for pattern in patterns))
-    return Arrangement(stored, parts, shapes, tuple(others), ignored)
+    return Arrangement(stored, parts, shapes, tuple(others), ignored | outside)
+
+
+def _nested(stored: Shapes, structure: Structure) -> dict[str, str]:
+    """Returns name in transformers' language model -> name in a checkpoint that has it beside other models."""
+    table, head = f"{structure.embedding}.weight", f"{structure.head}.weight"
+    tables, heads = ([name for name in stored if f".{name}".endswith(f".{leaf}")] for leaf in (table, head))
+    if not tables:
+        return {name: name for name in stored}
+    prefix = min(tables, key=len).removesuffix(table)
+    found = {f"{structure.body}.{name.removeprefix(prefix)}": name for name in stored if name.startswith(prefix)}
+    return found | {head: min(heads, key=len)} if heads else found
 
 
 def _loaded(model: nn.Module, stored: Shapes, label: str) -> tuple[dict[str, TracedTensor], dict[str, str]]:

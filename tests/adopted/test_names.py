@@ -77,6 +77,29 @@ def test_a_tied_head_that_is_stored_and_others_pass_through(tmp_path: Path) -> N
         open_source(tmp_path / "hf")
 
 
+def test_a_language_model_beside_a_vision_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, Mistral3Config
+
+    sizes = {"intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
+    text = {"model_type": "ministral3", "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, **sizes}
+    vision = {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "image_size": 28, **sizes}
+    config = Mistral3Config(
+        text_config={**text, "vocab_size": 99}, vision_config={**vision, "patch_size": 14}, tie_word_embeddings=False
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    state = model.state_dict()
+    for name in source.tensor_names():
+        place = source.model.names.to_hf(name).name.replace("model.", "model.language_model.", 1)
+        assert torch.equal(source.read_whole(name), state[place]), name
+    assert len(source.outside_names()) == len(state) - len(source.tensor_names())
+    import_checkpoint(source, tmp_path / "base", tensor=1)
+    for name, one in (("direct", source), ("round", open_source(tmp_path / "base"))):
+        export_hf(one, tmp_path / name)
+        assert_same(stored(tmp_path / name), stored(tmp_path / "hf"))
+
+
 def test_checksums_of_whole_tensors_find_a_changed_expert(tmp_path: Path) -> None:
     save_small("mixtral", tmp_path / "hf")
     source = open_source(tmp_path / "hf", "adopted")

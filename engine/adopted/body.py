@@ -126,7 +126,7 @@ class Adopted(ShardedModule):
                 next_site += len(adapters)
                 self._own_leaves(prefix, owner, child, build)
                 if adapters:
-                    _replace(module, owner, AdaptedExperts(child, adapters, run))
+                    _replace(module, owner, AdaptedExperts(f"{prefix}{owner}", child, adapters, run))
         if plan is not None:
             for name, child in list(module.named_modules()):
                 if (by := over_ranks(plan, f"{place}{name}", child, build.layout.tp)) is not child:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.adopted.attention import Run
+from engine.adopted.linears import coordinates_of
 from engine.adopted.structure import whole_module
 from engine.adopted.tensor_plan import Split, parameter_spec
 from engine.distributed.mesh import Axis
@@ -181,13 +182,15 @@ class AdaptedExperts(nn.Module):
     """A module of experts with adapters on its stacks, in that module's place.
 
     Args:
+        name: of the module, for errors.
         experts: transformers' module.
         adapters: by the stack's leaf.
         run: of the body.
     """
 
-    def __init__(self, experts: nn.Module, adapters: Mapping[str, StackAdapter], run: Run) -> None:
+    def __init__(self, name: str, experts: nn.Module, adapters: Mapping[str, StackAdapter], run: Run) -> None:
         super().__init__()
+        self._name = name
         self.experts, self._adapters, self._run = experts, dict(adapters), run
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -206,7 +209,9 @@ class AdaptedExperts(nn.Module):
         order = chosen.argsort(stable=True)
         sizes = _rows_of_experts(chosen, own.num_experts)
         tokens = order // per_token
-        coordinates = self._run.now.local_token_index[tokens] * own.num_experts + chosen[order]
+        drops = any(adapter.dropout is not None for adapter in self._adapters.values())
+        now = coordinates_of(self._run, hidden_states, drops=drops, name=self._name)
+        coordinates = now.local_token_index[tokens] * own.num_experts + chosen[order]
         first = "gate_up_proj" if own.has_gate else "up_proj"
         inner = self._product(first, hidden_states[tokens], sizes, coordinates)
         inner = own._apply_gate(inner) if own.has_gate else own.act_fn(inner)

@@ -46,10 +46,17 @@ class AdoptedLinear(nn.Module):
 def token_context(
     run: Run, rows: Tensor, *linears: ColumnParallelLinear | RowParallelLinear, name: str
 ) -> TokenContext:
-    """Returns the coordinates of what linears take: the micro-batch's tokens, or rows without coordinates.
+    """Returns the coordinates of what linears take; see `coordinates_of`."""
+    sites = [linear.operands.low_rank.dropout for linear in linears if linear.operands.low_rank is not None]
+    return coordinates_of(run, rows, drops=any(site is not None for site in sites), name=name)
+
+
+def coordinates_of(run: Run, rows: Tensor, *, drops: bool, name: str) -> TokenContext:
+    """Returns the coordinates of what a module takes: the micro-batch's tokens, or rows without coordinates.
 
     Args:
         rows: [N, I].
+        drops: an adapter on it has dropout.
         name: of the module, for errors.
 
     Raises:
@@ -58,8 +65,7 @@ def token_context(
     context = run.now
     if rows.shape[0] == context.local_token_index.shape[0]:
         return context
-    sites = [linear.operands.low_rank.dropout for linear in linears if linear.operands.low_rank is not None]
-    if context.training and any(site is not None for site in sites):
+    if context.training and drops:
         raise UserError(
             f"lora.dropout is above 0, but {name} does not see each token once, so that its mask has no coordinates: "
             "set lora.dropout to 0, or add the module to lora.exclude."

@@ -20,6 +20,7 @@ from engine.checkpoint.hf_tensors import HfTensors
 from engine.checkpoint.leftover import refuse_leftover
 from engine.checkpoint.model_folder import ModelFolder
 from engine.checkpoint.reshard import Box, BoxColumns
+from engine.checkpoint.rows import ReadRows, Rows
 from engine.checkpoint.verification import Piece, PieceChecks
 from engine.checkpoint.weight_source import TIED_HEAD, WeightSource
 from engine.errors import UserError
@@ -109,6 +110,10 @@ class ArrangedSource(WeightSource):
 
     def piece_counts(self) -> dict[str, int]:
         return {name: len(parts) for name, parts in self._parts.items()}
+
+    def rows(self, name: str) -> Rows:
+        # a part may be less than a row, such as one projection of an expert
+        return super().rows(name) if len(self._parts[name]) == 1 else ReadRows(self, name)
 
     def recorded_sum(self, name: str, index: int) -> str | None:
         return self._expected.get(name) if len(self._parts[name]) == 1 else None

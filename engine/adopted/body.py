@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
-from engine.adopted.config import INSIDE, AdoptedConfig
+from engine.adopted.config import INSIDE, STEM, AdoptedConfig
 from engine.adopted.experts import AdaptedExperts, StackAdapter, stack_adapter, stack_leaves
 from engine.adopted.generating import EmptyCache, one_token, rows_so_far
 from engine.adopted.linears import AdoptedLinear
@@ -27,7 +27,7 @@ from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_fo
 from engine.adopted.rows import Rows, WholeRows, documents_of
 from engine.adopted.small import LAYER_COUNTS
 from engine.adopted.stage_ends import stage_ends
-from engine.adopted.structure import skeleton, whole_module
+from engine.adopted.structure import skeleton, stem_of, whole_module
 from engine.adopted.tensor_modules import over_ranks
 from engine.adopted.tensor_plan import Split, TensorPlan, check_heads, parallel_linear, parameter_spec
 from engine.batch import Batch
@@ -47,7 +47,7 @@ from engine.ops.inputs import GivenInput
 from engine.ops.kernels import Kernels
 from engine.ops.quantized_products import RowCodes
 
-ATTENTIONS = {"engine": IMPLEMENTATION, "own": "sdpa"}
+ATTENTIONS = {"engine": IMPLEMENTATION, "own": "sdpa", "counted": "sdpa"}
 """The implementation that transformers' modules are told."""
 _SITES = 64
 """Dropout sites of a layer, more than it has linears with adapters."""
@@ -250,6 +250,27 @@ class _Layer(nn.Module):
         return lambda x: checkpoint(again, x, use_reentrant=False, preserve_rng_state=False)
 
 
+class _Stream(nn.Module):
+    """Stands in for the table of tokens: what the engine looked up. Bodies look at a table's dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, dtype=dtype)
+        self.now: Tensor | None = None
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        assert self.now is not None, "a body looks tokens up outside of a run"
+        return self.now
+
+
+class _Absent(nn.Identity):
+    """Stands in for the last norm, which the head computes; bodies look at a norm's dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, dtype=dtype)
+
+
 class _DividedInput(GivenInput):
     """x = u / divisor."""
 
@@ -294,7 +315,8 @@ class AdoptedBody(Decoder):
         _check_layout(config, build, memory)
         self._run, self._device = Run(build.layout), build.device
         indices = range(self.part.first, self.part.last)
-        body, held = skeleton(whole_module(config.hf_config, ATTENTIONS[config.attention]), parts, indices)
+        whole = whole_module(config.hf_config, ATTENTIONS[config.attention])
+        body, held = skeleton(whole, parts, indices)
         for name, stand_in in self._left_out():
             _replace(body, name, stand_in)
         plan = TensorPlan.of(config.family, body) if self.layout.tp.size > 1 else None
@@ -330,7 +352,9 @@ class AdoptedBody(Decoder):
         norm: nn.Module = nn.Identity()
         if parts.norm is not None:
             norm = body.get_submodule(parts.norm)
-            _replace(body, parts.norm, nn.Identity())
+            _replace(body, parts.norm, _Absent(build.dtype))
+        self._stream = _Stream(build.dtype)
+        _replace(body, parts.embedding, self._stream)
         self._rest = Adopted("", body, build=build, run=self._run)
         _replace(body, parts.layers, wrapped)
         _set_layers(body, indices, config.num_layers)
@@ -339,13 +363,15 @@ class AdoptedBody(Decoder):
         resident = tuple(self._rest.entries)
         if self.part.head:
             self._last_norm = Adopted(f"{parts.norm}.", norm, build=build, run=self._run)
+            stem = stem_of(whole, parts) if config.has_stem else nn.Identity()
+            self._stem = Adopted(f"{STEM}.", stem, build=build, run=self._run)
             self.norm = _HeadInput()  # type: ignore[assignment]
             shared = self._shared_head_weight(build, embedding_weight) if config.tied_embeddings else None
-            self.head = self._build_head(build, shared)
+            self.head = self._build_head(build, shared, bias=whole.get_submodule(parts.head).bias is not None)
             yield StorageUser(
                 module=self.head,
                 borrowed=() if shared is None else (shared,),
-                resident=(*resident, *self._last_norm.entries),
+                resident=(*resident, *self._last_norm.entries, *self._stem.entries),
                 needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
@@ -361,23 +387,28 @@ class AdoptedBody(Decoder):
         none = torch.empty(0, device=batch.positions_BS.device)
         return none, none  # transformers' modules make their own
 
-    def _head_stream(self, x: Tensor) -> Tensor:
+    def _head_stream(self, x: Tensor, context: TokenContext) -> Tensor:
         normed: Tensor = self._last_norm.module(self._last_norm.enter(x))
-        return normed
+        self._run.context = context
+        try:
+            stem: Tensor = self._stem.module(self._stem.enter(normed))
+        finally:
+            self._run.context = None
+        return stem
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
         rows = context.part(Rows)
         assert rows is not None
-        if self.config.attention == "engine":
-            return self._run_body(x, rows.positions_BS, context)
+        if self.config.keeps_documents_apart:
+            return self._run_body(x, rows, context)
         lengths = context.documents.lengths
         if context.cache is not None:
             whole = rows_so_far(f"layers.{self.part.first}", x, rows, context)
         elif len(lengths) > rows.positions_BS.shape[0]:  # such as both answers of a pair, which lie in one row
             whole = WholeRows.of(documents_of(x, rows, context), lengths)
         else:
-            return self._run_body(x, rows.positions_BS, context)
-        return self._run_body(whole.x_TH, whole.positions_NL, context.of_tokens(whole.token_index_T))[whole.index]
+            return self._run_body(x, rows, context)
+        return self._run_body(whole.x_TH, whole.rows, context.of_tokens(whole.token_index_T))[whole.index]
 
     def layer_calls(self, x: Tensor, context: TokenContext) -> list[Callable[[Tensor], Tensor]]:
         """Returns the layers with what transformers' forward gives them; a layer that has run before does not run."""
@@ -391,7 +422,7 @@ class AdoptedBody(Decoder):
 
         for layer in self._wrapped:
             layer.runs = partial(note, layer)
-        self._forward(x, rows.positions_BS, context)
+        self._forward(x, rows, context)
         if any(layer.gives_more for layer in self._wrapped):
             raise RuntimeError("layers hand more than the residual stream to later ones")
         return found
@@ -405,7 +436,7 @@ class AdoptedBody(Decoder):
         finally:
             self._run.context = None
 
-    def _run_body(self, x: Tensor, positions_BS: Tensor, context: TokenContext) -> Tensor:
+    def _run_body(self, x: Tensor, rows: Rows, context: TokenContext) -> Tensor:
         """Runs transformers' forward over this part's layers.
 
         Args:
@@ -416,23 +447,26 @@ class AdoptedBody(Decoder):
         saved = self.saved.layers(len(self.layers), context, self._resident)
         for layer, unit, kept in zip(self._wrapped, units, saved, strict=True):
             layer.runs = partial(_run_unit, unit, kept)
-        return self._forward(x, positions_BS, context)
+        return self._forward(x, rows, context)
 
-    def _forward(self, x: Tensor, positions_BS: Tensor, context: TokenContext) -> Tensor:
+    def _forward(self, x: Tensor, rows: Rows, context: TokenContext) -> Tensor:
         self._run.context, self._run.seen = context, None if context.cache is None else {}
         try:
-            shape = positions_BS.shape
-            out = self.__dict__["_body"](
-                inputs_embeds=self._rest.enter(x).view(*shape, -1), position_ids=positions_BS, use_cache=False
-            )
+            stream = self._rest.enter(x).view(*rows.positions_BS.shape, -1)
+            positions = {} if self.config.attention == "counted" else {"position_ids": rows.positions_BS}
+            if self.part.embedding:
+                self._stream.now = stream
+                out = self.__dict__["_body"](input_ids=rows.tokens_BS, use_cache=False, **positions)
+            else:
+                out = self.__dict__["_body"](inputs_embeds=stream, use_cache=False, **positions)
         finally:
-            self._run.context = None
+            self._run.context = self._stream.now = None
         last = out[0] if isinstance(out, tuple) else out.last_hidden_state
         return last.reshape(-1, last.shape[-1])
 
     @property
     def reruns_rows(self) -> str | None:
-        if self.config.attention == "engine":
+        if self.config.keeps_documents_apart:
             return None
         return (
             "each token that is decoded runs the whole of its row again, which is slow: layers of "
@@ -440,7 +474,7 @@ class AdoptedBody(Decoder):
         )
 
     def cached_attentions(self) -> list[CachedAttention]:
-        if self.config.attention == "own":
+        if not self.config.keeps_documents_apart:
             return []
         x = torch.zeros(1, self.config.hidden, dtype=self.dtype, device=self._device)
         step = torch.zeros((), dtype=torch.int64, device=self._device)

@@ -15,7 +15,7 @@ from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shape
 from engine.adopted.experts import expert_share, met_weights, stack_names
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
-from engine.adopted.structure import Structure, layer_count, layer_shapes, read_config, structure_of, whole_module
+from engine.adopted.structure import Structure, layer_shapes, read_config, structure_of, whole_module
 from engine.batch import Batch
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
@@ -26,7 +26,7 @@ from engine.ops.attention.context_parallel import Method
 from engine.ops.attention.token_context import ContextPart
 from engine.seams import resolve
 
-Attention = Literal["engine", "own"]
+Attention = Literal["engine", "own", "counted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class AdoptedLayers(LayerVariant):
         return index in self.indices
 
     def context_part(self, batch: Batch) -> ContextPart | None:
-        return Rows(positions_BS=batch.positions_BS) if 0 in self.indices else None
+        return Rows(tokens_BS=batch.tokens_BS, positions_BS=batch.positions_BS) if 0 in self.indices else None
 
     def attention_parameters(self, config: DecoderConfig) -> int:
         return self.linear_parameters
@@ -71,7 +71,8 @@ class AdoptedConfig(DecoderConfig):
     Args:
         hf_config: its `config.json`, as text.
         attention: "engine" behind transformers' attention interface, or the modules' "own", which sees rows of one
-            document.
+            document; "counted" is its own where modules are not told positions but count a row's tokens.
+        has_stem: whether the head takes what the structure's stem makes of the last layer's output.
     """
 
     body: ClassVar[str] = "engine.adopted.body:AdoptedBody"
@@ -79,6 +80,7 @@ class AdoptedConfig(DecoderConfig):
     proof: ClassVar[str | None] = "engine.adopted.run_proof:prove"
     hf_config: str
     attention: Attention
+    has_stem: bool = False
 
     @property
     def structure(self) -> Structure:
@@ -91,7 +93,7 @@ class AdoptedConfig(DecoderConfig):
 
     @property
     def made_by(self) -> str:
-        rows = {"engine": "rows pack documents", "own": "a row is one document"}[self.attention]
+        rows = "rows pack documents" if self.keeps_documents_apart else "a row is one document"
         return f"transformers {version('transformers')}, found to compute the same on a small model of its make; {rows}"
 
     @property
@@ -137,7 +139,7 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
         family=hf_config["model_type"],
         hidden=hidden,
         intermediate=0,
-        num_layers=layer_count(config),
+        num_layers=structure_of(text).count,
         num_heads=heads,
         num_kv_heads=int(kv_heads) if isinstance(kv_heads, int) else heads,
         head_dim=int(_first(config, "head_dim", "attention_head_size") or hidden // heads),
@@ -151,6 +153,7 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
         logits_softcap=forms.softcap,
         variants=_kinds_of_layers(text),
         hf_config=text,
+        has_stem=forms.has_stem,
         attention=attention or resolve("engine.adopted.proof:proven_attention")(text),
     )
 
@@ -212,6 +215,10 @@ def _kinds_of_layers(text: str) -> tuple[AdoptedLayers, ...]:
 INSIDE = "module."
 """Stands in an engine name between a layer and what transformers calls a module inside it, which so is taken for no
 module of the engine's own layers."""
+
+
+STEM = "before_head"
+"""The engine's name of the module whose output the head takes, where a model has one behind its body."""
 
 
 class _Same(dict[str, str]):
@@ -281,11 +288,15 @@ class AdoptedNames(NameMap):
         if first == "layers":
             inside = f"{rest}.".replace(f".{INSIDE}", ".", 1).rstrip(".")
             return f"{self.body}{parts.layers}{dot}{inside}"
+        if first == STEM:
+            return f"{parts.stem}{dot}{rest}"
         return self.body + module
 
     def module_from_hf(self, hf_module: str) -> str | None:
         if hf_module == self.head:
             return "lm_head"
+        if self.structure.stem is not None and f"{hf_module}.".startswith(f"{self.structure.stem}."):
+            return STEM + hf_module[len(self.structure.stem) :]
         if not hf_module.startswith(self.body):
             return None
         rest = hf_module[len(self.body) :]

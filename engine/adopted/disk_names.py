@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from engine.adopted.arrangement import Arrangement, StoredPart
-from engine.adopted.structure import Structure, quiet, structure_of, whole_module
+from engine.adopted.structure import Structure, quiet, structure_of, transposed_weights, whole_module
 from engine.adopted.tracing import TracedTensor
 from engine.errors import UserError
 
@@ -49,6 +49,8 @@ def arrangement_of(config_text: str, stored: Shapes, logical_name: Callable[[str
         outside = frozenset(stored).difference(stored_as.values())
         made, others = _loaded(model, {name: stored[place] for name, place in stored_as.items()}, label)
         others = {stored_as[name]: key for name, key in others.items()} | {name: name for name in outside}
+    for name in transposed_weights(model) & made.keys():
+        made[name] = made[name].t()
     parts = tuple(
         StoredPart(
             logical_name(name), box.starts, box.sizes, stored_as.get(box.stored, box.stored), box.offset, box.strides
@@ -135,5 +137,9 @@ def saved_shapes(config_text: str) -> Shapes:
     if model.config.get_text_config().tie_word_embeddings:
         left_out |= set(model._tied_weights_keys or ())
     kept = {name: value for name, value in model.state_dict().items() if name not in left_out}
-    traced = {name: TracedTensor.whole(name, value.shape) for name, value in kept.items()}
+    turned = transposed_weights(model)
+    traced = {
+        name: TracedTensor.whole(name, value.shape[::-1] if name in turned else value.shape)
+        for name, value in kept.items()
+    }
     return {name: tuple(value.shape) for name, value in revert_weight_conversion(model, traced).items()}

@@ -18,12 +18,25 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.adopted.small import divided_config, small_config
-from engine.adopted.structure import Structure, find_structure, known_types, quiet, read_config
+from engine.adopted.structure import (
+    FAULTS,
+    Structure,
+    causal_model,
+    find_structure,
+    first_line,
+    quiet,
+    read_config,
+    stem_of,
+)
 from engine.errors import UserError
 
 _TOKENS = 12
 _STD = 0.1
 """Standard deviation of a small model's random matrices: large enough for a soft cap to show."""
+
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names under which configs have the soft cap of logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +47,13 @@ class Forms:
         embedding: on looked-up embeddings.
         logits: on the head's products.
         softcap: logits become cap * tanh(logit / cap); None for none.
+        has_stem: whether the head takes what the structure's stem makes of the last layer's output.
     """
 
     embedding: float
     logits: float
     softcap: float | None
+    has_stem: bool
 
 
 @contextmanager
@@ -55,21 +70,22 @@ def written_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def small_model(hf_config: dict[str, Any], attention: str = "eager", seed: int = 0, ranks: int = 1) -> nn.Module:
-    """Returns transformers' model of `small_config` in float32 on the CPU, every parameter drawn at random.
+def small_record(hf_config: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
+    """Returns the `config.json` of a small model of the same make.
 
     Args:
         ranks: tensor ranks over which its sizes divide where those of the model do.
     """
-    import transformers
-
     full = written_config(hf_config)
     sizes = small_config(full) if ranks == 1 else divided_config(small_config(full), full, ranks)
     small = {key: value for key, value in sizes.items() if key != "transformers_version"}
-    config = read_config({**small, "model_type": hf_config["model_type"]})
-    model_class = getattr(transformers, known_types()[hf_config["model_type"]])
+    return {**small, "model_type": hf_config["model_type"]}
+
+
+def small_model(hf_config: dict[str, Any], attention: str = "eager", seed: int = 0, ranks: int = 1) -> nn.Module:
+    """Returns transformers' model of `small_record` in float32 on the CPU, every parameter drawn at random."""
     with quiet(), seeded(seed):
-        model: nn.Module = model_class._from_config(config, attn_implementation=attention).eval().float()
+        model: nn.Module = causal_model(small_record(hf_config, ranks), attention).eval().float()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=_STD)
@@ -86,6 +102,17 @@ def forms_of(config_text: str) -> Forms:
         UserError: the ends are more than a factor and a soft cap.
     """
     hf_config = json.loads(config_text)
+    refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
+    try:
+        return _found_forms(hf_config, refusal)
+    except UserError:
+        raise
+    except FAULTS as error:
+        reason = f"a small one of its make stops with {type(error).__name__}: {first_line(error)}"
+    raise UserError(f"{refusal}{reason}.")
+
+
+def _found_forms(hf_config: dict[str, Any], refusal: str) -> Forms:
     model = small_model(hf_config)
     parts = find_structure(model, hf_config)
     ids = torch.arange(3, 3 + _TOKENS)[None]
@@ -94,34 +121,48 @@ def forms_of(config_text: str) -> Forms:
         embedding = _ratio(table(ids), table.weight[ids])
         stream, logits = _ends(model, parts, ids)
         head = model.get_submodule(parts.head)
-        products = linear(stream, head.weight, head.bias)
-    refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
+        streams = [(False, stream)]
+        if parts.stem is not None:
+            streams.append((True, stem_of(model, parts)(stream)))
+        earlier = _ends(model, parts, torch.cat([ids[:, :-1], ids[:, :1]], dim=1))[1][:, :-1]
+    if not torch.allclose(earlier, logits[:, :-1], rtol=1e-3, atol=1e-4 * float(logits.abs().max())):
+        raise UserError(
+            f"{refusal}its tokens see later ones, so that the next one is no question: if the model is a decoder, set "
+            "is_decoder to true in config.json."
+        )
     if embedding is None:
         raise UserError(f"{refusal}its embedding is not a table of tokens times a number.")
-    factor = _ratio(logits, products)
-    if factor is not None:
-        return Forms(embedding=embedding, logits=factor, softcap=None)
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if cap is not None and (factor := _ratio(torch.atanh(logits.double() / cap) * cap, products.double())) is not None:
-        return Forms(embedding=embedding, logits=factor, softcap=float(cap))
+    for has_stem, taken in streams:
+        if taken.shape[-1] == head.in_features and (found := _of_head(model, taken, head, logits)) is not None:
+            return Forms(embedding=embedding, logits=found[0], softcap=found[1], has_stem=has_stem)
     raise UserError(f"{refusal}its logits are not those of a linear head times a number.")
 
 
+def _of_head(model: nn.Module, taken: Tensor, head: nn.Linear, logits: Tensor) -> tuple[float, float | None] | None:
+    """Returns the factor and the soft cap with which the head makes logits of what it takes; None for neither."""
+    products = linear(taken, head.weight, head.bias)
+    factor = _ratio(logits, products)
+    if factor is not None:
+        return factor, None
+    config = model.config.get_text_config()
+    for name in _CAPS:
+        cap = getattr(config, name, None)
+        if cap:
+            factor = _ratio(torch.atanh(logits.double() / cap) * cap, products.double())
+            if factor is not None:
+                return factor, float(cap)
+    return None
+
+
 def _ends(model: nn.Module, parts: Structure, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what the head takes, and the logits."""
-    taken: list[Tensor] = []
-    hook = model.get_submodule(parts.head).register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    """Returns what the body makes, and the logits."""
+    body: list[Tensor] = []
+    hook = model.get_submodule(parts.body).register_forward_hook(lambda *found: body.append(_first(found[2])))
     try:
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
         hook.remove()
-    body: list[Tensor] = []
-    hook = model.get_submodule(parts.body).register_forward_hook(lambda *found: body.append(_first(found[2])))
-    try:
-        model(input_ids=ids, use_cache=False)
-    finally:
-        hook.remove()
-    return body[0] if body[0].shape == taken[0].shape else taken[0], logits
+    return body[0], logits
 
 
 def _first(out: Any) -> Tensor:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from transformers.pytorch_utils import Conv1D
 
 from engine.adopted.config import INSIDE, AdoptedConfig, Attention, adopted_config, adopted_family
-from engine.adopted.forms import seeded, small_model
-from engine.adopted.structure import quiet
+from engine.adopted.forms import seeded, small_model, small_record
+from engine.adopted.structure import FAULTS, first_line, quiet
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
@@ -28,7 +29,7 @@ from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plain_module import linear_names
+from engine.layers.plain_module import is_linear
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap
@@ -36,6 +37,7 @@ from engine.models.names import NameMap
 BOUND = 1e-4
 """Largest difference of a loss, or of a gradient relative to its norm, that rounding explains in float32."""
 _LENGTHS = (11, 13, 16)
+_TRIED: tuple[Attention, ...] = ("engine", "own", "counted")
 _RANK, _SCALE = 2, 0.5
 
 
@@ -66,10 +68,6 @@ class Difference(NamedTuple):
         return f"{what} differs from transformers' own by {self.worst:.1e}, and at most {BOUND:g} is allowed"
 
 
-RAISED = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
-"""What a module raises that was written for another case."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionProof:
     """The attention with which the body computes what transformers' model does.
@@ -96,23 +94,24 @@ def attention_proof(config_text: str) -> AttentionProof:
         UserError: none does; names what differs.
     """
     small = small_of(json.loads(config_text))
-    rows = proof_batch(_LENGTHS, small.config.vocab_size)
-    packed: Difference | str
-    try:
-        packed = difference(computed(small.parts(), rows), reference(small, rows))
-        if packed.is_rounding:
-            return AttentionProof(attention="engine", found=packed)
-    except RAISED as error:  # a UserError among them, where this attention lacks something
-        packed = raised(error)
-    own = replace(small, config=replace(small.config, attention="own"))
-    single = proof_batch(_LENGTHS[-1:], small.config.vocab_size)
-    found = difference(computed(own.parts(), single), reference(small, single))
-    if not found.is_rounding:
-        raise UserError(
-            f"a {small.config.family} model of transformers cannot be adopted: in a small one of its make, "
-            f"{found.sentence()}."
-        )
-    return AttentionProof(attention="own", found=found, packed=packed)
+    rows, single = (proof_batch(lengths, small.config.vocab_size) for lengths in (_LENGTHS, _LENGTHS[-1:]))
+    found: list[Difference | str] = []
+    for attention in _TRIED:
+        tried = replace(small, config=replace(small.config, attention=attention))
+        batch = rows if attention == "engine" else single
+        try:
+            tried_now = difference(computed(tried.parts(), batch), reference(small, batch))
+        except FAULTS as error:  # a UserError among them, where this attention lacks something
+            found.append(raised(error))
+            continue
+        if tried_now.is_rounding:
+            return AttentionProof(attention=attention, found=tried_now, packed=found[0] if found else None)
+        found.append(tried_now)
+    last = found[1]
+    raise UserError(
+        f"a {small.config.family} model of transformers cannot be adopted: in a small one of its make, "
+        f"{last if isinstance(last, str) else last.sentence()}."
+    )
 
 
 def proven_attention(config_text: str) -> Attention:
@@ -122,8 +121,9 @@ def proven_attention(config_text: str) -> Attention:
 
 def raised(error: Exception) -> str:
     """Returns a phrase on what a module raised."""
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return first if isinstance(error, UserError) else f"it raises {type(error).__name__} ({first[:160]})"
+    if isinstance(error, UserError):
+        return str(error).rstrip(".")
+    return f"it raises {type(error).__name__} ({first_line(error)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,9 +215,15 @@ class Small:
         with torch.no_grad():
             for entry in shard_entries(model):
                 source = self.factors.get(entry.name)
-                found = weights[self.names.to_hf(entry.name).name] if source is None else source
+                found = self._weight(weights, entry.name) if source is None else source
                 entry.parameter.copy_(shard_of(found, entry.spec))
         return model
+
+    def _weight(self, weights: dict[str, Tensor], name: str) -> Tensor:
+        stored = self.names.to_hf(name).name
+        module, _, leaf = stored.rpartition(".")
+        turned = leaf == "weight" and isinstance(self.model.get_submodule(module), Conv1D)
+        return weights[stored].t() if turned else weights[stored]
 
 
 def shard_of(whole: Tensor, spec: ShardSpec) -> Tensor:
@@ -244,13 +250,13 @@ def small_of(
     """
     trained = trained or Trained()
     model = small_model(hf_config, ranks=ranks).to(device)
-    config = json.loads(json.dumps(model.config.to_dict(), default=str))
-    config["model_type"] = hf_config["model_type"]
+    config = small_record(hf_config, ranks)
     decoder, names = adopted_config(config, "engine"), adopted_family(config).names
     found = Small(model, decoder, names, {}, {})
     with seeded(1):
         for module in filter(trained.adapts, _adaptable(decoder, names, model)):
-            weight = model.get_submodule(names.module_to_hf(module)).weight
+            plain = model.get_submodule(names.module_to_hf(module))
+            weight = plain.weight.t() if isinstance(plain, Conv1D) else plain.weight
             for leaf, shape in (("lora_A", (_RANK, weight.shape[1])), ("lora_B", (weight.shape[0], _RANK))):
                 found.factors[f"{module}.{leaf}"] = (torch.randn(shape) * 0.1).to(weight.device).requires_grad_()
     for name in [name.rpartition(".")[0] for name in found.factors if name.endswith("lora_A")]:
@@ -273,14 +279,18 @@ def small_of(
 def _adaptable(decoder: DecoderConfig, names: NameMap, model: nn.Module) -> list[str]:
     layers = model.get_submodule(names.module_to_hf("layers"))
     return [
-        f"layers.{index}.{INSIDE}{name}" for index, layer in layers.named_children() for name in linear_names(layer)
+        f"layers.{index}.{INSIDE}{name}"
+        for index, layer in layers.named_children()
+        for name, module in layer.named_modules()
+        if is_linear(module) or isinstance(module, Conv1D)
     ]
 
 
 def _adapt(module: nn.Module, factors: dict[str, Tensor], name: str) -> None:
-    assert isinstance(module, nn.Linear)
+    assert isinstance(module, nn.Linear | Conv1D)
+    plain = module.forward
     a, b = factors[f"{name}.lora_A"], factors[f"{name}.lora_B"]
-    module.forward = lambda x: linear(x, module.weight, module.bias) + _SCALE * linear(linear(x, a), b)
+    module.forward = lambda x: plain(x) + _SCALE * linear(linear(x, a), b)  # type: ignore[method-assign]
 
 
 def proof_batch(lengths: tuple[int, ...], vocabulary: int) -> Batch:

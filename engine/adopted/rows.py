@@ -21,13 +21,15 @@ class Rows(ContextPart):
     """The rows that layers see flattened.
 
     Args:
+        tokens_BS: int64 ids.
         positions_BS: int64 position of each token inside its document.
     """
 
+    tokens_BS: Tensor
     positions_BS: Tensor
 
     def shared(self) -> tuple[Tensor, ...]:
-        return (self.positions_BS,)
+        return (self.tokens_BS, self.positions_BS)
 
 
 class Piece(NamedTuple):
@@ -35,10 +37,11 @@ class Piece(NamedTuple):
 
     Args:
         x_LH: the residual stream.
-        positions_L, token_index_L: int64, positions and dropout coordinates.
+        tokens_L, positions_L, token_index_L: int64, ids, positions and dropout coordinates.
     """
 
     x_LH: Tensor
+    tokens_L: Tensor
     positions_L: Tensor
     token_index_L: Tensor
 
@@ -48,13 +51,13 @@ class WholeRows(NamedTuple):
 
     Args:
         x_TH: the residual stream of the N rows, one after the other.
-        positions_NL: int64.
+        rows: their ids and positions.
         token_index_T: int64, dropout coordinates.
         index: int64, where the pass's tokens are among them.
     """
 
     x_TH: Tensor
-    positions_NL: Tensor
+    rows: Rows
     token_index_T: Tensor
     index: Tensor
 
@@ -71,12 +74,14 @@ class WholeRows(NamedTuple):
             row * longest + torch.arange(length - count, length)
             for row, (length, count) in enumerate(zip(lengths, asked, strict=True))
         ]
-        x, positions, token_index = (pad_sequence([*one], batch_first=True) for one in zip(*pieces, strict=True))
-        return cls(x.flatten(0, 1), positions, token_index.flatten(), torch.cat(places).to(x.device))
+        x, tokens, positions, index = (pad_sequence([*one], batch_first=True) for one in zip(*pieces, strict=True))
+        rows = Rows(tokens_BS=tokens, positions_BS=positions)
+        return cls(x.flatten(0, 1), rows, index.flatten(), torch.cat(places).to(x.device))
 
 
 def documents_of(x_TH: Tensor, rows: Rows, context: TokenContext) -> list[Piece]:
     """Returns the documents of a pass, one after the other."""
     lengths = context.documents.lengths
-    parts = (one.split(lengths) for one in (x_TH, rows.positions_BS.flatten(), context.token_index))
+    numbers = (rows.tokens_BS.flatten(), rows.positions_BS.flatten(), context.token_index)
+    parts = (one.split(lengths) for one in (x_TH, *numbers))
     return [Piece(*one) for one in zip(*parts, strict=True)]

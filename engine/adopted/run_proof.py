@@ -21,7 +21,6 @@ from engine.adopted.config import AdoptedConfig
 from engine.adopted.forms import written_config
 from engine.adopted.proof import (
     BOUND,
-    RAISED,
     Computed,
     Difference,
     Small,
@@ -35,6 +34,7 @@ from engine.adopted.proof import (
     small_of,
 )
 from engine.adopted.small import chosen_layers, layer_kind
+from engine.adopted.structure import FAULTS
 from engine.batch import Batch
 from engine.distributed.collectives import gather_objects
 from engine.distributed.failures import CommunicationError
@@ -43,7 +43,7 @@ from engine.errors import LostRankError, UserError
 from engine.layers.context import TensorLayout
 from engine.models.run_proof import AskedOfModel, ProofRow, RunProof
 
-_LENGTHS = {"engine": (11, 13), "own": (16,)}
+_PACKED, _SINGLE = (11, 13), (16,)
 _SHOWN = 8
 """Layers to begin a stage at that a refusal lists."""
 Failed = str
@@ -66,7 +66,7 @@ def prove(
     began = time.perf_counter()
     attention = attention_proof(decoder.hf_config)
     prefix = f"a small {decoder.family} model"
-    if asked.packs_rows and decoder.attention == "own":
+    if asked.packs_rows and not decoder.keeps_documents_apart:
         packed = attention.packed
         reason = packed.sentence() if isinstance(packed, Difference) else packed
         raise UserError(
@@ -75,7 +75,7 @@ def prove(
         )
     trained = Trained.of(asked.trained)
     alone = _Case(decoder, trained, ranks=1, device=None)
-    kinds = "documents packed into rows" if decoder.attention == "engine" else "rows of one document"
+    kinds = "documents packed into rows" if decoder.keeps_documents_apart else "rows of one document"
     whole = alone.cut((alone.small.config.num_layers,))
     rows = [_agreed(world, kinds, whole, lambda why: f"{prefix} is not transformers' own: {why}")]
     if len(asked.layers) > 1:
@@ -101,7 +101,7 @@ class _Case:
         small = small_of(json.loads(decoder.hf_config), trained, ranks, device)
         self.small: Small = replace(small, config=replace(small.config, attention=decoder.attention))
         self.decoder = decoder
-        batch = proof_batch(_LENGTHS[decoder.attention], self.small.config.vocab_size)
+        batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, self.small.config.vocab_size)
         self.batch: Batch = batch if device is None else batch.to(device)
         self.wanted: Computed = reference(self.small, self.batch)
 
@@ -109,7 +109,7 @@ class _Case:
         """Returns how far stages of so many layers are from it, or what they raised."""
         try:
             return difference(computed(self.small.parts(layers), self.batch), self.wanted)
-        except RAISED as error:
+        except FAULTS as error:
             return raised(error)
 
 
@@ -183,7 +183,7 @@ def _tensor_ranks(decoder: AdoptedConfig, trained: Trained, mesh: Mesh, world: A
     try:
         case = _Case(decoder, trained, ranks=size, device=device)
         parts = case.small.parts(layout=TensorLayout.over(mesh))
-    except RAISED as error:
+    except FAULTS as error:
         why = raised(error)
 
     def refusal(why: str) -> str:
@@ -199,7 +199,7 @@ def _tensor_ranks(decoder: AdoptedConfig, trained: Trained, mesh: Mesh, world: A
         why = difference(computed(parts, case.batch, mesh), case.wanted, parts)
     except (CommunicationError, LostRankError):
         raise
-    except RAISED as error:  # at once, and not where all agree: the others may wait in a sum, which ends with this rank
+    except FAULTS as error:  # at once, and not where all agree: the others may wait in a sum, which ends with this rank
         raise UserError(f"{refusal(raised(error))}.") from None
     return _agreed(world, name, why, refusal)
 

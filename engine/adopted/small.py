@@ -2,76 +2,162 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import gcd, lcm
 from typing import Any
 
 SIZES: dict[str, int] = {
     "attention_chunk_size": 8,
+    "attention_head_dim": 32,
     "attention_head_size": 16,
+    "attention_hidden_size": 128,
+    "audio_vocab_size": 64,
+    "d_head": 16,
+    "d_inner": 96,
+    "d_kv": 16,
     "d_model": 64,
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
+    "decoder_vocab_size": 256,
+    "dense_intermediate_size": 96,
+    "dim_ff": 96,
+    "dim_head": 16,
+    "dim_model": 64,
+    "emb_dim": 64,
+    "embedding_dim": 64,
+    "embedding_size": 32,
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 96,
     "encoder_layers": 1,
     "expand": 2,
+    "expert_ffn_hidden_size": 32,
+    "feed_forward_size": 96,
     "ffn_dim": 96,
+    "ffn_hidden_size": 96,
     "global_head_dim": 16,
+    "global_num_key_value_heads": 2,
+    "hc_lowrank": 16,
     "head_dim": 16,
     "hidden_size": 64,
     "hidden_size_per_layer_input": 16,
     "index_head_dim": 16,
     "index_n_heads": 16,
     "index_topk": 8,
+    "indexer_budget": 8,
+    "indexer_head_dim": 16,
+    "indexer_n_heads": 4,
+    "input_size": 64,
     "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "kv_channels": 16,
     "kv_lora_rank": 16,
+    "laurel_rank": 8,
+    "linear_head_dim": 16,
     "linear_key_head_dim": 16,
+    "linear_num_heads": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 16,
+    "local_attention": 8,
     "lru_width": 64,
     "mamba_d_head": 32,
     "mamba_d_state": 16,
+    "mamba_dt_rank": 4,
     "mamba_expand": 2,
     "mamba_head_dim": 32,
     "mamba_n_groups": 1,
     "mamba_n_heads": 4,
     "mamba_num_heads": 4,
     "max_position_embeddings": 128,
+    "max_seq_len": 128,
     "moe_intermediate_size": 32,
+    "moe_num_experts": 4,
     "moe_shared_expert_intermediate_size": 32,
+    "moe_top_k": 2,
+    "moe_topk": 2,
     "n_embd": 64,
     "n_group": 1,
     "n_groups": 1,
     "n_head": 4,
     "n_heads": 4,
     "n_inner": 96,
+    "n_mamba_heads": 4,
     "n_positions": 128,
     "n_routed_experts": 4,
+    "ngram_vocab_size_base": 64,
     "num_attention_heads": 4,
+    "num_blocks": 4,
+    "num_expert_group": 1,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_global_key_value_heads": 2,
     "num_heads": 4,
     "num_key_value_heads": 2,
     "num_local_experts": 4,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "ple_embed_dim": 64,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "rnn_width": 64,
+    "rotary_dim": 8,
+    "router_hidden_size": 16,
     "shared_expert_intermediate_size": 32,
     "sliding_window": 8,
+    "split_ngram_parts": 2,
     "ssm_state_size": 16,
     "state_size": 16,
+    "swa_head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_v_head_dim": 16,
     "topk_group": 1,
     "v_head_dim": 16,
     "vocab_size": 256,
-    "word_embed_proj_dim": 64,
+    "vocab_size_per_layer_input": 256,
+    "word_embed_proj_dim": 32,
+    "zero_expert_num": 2,
 }
 """Keys of a `config.json` that are sizes, and what a small model has."""
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
+"""Keys of a `config.json` that may say how many layers a decoder has."""
 
 _KEEP_LAYERS = 4
-"""Layers of a small model, or more where that many kinds of layers come one after the other."""
+"""Layers of a small model, or more where it has more kinds of layers."""
+_MOST_PAIRS = 4
+"""Two layers of each kind are kept where there are no more kinds: some of transformers' modules share weights."""
+
+Sizes = Mapping[str, Any]
+_RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
+    ("num_key_value_heads", lambda c: c["num_attention_heads"]),
+    ("num_key_value_heads", lambda c: c["n_heads"]),
+    ("head_dim", lambda c: c["qk_rope_head_dim"]),
+    ("head_dim", lambda c: c["hidden_size"] * c["expand"] / c["num_heads"]),
+    ("head_dim", lambda c: c["qk_nope_head_dim"] + c["qk_rope_head_dim"]),
+    ("qk_rope_head_dim", lambda c: c["head_dim"] * c["partial_rotary_factor"]),
+    ("qk_head_dim", lambda c: c["qk_nope_head_dim"] + c["qk_rope_head_dim"]),
+    ("kv_channels", lambda c: c["hidden_size"] / c["num_attention_heads"]),
+    ("num_query_groups", lambda c: c["num_attention_heads"]),
+    ("mamba_d_ssm", lambda c: c["mamba_n_heads"] * c["mamba_d_head"]),
+    ("mamba_headdim", lambda c: c["hidden_size"] * c["mamba_expand"] / c["n_mamba_heads"]),
+    ("attention_hidden_size", lambda c: c["hidden_size"]),
+    ("attention_head_dim", lambda c: c["attention_hidden_size"] / c["num_attention_heads"]),
+    ("embedding_size", lambda c: c["hidden_size"]),
+    ("word_embed_proj_dim", lambda c: c["hidden_size"]),
+    ("time_step_rank", lambda c: c["hidden_size"] / 16),
+    ("d_head", lambda c: c["d_model"] / c["n_head"]),
+)
+"""Sizes that follow from others in some families: what holds of a config is made to hold of the small one."""
 
 
 def small_config(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -88,16 +174,17 @@ def small_config(hf_config: dict[str, Any]) -> dict[str, Any]:
             if key in small and isinstance(small[key], int):
                 small[key] = len(indices)
         for key, value in hf_config.items():
-            if isinstance(value, list) and len(value) == count:
-                small[key] = [value[index] for index in indices]
-    heads, keys = (hf_config.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and heads == keys:
-        small["num_key_value_heads"] = small["num_attention_heads"]
-    if isinstance(small.get("qk_rope_head_dim"), int) and hf_config.get("head_dim") == hf_config["qk_rope_head_dim"]:
-        small["head_dim"] = small["qk_rope_head_dim"]
-    for key in ("text_config", "llm_config"):
-        if isinstance(hf_config.get(key), dict):
-            small[key] = small_config(hf_config[key])
+            small[key] = _of_layers(key, value, count, indices, small[key])
+        if isinstance(shared := hf_config.get("num_kv_shared_layers"), int):
+            small["num_kv_shared_layers"] = sum(index >= count - shared for index in indices)
+    _relate(hf_config, small)
+    for layer, sizes in (small.get("per_layer_config") or {}).items():
+        related = {**small, **sizes}
+        _relate({**hf_config, **_entry(hf_config["per_layer_config"], indices[int(layer)])}, related)
+        sizes.update({key: related[key] for key in sizes})
+    for key, value in hf_config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            small[key] = small_config(value)
     for key, value in small.items():
         if key.endswith("_token_id") and isinstance(value, int):
             small[key] = min(value, SIZES["vocab_size"] - 1)
@@ -107,7 +194,7 @@ def small_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 def _small(key: str, value: Any) -> Any:
     if key not in SIZES or not isinstance(value, int) or isinstance(value, bool):
         return value
-    if key == "num_key_value_heads" and value == 1:
+    if key.endswith("num_key_value_heads") and value == 1:
         return 1
     return min(value, SIZES[key]) if value > 0 else value
 
@@ -149,7 +236,7 @@ def chosen_layers(hf_config: dict[str, Any]) -> list[int]:
 def layer_kind(hf_config: dict[str, Any], index: int) -> str:
     """Returns what the lists of a config say of a layer."""
     layered, count = _with_layers(hf_config)
-    return repr([value[index] for value in layered.values() if isinstance(value, list) and len(value) == count])
+    return repr(_kinds(layered, count)[index])
 
 
 def _with_layers(hf_config: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -162,13 +249,64 @@ def _with_layers(hf_config: dict[str, Any]) -> tuple[dict[str, Any], int]:
     raise AssertionError("a config that is read has layers")
 
 
-def _chosen_layers(hf_config: dict[str, Any], count: int) -> list[int]:
-    """Returns the first layer of each kind, and as many of the first ones beside them as make up the least number."""
+def _relate(full: Sizes, small: dict[str, Any]) -> None:
+    """Makes what holds of a config hold of the small one."""
+    for key, relation in _RELATIONS:
+        if _holds(full, key, relation):
+            small[key] = int(relation(small))
+
+
+def _entry(table: dict[Any, Any], layer: int) -> Any:
+    return table.get(str(layer), table.get(layer)) or {}
+
+
+def _holds(config: Sizes, key: str, relation: Callable[[Sizes], Any]) -> bool:
+    try:
+        return config.get(key) is not None and bool(config[key] == relation(config))
+    except (KeyError, TypeError, ZeroDivisionError):  # a family without the other sizes
+        return False
+
+
+def _of_layers(key: str, value: Any, count: int, indices: list[int], otherwise: Any) -> Any:
+    """Returns what a small config has of an entry that is a list over layers, a list of some layers' indices, or a
+    table by their index."""
+    places = {layer: place for place, layer in enumerate(indices)}
+    if isinstance(value, list) and len(value) == count:
+        return [value[index] for index in indices]
+    named = "layer" in key or "idx" in key
+    if isinstance(value, list) and named and all(isinstance(one, int) and 0 <= one < count for one in value):
+        return [places[one] for one in value if one in places] if value == sorted(set(value)) else otherwise
+    if key == "per_layer_config" and isinstance(value, dict):
+        return {
+            str(places[int(layer)]): {name: _small(name, size) for name, size in sizes.items()}
+            for layer, sizes in value.items()
+            if int(layer) in places
+        }
+    return otherwise
+
+
+def _kinds(hf_config: dict[str, Any], count: int) -> list[Any]:
+    """Returns what a config says of each layer."""
     lists = [value for value in hf_config.values() if isinstance(value, list) and len(value) == count]
-    kinds: dict[str, int] = {}
-    for index in range(count):
-        kinds.setdefault(repr([values[index] for values in lists]), index)
-    chosen = set(kinds.values())
+    table = hf_config.get("per_layer_config")
+    shared = hf_config.get("num_kv_shared_layers") or 0
+    return [
+        (
+            *(values[index] for values in lists),
+            _entry(table, index) if isinstance(table, dict) else None,
+            index >= count - shared,
+        )
+        for index in range(count)
+    ]
+
+
+def _chosen_layers(hf_config: dict[str, Any], count: int) -> list[int]:
+    """Returns the first layers of each kind, and as many of the first ones beside them as make up the least number."""
+    kinds: dict[str, list[int]] = {}
+    for index, kind in enumerate(_kinds(hf_config, count)):
+        kinds.setdefault(repr(kind), []).append(index)
+    each = 2 if 1 < len(kinds) <= _MOST_PAIRS else 1
+    chosen = {index for found in kinds.values() for index in found[:each]}
     for index in range(count):
         if len(chosen) >= min(_KEEP_LAYERS, count):
             break

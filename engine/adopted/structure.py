@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from engine.adopted.attention import IMPLEMENTATION
+from engine.adopted.small import LAYER_COUNTS
 from engine.errors import UserError
 from engine.layers.plain_module import build_plain
 
@@ -28,6 +29,8 @@ class Structure:
         embedding: its table of tokens.
         norm: what the last layer's output goes through; None where nothing is known to.
         head: the linear that makes logits, inside the whole.
+        stem: the module outside the body whose output the head may take; None where there is none.
+        count: of layers.
     """
 
     body: str
@@ -35,6 +38,8 @@ class Structure:
     embedding: str
     norm: str | None
     head: str
+    stem: str | None
+    count: int
 
     @property
     def layers_path(self) -> str:
@@ -64,7 +69,7 @@ def read_config(hf_config: dict[str, Any]) -> Any:
             return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(hf_config)))
     except Exception as error:  # each family's class checks in its own way
         raise UserError(
-            f"transformers cannot read config.json of a {model_type} model: {_reason(error)}; copy the model again."
+            f"transformers cannot read config.json of a {model_type} model: {first_line(error)}; copy the model again."
         ) from None
 
 
@@ -77,10 +82,13 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(one) for one in value] if isinstance(value, list) else value
 
 
-def _reason(error: Exception) -> str:
-    """Returns the first two lines, where the second one has the reason."""
-    lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
-    return ": ".join(lines[:2]) or type(error).__name__
+def first_line(error: Exception) -> str:
+    """Returns an error's message in one line, or its type."""
+    return " ".join(str(error).split())[:_MOST_WORDS].rstrip(".") or type(error).__name__
+
+
+_MOST_WORDS = 200
+"""Characters of an error's message that are said."""
 
 
 @contextmanager
@@ -96,30 +104,80 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers' modules raise where a config or a call is none that they were written for."""
+
+
+def causal_model(hf_config: dict[str, Any], attention: str) -> Any:
+    """Makes transformers' causal language model of a `config.json`.
+
+    Args:
+        attention: the implementation that its layers call.
+    """
+    import transformers
+
+    config = read_config(hf_config)
+    model_class = getattr(transformers, known_types()[hf_config["model_type"]])
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    return model_class._from_config(config, attn_implementation=attention)
+
+
 def build_module(hf_config: dict[str, Any], attention: str = IMPLEMENTATION) -> nn.Module:
     """Builds transformers' module of a causal language model: parameters on the meta device, buffers on the CPU.
 
     Args:
         attention: the implementation that its layers call; where the model has no choice, its own is left to it.
     """
-    import transformers
     from transformers.initialization import no_init_weights
-
-    config = read_config(hf_config)
-    name = known_types()[hf_config["model_type"]]
-    model_class = getattr(transformers, name)
 
     def make() -> nn.Module:
         with no_init_weights():
-            return model_class._from_config(config, attn_implementation=attention)
+            return causal_model(hf_config, attention)
 
-    with quiet():
-        try:
-            return build_plain(make)
-        except (ValueError, KeyError):  # a table of its own has no such name, once it is registered
-            if attention == "eager":
-                raise
+    try:
+        with quiet():
+            return with_linears(build_plain(make))
+    except UserError:
+        raise
+    except FAULTS as error:
+        if isinstance(error, (ValueError, KeyError)) and attention != "eager":
             return build_module(hf_config, "eager" if attention == "sdpa" else "sdpa")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    raise UserError(
+        f"transformers cannot build a {hf_config['model_type']} model of this config.json ({reason}): copy the model "
+        "again."
+    )
+
+
+class TransposedLinear(nn.Linear):
+    """A linear whose weight transformers' module, and a checkpoint, has as [in, out]."""
+
+
+def with_linears(model: nn.Module) -> nn.Module:
+    """Puts linears without memory in place of transformers' transposed ones, and returns the model."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1D):
+                setattr(parent, name, TransposedLinear(*child.weight.shape, device="meta"))
+    return model
+
+
+def transposed_weights(model: nn.Module) -> set[str]:
+    """Returns the names of weights that lie [in, out] in a checkpoint; `model` is of `build_module`."""
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, TransposedLinear)}
 
 
 @lru_cache(maxsize=4)
@@ -143,25 +201,61 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
     """Returns the parts of a model; see `structure_of`."""
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    count = layer_count(model.config)
     refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise UserError(f"{refusal}its tokens' embedding or its head is not a plain table or linear.")
+    if head.weight.shape != embedding.weight.shape:
+        raise UserError(
+            f"{refusal}its tokens' embedding is {_shape(embedding)} and its head {_shape(head)}, which are to be equal."
+        )
+    counts = layer_counts(model.config)
     body, _, leaf = names[id(embedding)].rpartition(".")
     while True:
         inside = model.get_submodule(body)
-        lists = [
-            name for name, child in inside.named_children() if isinstance(child, nn.ModuleList) and len(child) == count
-        ]
+        lists = [(name, len(found)) for name, found in _outer_lists(inside) if len(found) in counts]
         if len(lists) == 1 and "inputs_embeds" in inspect.signature(inside.forward).parameters:
             break
         if not body:
-            raise UserError(f"{refusal}no module takes embeddings of tokens and runs a list of {count} layers.")
+            raise UserError(f"{refusal}no module takes embeddings of tokens and runs one list of its layers.")
         body, _, above = body.rpartition(".")
         leaf = f"{above}.{leaf}"
+    layers, count = lists[0]
     return Structure(
-        body=body, layers=lists[0], embedding=leaf, norm=_last_norm(inside, lists[0]), head=names[id(head)]
+        body=body,
+        layers=layers,
+        embedding=leaf,
+        norm=_last_norm(inside, layers),
+        head=names[id(head)],
+        stem=_stem(model, body, names[id(head)]),
+        count=count,
     )
+
+
+def _shape(module: nn.Embedding | nn.Linear) -> str:
+    return " x ".join(map(str, module.weight.shape))
+
+
+def _outer_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yields the lists of modules inside that are in no other list, with their names."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _outer_lists(child, f"{prefix}{name}.")
+
+
+def _stem(model: nn.Module, body: str, head: str) -> str | None:
+    """Returns the module that holds the head, or the one beside head and body."""
+    above = body.partition(".")[0]
+    first, inside, _ = head.partition(".")
+    if inside:
+        return first if first != above else None
+    others = [
+        name
+        for name, child in model.named_children()
+        if name not in (above, head) and next(child.parameters(), None) is not None
+    ]
+    return others[0] if len(others) == 1 else None
 
 
 _LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "layer_norm")
@@ -177,7 +271,10 @@ def _last_norm(body: nn.Module, layers: str) -> str | None:
     ]
     if planned:
         return str(planned[-1])
-    return next((name for name in _LAST_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
+    found = next((name for name in _LAST_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
+    if found is not None and inspect.getsource(type(body).forward).count(f"self.{found}(") > 1:
+        return None  # it is in front of the layers too
+    return found
 
 
 def skeleton(model: nn.Module, structure: Structure, layers: Iterable[int]) -> tuple[nn.Module, list[nn.Module]]:
@@ -195,6 +292,16 @@ def skeleton(model: nn.Module, structure: Structure, layers: Iterable[int]) -> t
     return copied, [copy.deepcopy(held[index], memo) for index in layers]
 
 
+def stem_of(model: nn.Module, structure: Structure) -> nn.Module:
+    """Returns a copy of the stem, which returns what the head takes."""
+    assert structure.stem is not None
+    head = model.get_submodule(structure.head)
+    memo: dict[int, Any] = {id(head): nn.Identity()}
+    for parameter in head.parameters():  # the stem may hold them a second time
+        memo[id(parameter)] = None
+    return copy.deepcopy(model.get_submodule(structure.stem), memo)
+
+
 def layer_shapes(layer: nn.Module) -> tuple[Any, ...]:
     """Returns what tells kinds of layers apart: the shapes of their parameters, and plain attributes but the index."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
@@ -207,10 +314,7 @@ def layer_shapes(layer: nn.Module) -> tuple[Any, ...]:
     return shapes, tuple(entry for entry in plain if entry[1] not in ("layer_idx", "layer_number", "index"))
 
 
-def layer_count(config: Any) -> int:
-    """Returns the number of layers that transformers' record of a config has."""
+def layer_counts(config: Any) -> set[int]:
+    """Returns the numbers of layers that transformers' record of a config has."""
     text = config.get_text_config()
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"):
-        if isinstance(getattr(text, name, None), int):
-            return int(getattr(text, name))
-    raise UserError(f"config.json of a {text.model_type} model does not say how many layers it has.")
+    return {value for name in LAYER_COUNTS if isinstance(value := getattr(text, name, None), int)}

@@ -104,12 +104,12 @@ class _ParallelLinear(ShardedModule):
         folded = FOLDED in (forward_way, backward_way)
         multiple = layout.kernels.fold_multiple
         extra = -(-rank // multiple) * multiple if folded else 0
+        self.bias_storage = build.empty((rows,)) if bias else None
         if shared is None:
             holder = build if self.encoded is None else replace(build, device=torch.device("meta"))
             self.storage = holder.empty((rows, self.in_features + extra))
         else:
-            self._share(shared, rows)
-        self.bias_storage = build.empty((rows,)) if bias else None
+            self._share(shared, sections[0])
         first = 0
         for section in sections:
             if shared is None:
@@ -220,11 +220,17 @@ class _ParallelLinear(ShardedModule):
         y = scaled_output(y_TO, self.operands, self.magnitudes, context, leaves, split_inputs=split_inputs)
         return y if self.bias_storage is None else y + self.bias_storage
 
-    def _share(self, shared: ShardEntry, rows: int) -> None:
+    def _share(self, shared: ShardEntry, section: Section) -> None:
         self.storage = shared.parameter.data
+        bias = None
+        if self.bias_storage is not None:
+            spec, trains = self._bias_spec(section.spec), self.build.plan.trains(section.name)
+            bias = self.own(f"{section.name}.bias", self.bias_storage, spec, trainable=trains)
+            self._leaves.append(bias.parameter)
         if shared.sink is not None:
             shared.sink.uses += 1
-            self._sinks.append(RowsSink(first=0, count=rows, weight=shared.sink, bias=None))
+            sink = None if bias is None else bias.sink
+            self._sinks.append(RowsSink(first=0, count=section.rows, weight=shared.sink, bias=sink))
             self._leaves.append(shared.parameter)
 
     def _own_section(self, section: Section, first: int) -> None:

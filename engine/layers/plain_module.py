@@ -44,7 +44,12 @@ def build_plain(make: Callable[[], nn.Module]) -> nn.Module:
 
 def linear_names(module: nn.Module) -> list[str]:
     """Returns the names of the linears in `module`, which may have adapters."""
-    return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    return [name for name, child in module.named_modules() if is_linear(child)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module computes what torch's linear does; some that derive from it do not."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 @lru_cache(maxsize=4)

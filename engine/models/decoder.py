@@ -172,7 +172,9 @@ class Decoder(nn.Module):
             shared = self.tied.weight
         return shared
 
-    def _build_head(self, build: LayerContext, shared: ShardEntry | None) -> ColumnParallelLinear:
+    def _build_head(
+        self, build: LayerContext, shared: ShardEntry | None, *, bias: bool = False
+    ) -> ColumnParallelLinear:
         config, tp = self.config, self.layout.tp
         kernels = self.layout.kernels
         if config.logits_softcap is not None:
@@ -182,7 +184,7 @@ class Decoder(nn.Module):
         self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
             [Section(name="lm_head", spec=self.vocab_spec)],
-            bias=False,
+            bias=bias,
             site=config.num_layers * SITES_PER_LAYER,
             shared=shared,
             build=build,
@@ -377,9 +379,9 @@ class Decoder(nn.Module):
 
     def _uncapped_logits(self, x: Tensor, context: TokenContext) -> Tensor:
         assert self.norm is not None and self.head is not None
-        return scaled_logits(self.config, self.norm, self.head, self._head_stream(x), context)
+        return scaled_logits(self.config, self.norm, self.head, self._head_stream(x, context), context)
 
-    def _head_stream(self, x: Tensor) -> Tensor:
+    def _head_stream(self, x: Tensor, context: TokenContext) -> Tensor:
         """Returns what the last norm takes, for what the last layer gave."""
         return x
 
@@ -397,7 +399,7 @@ class Decoder(nn.Module):
             assert self.norm is not None and self.head is not None
             found.append(
                 head_figures(
-                    self._head_stream(x),
+                    self._head_stream(x, context),
                     batch.labels_BS.flatten(),
                     context,
                     norm=self.norm,

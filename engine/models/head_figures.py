@@ -86,7 +86,7 @@ def head_figures(
     first_id = pieces[0].global_offset if pieces else config.vocab_size
     num_ids = pieces[0].length if pieces else 0
     entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
-    if is_frozen(head):
+    if is_frozen(head) and head.bias_storage is None:
         losses_T = frozen_head_losses(
             x,
             source,

@@ -112,11 +112,12 @@ def forms_of(config_text: str) -> Forms:
     raise UserError(f"{refusal}{reason}.")
 
 
+@torch.no_grad()
 def _found_forms(hf_config: dict[str, Any], refusal: str) -> Forms:
     model = small_model(hf_config)
     parts = find_structure(model, hf_config)
     ids = torch.arange(3, 3 + _TOKENS)[None]
-    with torch.no_grad(), quiet():
+    with quiet():
         table = model.get_submodule(parts.embedding_path)
         embedding = _ratio(table(ids), table.weight[ids])
         stream, logits = _ends(model, parts, ids)

@@ -50,7 +50,7 @@ def one_token(device: torch.device) -> Batch:
     return Batch(
         tokens_BS=zero,
         labels_BS=torch.full_like(zero, IGNORE_LABEL),
-        numbers_BS=zero,
+        positions_BS=zero,
         token_index_BS=zero,
         loss_weights_BS=zero.float(),
         document_offsets=torch.tensor([0, 1], dtype=torch.int32, device=device),

@@ -71,6 +71,7 @@ SIZES: dict[str, int] = {
     "max_position_embeddings": 128,
     "max_seq_len": 128,
     "moe_intermediate_size": 32,
+    "moe_k": 2,
     "moe_num_experts": 4,
     "moe_shared_expert_intermediate_size": 32,
     "moe_top_k": 2,

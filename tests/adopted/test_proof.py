@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from engine.adopted import forms, proof, stage_ends, structure
 from engine.adopted.config import AdoptedConfig, adopted_config
@@ -141,19 +141,27 @@ def test_a_mixer_that_leaks_between_documents_is_refused(monkeypatch: pytest.Mon
     assert _proof(decoder).rows[0].compared == "rows of one document"
 
 
-def test_an_embedding_with_a_hidden_scale_is_refused(monkeypatch: pytest.MonkeyPatch, afresh: None) -> None:
+@pytest.mark.parametrize("looks_up_itself", [False, True])
+def test_an_embedding_with_a_hidden_scale_is_computed_or_refused(
+    looks_up_itself: bool, monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> None:
     from transformers.models.llama.modeling_llama import LlamaModel
 
     plain = LlamaModel.forward
 
     def scaled(self: Any, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **named: Any) -> Any:
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids) * 3.0
+            table = self.embed_tokens
+            found = embedding(input_ids, table.weight) if looks_up_itself else table(input_ids)
+            inputs_embeds = found * 3.0
         return plain(self, inputs_embeds=inputs_embeds, **named)
 
     monkeypatch.setattr(LlamaModel, "forward", scaled)
-    with pytest.raises(UserError, match=r"cannot be adopted.* differs from transformers' own by"):
-        adopted_config(_config("llama"))
+    if looks_up_itself:
+        with pytest.raises(UserError, match=r"cannot be adopted"):
+            adopted_config(_config("llama"))
+    else:
+        assert adopted_config(_config("llama")).attention == "engine"
 
 
 def _changed(config: Any, style: Callable[[dict[str, str]], dict[str, str]], decoder: AdoptedConfig) -> str:

@@ -101,7 +101,7 @@ class AdoptedConfig(DecoderConfig):
         return tuple(dict.fromkeys(name for variant in self.variants for name in variant.further_linears()))
 
     def check_context(self, size: int, method: Method) -> None:
-        if self.attention == "own":
+        if not self.keeps_documents_apart:
             raise UserError(
                 f"parallel.context is {size}, but layers of {self.family} models remember tokens in a way of their "
                 "own, which does not reach other ranks: set parallel.context to 1."

@@ -77,6 +77,7 @@ class AdoptedConfig(DecoderConfig):
 
     body: ClassVar[str] = "engine.adopted.body:AdoptedBody"
     splits_tokens: ClassVar[bool] = False
+    recomputed_regions: ClassVar[tuple[str, ...]] = ("full",)
     proof: ClassVar[str | None] = "engine.adopted.run_proof:prove"
     hf_config: str
     attention: Attention

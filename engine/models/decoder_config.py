@@ -430,6 +430,8 @@ class DecoderConfig:
     """The class that computes the model, as `engine.seams.resolve` takes it."""
     splits_tokens: ClassVar[bool] = True
     """Whether layers can hold a tensor rank's part of the tokens."""
+    recomputed_regions: ClassVar[tuple[str, ...]] = ("attention", "full")
+    """The levels of recomputation that run a region of a layer again."""
     proof: ClassVar[str | None] = None
     """What proves at the start that a run's layout computes the model, likewise; None where tests have."""
     family: str

@@ -167,7 +167,9 @@ def search(
     fitting: list[list[Candidate]] = []
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
-    for layout in each(list(layouts(wanted.devices, has_experts=workload.decoder.num_experts > 0))):
+    decoder = workload.decoder
+    places = layouts(wanted.devices, has_experts=decoder.num_experts > 0, splits_tokens=decoder.splits_tokens)
+    for layout in each(list(places)):
         try:
             _check(wanted, workload, layout)
             tried = _least_sharding(wanted, workload, layout)
@@ -265,12 +267,14 @@ def _seconds(candidate: Candidate) -> tuple[float, int]:
     return round(candidate.time.step, 6), candidate.peak
 
 
-def layouts(devices: int, *, has_experts: bool = False) -> Iterator[Layout]:
+def layouts(devices: int, *, has_experts: bool = False, splits_tokens: bool = True) -> Iterator[Layout]:
     """Yields all layouts, simple ones first.
 
     Args:
         has_experts: the model is a mixture, whose experts may be spread over other ranks than the rest.
+        splits_tokens: its tensor ranks may divide the tokens between linears.
     """
+    sequences = (None, False) if splits_tokens else (False,)
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for pipeline in divisors:
         for context in divisors:
@@ -278,7 +282,7 @@ def layouts(devices: int, *, has_experts: bool = False) -> Iterator[Layout]:
                 if devices % (pipeline * context * tensor):
                     continue
                 data = devices // (pipeline * context * tensor)
-                for sequence in (None, False) if tensor > 1 else (None,):
+                for sequence in sequences if tensor > 1 else (None,):
                     for virtual in (1, 2) if pipeline > 1 else (None,):
                         plain = ParallelOptions(
                             tensor=tensor, sequence=sequence, pipeline=pipeline, virtual=virtual, context=context
@@ -312,6 +316,7 @@ def _check(wanted: SearchRequest, workload: Workload, layout: Layout) -> None:
     check_config(config)
     check_world(config, wanted.devices)
     parallel, decoder = layout.parallel, workload.decoder
+    decoder.check_rows(packs=False, context=parallel.context, method=parallel.context_method)
     if parallel.context > 1 and parallel.context_method == "ulysses":
         heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
         check_context_heads(*heads, parallel.context)
@@ -387,18 +392,24 @@ def _least_recomputation(wanted: SearchRequest, place: _Placement, layout: Layou
     def candidate(level: Level, layers: int | None = None) -> Candidate:
         return Candidate.predict(place.workload, layout, plan(level, layers), wanted.routing)
 
+    decoder = place.workload.decoder
+    regions = [level for level in _REGIONS if level in wanted.recompute and level in decoder.recomputed_regions]
+    light = [level for level in _LIGHT if level in wanted.recompute]
+    if not regions and not light:
+        raise UserError(
+            f"layers of {decoder.family} models are recomputed whole or not at all: let memory.recompute be full or "
+            "selective."
+        )
     static = tuple(predict_static(place.workload, layout))
     if fullest(static).step > wanted.capacity:
         most = plan(next(level for level in reversed(RECOMPUTE_LEVELS) if level in wanted.recompute))
         return [Candidate(layout=layout, workload=place.workload, memory=most, estimates=static, traced=False)]
-    tried = [candidate(level) for level in [level for level in _LIGHT if level in wanted.recompute][-1:]]
+    tried = [candidate(level) for level in light[-1:]]
     fitting = [one for one in tried if wanted.holds(one)]
     if fitting and not place.offload:
         return fitting
-    num_layers = place.workload.decoder.num_layers
-    for level in _REGIONS:
-        if level not in wanted.recompute:
-            continue
+    num_layers = decoder.num_layers
+    for level in regions:
         tried.append(candidate(level))
         if not wanted.holds(tried[-1]):
             continue

@@ -178,7 +178,8 @@ def model_shape(
         parts[kind] = build(part=Part(first=kind, last=kind + 1, embedding=False, head=False))
     for part in parts.values():
         _check_products(part, device_type)
-    layers = {kind: _layer(part.layers[0]) for kind, part in parts.items()}
+    kv_width = config.num_kv_heads // (layout.tp.size // layout.kv_replica.size) * config.head_dim
+    layers = {kind: _layer(part.layers[0], kv_width) for kind, part in parts.items()}
     parameters = {kind: _layer_parameters(part.layers[0]) for kind, part in parts.items()}
     assert ends.embedding is not None and ends.head is not None
     behind = [module for name, module in ends.named_children() if name not in ("embedding", "fronts", "layers")]
@@ -202,11 +203,12 @@ def model_shape(
     )
 
 
-def _layer(layer: nn.Module) -> LayerShape:
+def _layer(layer: nn.Module, kv_width: int) -> LayerShape:
+    """Reads a layer; `kv_width` is that of one without branches."""
     trains = any(entry.sink is not None for entry in shard_entries(layer))
     if not isinstance(layer, DecoderLayer):
         linears = tuple(shape for one in layer.modules() if isinstance(one, _LINEARS) for shape in one.shapes)
-        return LayerShape(attention=linears, mlp=linears, kv_width=0, trains=trains)
+        return LayerShape(attention=linears, mlp=linears, kv_width=kv_width, trains=trains)
     attention, mlp = layer.attention, layer.mlp
     return LayerShape(
         attention=attention.linear_shapes,

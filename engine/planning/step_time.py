@@ -122,7 +122,7 @@ class _Times:
         self._keys_sent = _keys_sent(workload, parallel.context)
         self._copies = layout.copies if parallel.shard == "parameters" else {}
         self._gather_wire = machine.wire(layout.world_size) * 1e9
-        self._splits = parallel.sequence_parallel
+        self._splits = parallel.sequence_parallel and workload.decoder.splits_tokens
         self._context_wire = machine.wire(parallel.tensor * parallel.context) * 1e9
 
     def sequence_links(self, count: int) -> float:

@@ -497,7 +497,7 @@ def rank_model(workload: Workload, parallel: ParallelOptions) -> RankModel:
     alike = replace(workload, global_batch=0, beside=0, offload_weights=False, offload_optimizer=False)
     ends = ParallelOptions(
         tensor=parallel.tensor,
-        sequence=parallel.sequence_parallel,
+        sequence=parallel.sequence_parallel and workload.decoder.splits_tokens,
         pipeline=min(parallel.pipeline, 2),
         context=parallel.context,
         context_method=parallel.context_method,

@@ -22,7 +22,7 @@ import sys
 from math import isfinite
 from pathlib import Path
 
-from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES
+from engine.choices import ADAPTER_FORMS, ADAPTER_READERS, BASE_DTYPES, IMPLEMENTATIONS
 from engine.config.command_line import CommandLine, named_as
 from engine.config.units import read_gb, read_step
 from engine.conversion.prefetch import start_reading
@@ -47,6 +47,13 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     importing.add_argument("--source", required=True, type=Path, help="Hugging Face folder, or a partitioned base")
     importing.add_argument("--tensor", type=int, default=1, help="number of partitions (default 1)")
+    importing.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        default="auto",
+        help="whose layers the model is to be trained with: the engine's (native), or transformers' (adopted); the "
+        "default, auto, takes the engine's where it has the family",
+    )
     _add_common(importing)
 
     resharding = commands.add_parser(
@@ -173,7 +180,9 @@ def _carry_out(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite, verify=arguments.verify, threads=arguments.threads, **model
     )
     if arguments.command == "import":
-        commands.run_import(arguments.source, out, tensor=arguments.tensor, options=options)
+        commands.run_import(
+            arguments.source, out, tensor=arguments.tensor, options=options, implementation=arguments.implementation
+        )
     elif arguments.command == "reshard":
         commands.run_reshard(arguments.source, out, tensor=arguments.tensor, options=options)
     elif arguments.command == "merge":

@@ -144,7 +144,7 @@ def _recorded_implementation(folder: Path, manifest: Manifest, wanted: Implement
     if wanted not in ("auto", recorded):
         raise UserError(
             f"{folder} was partitioned for implementation {recorded}, but {wanted} is asked for: use {recorded}, or "
-            "import the Hugging Face folder again."
+            f"import the Hugging Face folder again with --implementation {wanted}."
         )
     return recorded
 

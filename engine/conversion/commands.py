@@ -18,7 +18,7 @@ from engine.checkpoint.run.training_state import TrainingCheckpoint, expect_base
 from engine.checkpoint.tokenizer_files import BASES_OWN, TrainedTokenizer, adapter_template, trained_tokenizer
 from engine.checkpoint.untied import trained_apart, untied
 from engine.checkpoint.weight_source import WeightSource
-from engine.choices import AdapterForm, AdapterReader
+from engine.choices import AdapterForm, AdapterReader, Implementation
 from engine.config.hub import instead_of
 from engine.config.run_files import CHECKPOINTS
 from engine.conversion.add_adapter import summary
@@ -108,10 +108,18 @@ class Options(Work):
             yield replace(self, progress=advance)
 
 
-def run_import(source: Path, out: Path, *, tensor: int, options: Options, doing: str = "importing") -> None:
+def run_import(
+    source: Path,
+    out: Path,
+    *,
+    tensor: int,
+    options: Options,
+    implementation: Implementation = "auto",
+    doing: str = "importing",
+) -> None:
     """Partitions a model. See `import_checkpoint`; `doing` is for the progress line."""
     log = Log()
-    weights = open_source(source)
+    weights = open_source(source, implementation)
     with options.work(log, f"{doing} {source}", weights) as work:
         report = import_checkpoint(weights, out, tensor=tensor, work=work)
     if outside := weights.outside_names():

@@ -81,6 +81,8 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
         *_tensor_rows(weights),
         ("fingerprint", weights.fingerprint()),
     ]
+    if model.implementation == "adopted":
+        rows.insert(2, ("layers", "adopted: transformers' own modules"))
     if model.manifest is not None:
         rows += _file_rows(model.manifest.layout, model.manifest.files)
         rows.append(("written by", f"engine {model.manifest.engine_version}"))

@@ -25,7 +25,6 @@ TYPES = [
     "biogpt",
     "bitnet",
     "bloom",
-    "codegen",
     "cohere",
     "cohere2",
     "cohere2_moe",
@@ -55,22 +54,16 @@ TYPES = [
     "granite",
     "granitemoe",
     "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
     "jamba",
     "jetmoe",
     "laguna",
     "lfm2",
-    "lfm2_moe",
     "llama",
     "mamba",
-    "mamba2",
     "minimax",
     "minimax_m2",
-    "ministral",
     "mistral",
     "mixtral",
-    "nemotron",
     "nemotron_h",
     "olmo",
     "olmo2",
@@ -91,11 +84,13 @@ TYPES = [
     "starcoder2",
     "zamba2",
 ]
+CHANGES = {"deepseek_v2": {"num_experts_per_tok": 2}}
+"""Of configs whose defaults make no model."""
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_in_and_out(tmp_path: Path, model_type: str) -> None:
-    model = save_small(model_type, tmp_path / "hf")
+    model = save_small(model_type, tmp_path / "hf", **CHANGES.get(model_type, {}))
     source = open_source(tmp_path / "hf", "adopted")
     state = model.state_dict()
     for name in source.tensor_names():

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.adopted.arrangement import Arrangement
 from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
-from engine.adopted.experts import expert_share, met_weights, stack_names
+from engine.adopted.experts import expert_share, met_weights, stack_shapes
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import Structure, layer_shapes, read_config, structure_of, whole_module
@@ -275,7 +275,7 @@ class AdoptedNames(NameMap):
         module, _, leaf = name.rpartition(".")
         if module == self.body.rstrip("."):
             return leaf
-        if name in stack_names(self.config_text):
+        if name in stack_shapes(self.config_text):
             return f"{self.module_from_hf(name)}.weight"
         return f"{self.module_from_hf(module) or module}.{leaf}"
 
@@ -308,8 +308,11 @@ class AdoptedNames(NameMap):
             return f"layers.{index}.{INSIDE}{inside}".rstrip(".")
         return rest
 
+    def stack_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return stack_shapes(self.config_text)
+
     def is_parameter(self, module: str) -> bool:
-        return self.module_to_hf(module) in stack_names(self.config_text)
+        return self.module_to_hf(module) in stack_shapes(self.config_text)
 
     def to_hf(self, name: str) -> HfLocation:
         module, _, leaf = name.rpartition(".")

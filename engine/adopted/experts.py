@@ -74,10 +74,11 @@ def met_weights(layer: nn.Module, config: Any) -> int:
 
 
 @lru_cache(maxsize=4)
-def stack_names(config_text: str) -> frozenset[str]:
-    """Returns the names of all stacks in transformers' model of a `config.json`, given as text."""
+def stack_shapes(config_text: str) -> Mapping[str, tuple[int, ...]]:
+    """Returns name -> shape of all stacks in transformers' model of a `config.json`, given as text."""
     modules = whole_module(config_text).named_modules()
-    return frozenset(f"{name}.{leaf}" for name, module in modules for leaf in stack_leaves(module))
+    found = ((name, module, leaf) for name, module in modules for leaf in stack_leaves(module))
+    return {f"{name}.{leaf}": tuple(module.get_parameter(leaf).shape) for name, module, leaf in found}
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class _Place(NamedTuple):
 
     Args:
         turns: rows of two halves take turns there, and are one half after the other here.
+        experts: of a factor on a stack of transformers' model, which is [rank, experts, in] or [out, experts, rank]
+            here; 0 for another tensor.
     """
 
     key: str
@@ -68,6 +70,7 @@ class _Place(NamedTuple):
     columns: slice = slice(None)
     expert: int | None = None
     turns: bool = False
+    experts: int = 0
 
 
 class _Adapter(NamedTuple):
@@ -119,13 +122,14 @@ class AdapterSource(TensorReader):
         present = [fused for fused in FUSED if any(f".{fused.rpartition('.')[2]}.lora_" in key for key in keys)]
         names = names.spelled_as([key.removeprefix(KEY_PREFIX) for key in keys]).fuse(present)
         stacks = stored_stacks(keys, self._file.shape, names, decoder, KEY_PREFIX)
-        if self.settings.has_stacks and not stacks:
+        on_parameters = self._on_parameters(keys, names)
+        if self.settings.has_stacks and not stacks and not on_parameters:
             raise UserError(
                 f"{self.folder} says target_parameters in its adapter_config.json, but has no adapter on a stack of "
                 "this model's experts: remove it there, or give the model that the adapter is for."
             )
-        stacked = {key for one in stacks for key in one.keys.values()}
-        places: dict[str, tuple[_Place, ...]] = {}
+        stacked = {key for one in stacks for key in one.keys.values()} | {one.key for one in on_parameters.values()}
+        places: dict[str, tuple[_Place, ...]] = {name: (place,) for name, place in on_parameters.items()}
         for key in (key for key in keys if key not in stacked):
             name = _logical_name(key, names, self._file.path, with_saved_modules)
             if other := places.get(name):
@@ -152,6 +156,34 @@ class AdapterSource(TensorReader):
             f"{module}.{leaf}": found for module, one in self._adapters.items() for leaf, found in one.leaves.items()
         }
         self._places = places | own
+
+    def _on_parameters(self, keys: Sequence[str], names: NameMap) -> dict[str, _Place]:
+        """Returns the factors on stacks that are parameters of transformers' model, by name.
+
+        Of two adapted parameters of a module PEFT wraps the first one inside the other's wrapper.
+        """
+        found: dict[str, _Place] = {}
+        of_module: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in names.stack_shapes().items():
+            module, _, leaf = name.rpartition(".")
+            of_module.setdefault(module, {})[leaf] = shape
+        for module, leaves in of_module.items():
+            for inside in ("", ".base_layer"):
+                a, b = (f"{KEY_PREFIX}{module}{inside}.{leaf}.weight" for leaf in (LORA_A, LORA_B))
+                if a not in keys or b not in keys:
+                    continue
+                sizes = self._file.shape(b)[0], self._file.shape(a)[1]
+                fitting = [leaf for leaf, shape in leaves.items() if shape[1:] == sizes]
+                if not fitting or self._file.shape(a)[0] % leaves[fitting[0]][0]:
+                    raise UserError(
+                        f"{self._file.path} has {a} {list(self._file.shape(a))} and {b} {list(self._file.shape(b))}, "
+                        f"which fit no parameter of {module}: use an adapter that was trained on this model."
+                    )
+                leaf = fitting[0] if inside else fitting[-1]
+                for factor, key in ((LORA_A, a), (LORA_B, b)):
+                    engine_module = names.module_from_hf(f"{module}.{leaf}")
+                    found[f"{engine_module}.{factor}"] = _Place(key, experts=leaves[leaf][0])
+        return found
 
     @property
     def label(self) -> str:
@@ -251,6 +283,10 @@ class AdapterSource(TensorReader):
         tensor = self._file.view(place.key)
         if place.expert is not None:  # factors that all share exist once
             tensor = tensor[place.expert if tensor.shape[0] > 1 else 0]
+        if place.experts:
+            is_a = place.key.endswith(f"{LORA_A}.weight")
+            shape = (place.experts, -1) if is_a else (-1, place.experts)
+            return tensor.unflatten(0, shape).transpose(0, 1) if is_a else tensor.unflatten(1, shape).transpose(1, 2)
         if place.turns:
             tensor = torch.cat([tensor[::2], tensor[1::2]])
         return tensor[place.rows, place.columns] if tensor.ndim > 1 else tensor[place.rows]

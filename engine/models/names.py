@@ -290,6 +290,11 @@ class NameMap:
         match = _LAYER.match(module)
         return (match[2] if match else module.removeprefix(VISION)) in self.parameters
 
+    def stack_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Returns name -> shape [experts, out, in] of the parameters of transformers' model that have an adapter for
+        each expert, where they are so in the engine too."""
+        return {}
+
     def is_unused(self, hf_name: str) -> bool:
         """Returns whether a tensor of the checkpoint is one of `unused`."""
         return any(fnmatchcase(hf_name, pattern) for pattern in self.unused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from engine.adopted.config import adopted_config, adopted_family
 from engine.adopted.forms import small_model
 from engine.adopted.proof import computed, proof_batch
 from engine.batch import IGNORE_LABEL, Batch
+from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
@@ -170,3 +172,21 @@ def test_ranks_for_experts_are_refused() -> None:
     config, _ = _transformers("olmoe")
     with pytest.raises(UserError, match="whose experts are not divided over ranks: leave parallel.expert out"):
         check_expert_ranks(adopted_config(config, "engine"), expert=2, folds=True)
+
+
+def test_adapters_that_peft_saved_are_read(tmp_path: Path) -> None:
+    config, model = _transformers("olmoe")
+    adapted = _with_peft(model)
+    adapted.save_pretrained(tmp_path)
+    family, stock = adopted_family(config), dict(adapted.named_parameters())
+    read = AdapterSource(tmp_path, names=family.names, decoder=adopted_config(config, "engine"))
+    assert sum(".experts." in name for name in read.tensor_names()) == 4 * model.config.num_hidden_layers
+    for name in read.tensor_names():
+        module, _, leaf = name.rpartition(".")
+        where = f"base_model.model.{family.names.module_to_hf(module)}"
+        if ".experts." in name:
+            expected = _expert_factor(stock, where, leaf, model.config.num_experts)
+        else:
+            expected = stock[f"{where}.{leaf}.default.weight"]
+        assert torch.equal(read.read_whole(name), expected), name
+    assert read.scale == ALPHA / RANK

@@ -130,7 +130,7 @@ def test_mixture_of_experts_and_the_like_are_refused_by_name():
         ({"model_type": "minicpmv"}, "'minicpmv' and lacks scale_emb, scale_depth, dim_model_base"),
     ):
         with pytest.raises(UserError, match=words):
-            family, text = family_of(config)
+            family, text = family_of(config, "native")
             family.config_from_hf(text)
 
 

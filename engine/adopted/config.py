@@ -90,6 +90,7 @@ class AdoptedConfig(DecoderConfig):
 
     @property
     def keeps_documents_apart(self) -> bool:
+        """Whether a row may hold several documents."""
         return self.attention == "engine"
 
     @property
@@ -100,6 +101,14 @@ class AdoptedConfig(DecoderConfig):
     @property
     def all_linears(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for variant in self.variants for name in variant.further_linears()))
+
+    def check_packing(self) -> None:
+        if not self.keeps_documents_apart:
+            found = resolve("engine.adopted.proof:attention_proof")(self.hf_config)
+            raise UserError(
+                f"data.packing puts several documents into a row, but a small {self.family} model does not keep them "
+                f"apart: {found.why_own()}; set data.packing to false."
+            )
 
     def check_context(self, size: int, method: Method) -> None:
         if not self.keeps_documents_apart:

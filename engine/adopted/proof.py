@@ -82,6 +82,10 @@ class AttentionProof:
     found: Difference
     packed: Difference | str | None = None
 
+    def why_own(self) -> str:
+        """Returns a phrase on what the engine's attention does not compute in rows that pack documents."""
+        return self.packed.sentence() if isinstance(self.packed, Difference) else str(self.packed)
+
 
 @lru_cache(maxsize=8)
 def attention_proof(config_text: str) -> AttentionProof:

@@ -25,7 +25,6 @@ from engine.adopted.proof import (
     Difference,
     Small,
     Trained,
-    attention_proof,
     computed,
     difference,
     proof_batch,
@@ -64,15 +63,7 @@ def prove(
         UserError: something of it is not the model, on every rank alike.
     """
     began = time.perf_counter()
-    attention = attention_proof(decoder.hf_config)
     prefix = f"a small {decoder.family} model"
-    if asked.packs_rows and not decoder.keeps_documents_apart:
-        packed = attention.packed
-        reason = packed.sentence() if isinstance(packed, Difference) else packed
-        raise UserError(
-            f"data.packing puts several documents into a row, but {prefix} does not keep them apart: {reason}; set "
-            "data.packing to false."
-        )
     trained = Trained.of(asked.trained)
     alone = _Case(decoder, trained, ranks=1, device=None)
     kinds = "documents packed into rows" if decoder.keeps_documents_apart else "rows of one document"

@@ -527,11 +527,6 @@ class DecoderConfig:
         return sum(variant.experts_per_token for variant in self.variants)
 
     @property
-    def keeps_documents_apart(self) -> bool:
-        """Whether a row may hold several documents."""
-        return True
-
-    @property
     def expert_share(self) -> float:
         """The share of the experts that a token meets; 0 where MLPs are alike for all tokens."""
         return self.experts_per_token / self.num_experts if self.num_experts else 0.0
@@ -540,6 +535,9 @@ class DecoderConfig:
     def made_by(self) -> str | None:
         """Says whose layers these are, for a run's log; None for the engine's own."""
         return None
+
+    def check_packing(self) -> None:
+        """Raises UserError where layers do not keep the documents of a row apart."""
 
     def check_context(self, size: int, method: Method) -> None:
         """Checks that layers can have rows that lie on several context ranks.

@@ -16,12 +16,10 @@ class AskedOfModel:
     Args:
         trained: logical names of the parameters that train.
         layers: of each pipeline stage.
-        packs_rows: rows of data hold several documents.
     """
 
     trained: tuple[str, ...]
     layers: tuple[int, ...]
-    packs_rows: bool
 
 
 class ProofRow(NamedTuple):

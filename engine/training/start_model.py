@@ -24,7 +24,6 @@ from engine.models.dtypes import TORCH_DTYPES
 from engine.models.run_proof import RunProof
 from engine.runtime.launch import Launch, ranks_of_this_node
 from engine.seams import resolve
-from engine.sentences import as_written
 from engine.telemetry.format import format_bytes
 from engine.telemetry.process_memory import total_memory_bytes
 from engine.training.base_encoding import check_base
@@ -130,16 +129,13 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
     check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
-    if config.data.fills_rows and not decoder.keeps_documents_apart:
-        raise UserError(
-            f"data.packing is {as_written(config.data.packing)}, but the layers of this {decoder.family} model do not "
-            "keep the documents of a row apart: set data.packing to false."
-        )
     if parallel.sequence and not decoder.splits_tokens:
         raise UserError(
             f"parallel.sequence is true, but the layers of this {decoder.family} model are transformers' own modules, "
             "which see all tokens of a row: leave parallel.sequence out."
         )
+    if config.data.fills_rows:
+        decoder.check_packing()
     if parallel.context > 1:
         decoder.check_context(parallel.context, parallel.context_method)
     if config.train.router_aux_loss_coef:

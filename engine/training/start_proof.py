@@ -36,7 +36,7 @@ def prove_model(
     if not config.model.proof:
         log.warning("the proof at the start is skipped, since model.proof is false: the layout may not be the model")
         return plan, None
-    asked = AskedOfModel(trained=tuple(plan.trained), layers=plan.partition.layers, packs_rows=config.data.fills_rows)
+    asked = AskedOfModel(trained=tuple(plan.trained), layers=plan.partition.layers)
     mesh = run_mesh(config, launch, decoder) if config.parallel.tensor > 1 else None
     group = dist.group.WORLD if launch.world_size > 1 else None
     world = Axis("world", launch.world_size, launch.rank, group)

@@ -37,16 +37,14 @@ def _config(model_type: str, **sizes: int) -> dict[str, Any]:
     return {**found, "model_type": model_type}
 
 
-def _proof(
-    decoder: AdoptedConfig, *, stages: tuple[int, ...] = (), packs_rows: bool = False, ranks: int = 1
-) -> RunProof:
+def _proof(decoder: AdoptedConfig, *, stages: tuple[int, ...] = (), ranks: int = 1) -> RunProof:
     """Proves a run that trains adapters on all linears, and norms."""
     settings = AdapterSettings(rank=2, scale=1.0, dropout=0.0)
     plan = TrainingPlan(
         adapter=lambda name: settings if ".module." in name else None, trains=lambda name: "norm" in name
     )
     trained = tuple(entry.name for entry in shard_entries(meta_model(decoder, plan=plan)) if entry.sink is not None)
-    asked = AskedOfModel(trained=trained, layers=stages or (decoder.num_layers,), packs_rows=packs_rows)
+    asked = AskedOfModel(trained=trained, layers=stages or (decoder.num_layers,))
     mesh, world = None, Axis("world")
     if ranks > 1:
         mesh = build_mesh(RankGrid(tp=ranks), device_type="cpu", num_kv_heads=decoder.num_kv_heads)
@@ -81,7 +79,7 @@ def afresh() -> Iterator[None]:
 def test_stages_are_the_model_also_where_something_comes_before_the_first_layer(model_type: str) -> None:
     decoder = adopted_config(_config(model_type))
     half = decoder.num_layers // 2
-    found = _proof(decoder, stages=(half, decoder.num_layers - half), packs_rows=decoder.attention == "engine")
+    found = _proof(decoder, stages=(half, decoder.num_layers - half))
     assert [row.compared for row in found.rows][1:] == ["2 stages"]
     assert all(row.worst <= row.bound for row in found.rows)
     assert RunProof.of(found.record()).table() == found.table()
@@ -136,8 +134,8 @@ def test_a_mixer_that_leaks_between_documents_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(LlamaAttention, "forward", leaks)
     decoder = adopted_config(_config("llama"))
     assert decoder.attention == "own"
-    sentence = _refusal(decoder, packs_rows=True)
-    assert "loss differs from transformers' own" in sentence and "set data.packing to false" in sentence
+    with pytest.raises(UserError, match=r"loss differs from transformers' own .* set data.packing to false"):
+        decoder.check_packing()
     assert _proof(decoder).rows[0].compared == "rows of one document"
 
 

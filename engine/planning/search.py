@@ -316,7 +316,8 @@ def _check(wanted: SearchRequest, workload: Workload, layout: Layout) -> None:
     check_config(config)
     check_world(config, wanted.devices)
     parallel, decoder = layout.parallel, workload.decoder
-    decoder.check_rows(packs=False, context=parallel.context, method=parallel.context_method)
+    if parallel.context > 1:
+        decoder.check_context(parallel.context, parallel.context_method)
     if parallel.context > 1 and parallel.context_method == "ulysses":
         heads = (decoder.num_heads // parallel.tensor, max(1, decoder.num_kv_heads // parallel.tensor))
         check_context_heads(*heads, parallel.context)

@@ -317,7 +317,7 @@ class AdoptedNames(NameMap):
             return f"layers.{index}.{INSIDE}{inside}".rstrip(".")
         return rest
 
-    def stack_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def stack_shapes(self) -> Mapping[str, tuple[int, int, int]]:
         return stack_shapes(self.config_text)
 
     def is_parameter(self, module: str) -> bool:

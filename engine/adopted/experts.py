@@ -74,11 +74,12 @@ def met_weights(layer: nn.Module, config: Any) -> int:
 
 
 @lru_cache(maxsize=4)
-def stack_shapes(config_text: str) -> Mapping[str, tuple[int, ...]]:
+def stack_shapes(config_text: str) -> Mapping[str, tuple[int, int, int]]:
     """Returns name -> shape of all stacks in transformers' model of a `config.json`, given as text."""
     modules = whole_module(config_text).named_modules()
     found = ((name, module, leaf) for name, module in modules for leaf in stack_leaves(module))
-    return {f"{name}.{leaf}": tuple(module.get_parameter(leaf).shape) for name, module, leaf in found}
+    shapes = {f"{name}.{leaf}": module.get_parameter(leaf).shape for name, module, leaf in found}
+    return {name: (experts, outputs, inputs) for name, (experts, outputs, inputs) in shapes.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,9 @@ def small_of(
             weight = plain.weight.t() if isinstance(plain, Conv1D) else plain.weight
             for leaf, shape in (("lora_A", (_RANK, weight.shape[1])), ("lora_B", (weight.shape[0], _RANK))):
                 found.factors[f"{module}.{leaf}"] = (torch.randn(shape) * 0.1).to(weight.device).requires_grad_()
-    for name in [name.rpartition(".")[0] for name in found.factors if name.endswith("lora_A")]:
+        _adapt_stacks(found, trained)
+    linears = [name.rpartition(".")[0] for name, factor in found.factors.items() if factor.dim() == 2]
+    for name in dict.fromkeys(linears):
         _adapt(model.get_submodule(names.module_to_hf(name)), found.factors, name)
     ends = ("embed_tokens.weight", "lm_head.weight") if decoder.tied_embeddings else ()  # a sum of two, or a copy
     stock = dict(model.named_parameters())
@@ -295,6 +297,41 @@ def _adapt(module: nn.Module, factors: dict[str, Tensor], name: str) -> None:
     plain = module.forward
     a, b = factors[f"{name}.lora_A"], factors[f"{name}.lora_B"]
     module.forward = lambda x: plain(x) + _SCALE * linear(linear(x, a), b)  # type: ignore[method-assign]
+
+
+def _adapt_stacks(small: Small, trained: Trained) -> None:
+    """Gives the stacks of experts that a run adapts their adapters; a run that names none may leave experts out."""
+    for name, (count, outputs, inputs) in small.names.stack_shapes().items() if trained.adapters is not None else ():
+        module, stack = small.names.module_from_hf(name), small.model.get_parameter(name)
+        if module is None or not trained.adapts(module):
+            continue
+        shapes = {"lora_A": (_RANK, count, inputs), "lora_B": (outputs, count, _RANK)}
+        factors = {
+            f"{module}.{leaf}": (torch.randn(shape) * 0.1).to(stack.device).requires_grad_()
+            for leaf, shape in shapes.items()
+        }
+        small.factors.update(factors)
+        _adapt_stack(small.model, name, *factors.values())
+
+
+def _adapt_stack(model: nn.Module, name: str, a_REI: Tensor, b_OER: Tensor) -> None:
+    """Has transformers' module of experts compute with a stack that an adapter changes.
+
+    Args:
+        name: of the stack.
+    """
+    owner, _, leaf = name.rpartition(".")
+    stack = model.get_parameter(name)
+
+    def change(module: nn.Module, _: Any) -> None:  # an attribute goes before the parameter of its name
+        vars(module)[leaf] = stack + _SCALE * torch.einsum("oer,rei->eoi", b_OER, a_REI)
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        vars(module).pop(leaf, None)
+
+    experts = model.get_submodule(owner)
+    experts.register_forward_pre_hook(change)
+    experts.register_forward_hook(restore, always_call=True)
 
 
 def proof_batch(lengths: tuple[int, ...], vocabulary: int) -> Batch:

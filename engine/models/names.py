@@ -290,7 +290,7 @@ class NameMap:
         match = _LAYER.match(module)
         return (match[2] if match else module.removeprefix(VISION)) in self.parameters
 
-    def stack_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def stack_shapes(self) -> Mapping[str, tuple[int, int, int]]:
         """Returns name -> shape [experts, out, in] of the parameters of transformers' model that have an adapter for
         each expert, where they are so in the engine too."""
         return {}

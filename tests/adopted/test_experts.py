@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from engine.adopted.config import adopted_config, adopted_family
+from engine.adopted.experts import AdaptedExperts
 from engine.adopted.forms import small_model
-from engine.adopted.proof import computed, proof_batch
+from engine.adopted.proof import Trained, computed, difference, proof_batch, reference, small_of
 from engine.batch import IGNORE_LABEL, Batch
 from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
@@ -190,3 +191,17 @@ def test_adapters_that_peft_saved_are_read(tmp_path: Path) -> None:
             expected = stock[f"{where}.{leaf}.default.weight"]
         assert torch.equal(read.read_whole(name), expected), name
     assert read.scale == ALPHA / RANK
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_proof_covers_adapters_of_stacks(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = _transformers("glm4_moe")
+    stacks = [f"layers.*.module.mlp.experts.{leaf}" for leaf in LEAVES]
+    small = small_of(config, Trained(adapters=frozenset(stacks)))
+    assert small.factors and all(".experts." in name for name in small.factors)
+    batch = proof_batch((11, 13), small.config.vocab_size)
+    if broken:
+        right = AdaptedExperts._product
+        monkeypatch.setattr(AdaptedExperts, "_product", lambda *given: right(*given) * 1.01)
+    found = difference(computed(small.parts(), batch), reference(small, batch))
+    assert found.is_rounding != broken, found

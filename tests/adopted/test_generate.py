@@ -23,8 +23,6 @@ CACHED = ["glm4", "olmo3", "gemma2", "cohere2", "deepseek_v3", "ernie4_5_moe"]
 """Models whose keys and values the engine's cache keeps."""
 RERUN = ["qwen3_next", "bamba", "falcon_mamba", "bloom"]
 """Models whose rows run again for each token."""
-WHOLE = []
-"""Models that are not cut into parts."""
 NO_STOCK_CACHE = ["bamba"]
 """transformers' own cache refuses small ones, whose layers are all of one kind."""
 
@@ -73,7 +71,7 @@ def test_tokens_and_their_log_probabilities_are_those_of_transformers(model_type
     small.model.eval().generation_config.use_cache = model_type not in NO_STOCK_CACHE
     expected = stock_greedy(small.model, PROMPTS, NEW)
     layers = small.config.num_layers
-    for parts in ((layers,), *([] if model_type in WHOLE else [(1, layers - 1)])):
+    for parts in ((layers,), (1, layers - 1)):
         for prompt, answer, tokens in zip(PROMPTS, _answers(small, parts), expected, strict=True):
             assert list(answer.ids) == tokens
             assert (torch.tensor(answer.logps) - _logps(small.model, prompt, tokens)).abs().max() < 1e-4

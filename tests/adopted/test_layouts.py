@@ -73,4 +73,4 @@ def test_rings_refuse_windows_and_soft_caps_and_every_method_other_mixers() -> N
     own = replace(_small("qwen3_next").config, attention="own")
     for method in ("ring", "ulysses"):
         with pytest.raises(UserError, match="set parallel.context to 1"):
-            own.check_context(2, method)  # type: ignore[arg-type]
+            own.check_context(2, method)

@@ -15,7 +15,7 @@ from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shape
 from engine.adopted.experts import expert_share, met_weights, stack_shapes
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
-from engine.adopted.structure import Structure, layer_shapes, read_config, structure_of, whole_module
+from engine.adopted.structure import FAULTS, Structure, layer_shapes, read_config, structure_of, whole_module
 from engine.batch import Batch
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
@@ -141,8 +141,8 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
         UserError: transformers refuses its config, or it cannot be adopted.
     """
     text = json.dumps(hf_config, sort_keys=True)
-    config = read_config(hf_config).get_text_config()
     forms = forms_of(text)
+    config = read_config(hf_config).get_text_config()
     hidden, heads = _hidden(text), int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads") or 1)
     kv_heads = _first(config, "num_key_value_heads", "multi_query_group_num", "num_kv_heads") or heads
     return AdoptedConfig(
@@ -169,7 +169,14 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
 
 
 def _first(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return next((value for name in names if (value := _size(config, name)) is not None), None)
+
+
+def _size(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except FAULTS:  # it differs from layer to layer
+        return None
 
 
 def _row_limit(config: Any) -> int | None:

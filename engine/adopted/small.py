@@ -182,7 +182,7 @@ def small_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     for layer, sizes in (small.get("per_layer_config") or {}).items():
         related = {**small, **sizes}
         _relate({**hf_config, **_entry(hf_config["per_layer_config"], indices[int(layer)])}, related)
-        sizes.update({key: related[key] for key in sizes})
+        sizes.update({key: value for key, value in related.items() if key in sizes or value != small[key]})
     for key, value in hf_config.items():
         if isinstance(value, dict) and "model_type" in value:
             small[key] = small_config(value)
@@ -258,7 +258,7 @@ def _relate(full: Sizes, small: dict[str, Any]) -> None:
 
 
 def _entry(table: dict[Any, Any], layer: int) -> Any:
-    return table.get(str(layer), table.get(layer)) or {}
+    return next((value for key, value in table.items() if int(key) == layer), {})
 
 
 def _holds(config: Sizes, key: str, relation: Callable[[Sizes], Any]) -> bool:

@@ -55,6 +55,7 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 128,
         "indexer_budget": 2048,
         "indexer_compress_ratio": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
     "reformer": {**DECODERS, "axial_pos_embds": False, "attn_layers": ["local"] * 6},
     "xlm": {"causal": True},

@@ -1,0 +1,42 @@
+"""The page of models: made of the JSON beside it, whose results are those of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.adopted.structure import known_types
+from tests.coverage.__main__ import run_apart
+from tests.coverage.page import EXACT, JSON, PAGE, page, sentences, trains
+
+SAMPLE = ["bert", "gpt2", "llama", "qwen3_5_text"]
+"""A stem with a biased head, transposed linears, the plain case, and layers that mix documents."""
+_FOUND: dict[str, Any] = json.loads(JSON.read_text())
+
+
+def test_the_page_is_made_of_the_results():
+    assert PAGE.read_text() == page(_FOUND)
+    assert len(PAGE.read_text().splitlines()) < 250
+
+
+def test_every_result_is_of_a_type_that_transformers_has():
+    assert _FOUND.keys() <= known_types().keys()
+
+
+def test_what_is_not_right_has_a_sentence():
+    silent = [name for name, one in _FOUND.items() if not trains(one) and not (one.get("refused") or one.get("failed"))]
+    assert not silent
+
+
+def test_the_counts_are_said():
+    assert all(f"- {sentence}" in PAGE.read_text() for sentence in sentences(_FOUND))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_results_are_those_of_a_run(model_type: str):
+    found, kept = run_apart(model_type), _FOUND[model_type]
+    assert found["packed"] == kept["packed"]
+    assert found["peft"] < EXACT and kept["peft"] < EXACT

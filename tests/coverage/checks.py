@@ -1,0 +1,127 @@
+"""What is run of each type: a small model of its make against transformers, and with PEFT's adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers.pytorch_utils import Conv1D
+
+from engine.adopted.config import AdoptedConfig, adopted_config
+from engine.adopted.forms import small_model, small_record
+from engine.adopted.proof import (
+    Computed,
+    Difference,
+    Small,
+    attention_proof,
+    computed,
+    difference,
+    proof_batch,
+    reference,
+    small_of,
+)
+from engine.adopted.structure import FAULTS, first_line, quiet
+from engine.batch import IGNORE_LABEL, Batch
+from engine.distributed.mesh import build_mesh
+from engine.distributed.ranks import RankGrid
+from engine.errors import UserError
+from engine.layers.context import TensorLayout
+from tests.coverage.made import config_of
+
+Result = dict[str, Any]
+_PACKED, _SINGLE = (11, 13), (16,)
+
+
+def one_process(model_type: str) -> Result:
+    """Runs what one process shows; returns what was found, or under "refused" or "failed" a sentence."""
+    try:
+        config = small_record(config_of(model_type))
+        decoder = adopted_config(config)
+    except UserError as error:
+        return {"refused": str(error)}
+    except FAULTS as error:  # transformers' own config class
+        return {"failed": f"{type(error).__name__}: {first_line(error)}"}
+    small = replace(small_of(config), config=decoder)
+    batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, decoder.vocab_size)
+    found: Result = {"packed": decoder.keeps_documents_apart}
+    packed = attention_proof(decoder.hf_config).packed
+    if packed is not None:
+        found["packed_reason"] = packed if isinstance(packed, str) else packed.sentence()
+    whole = computed(small.parts(), batch)
+    wanted = reference(small, batch)
+    found["autograd"] = difference(whole, wanted).worst
+    try:
+        found["peft"] = difference(whole, _by_peft(config, small, batch)).worst
+    except FAULTS as error:
+        found["peft_reason"] = f"{type(error).__name__}: {first_line(error)}"
+    count = decoder.num_layers
+    found["stages"] = _tried(lambda: difference(computed(small.parts((count // 2, count - count // 2)), batch), wanted))
+    return found
+
+
+def _tried(compare: Any) -> float | str:
+    try:
+        found: Difference = compare()
+    except FAULTS as error:
+        return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    return found.worst
+
+
+def _by_peft(config: dict[str, Any], small: Small, batch: Batch) -> Computed:
+    """Returns the losses of transformers' model with PEFT's adapters, and the gradients of their factors."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = small_model(config)
+    modules = [name.removesuffix(".lora_A") for name in small.factors if name.endswith(".lora_A")]
+    places = {name: small.names.module_to_hf(name) for name in modules}
+    target = "|".join(re.escape(place) for place in places.values())
+    turned = any(isinstance(model.get_submodule(place), Conv1D) for place in places.values())
+    settings = LoraConfig(r=2, lora_alpha=1, target_modules=f"^({target})$", fan_in_fan_out=turned)
+    inject_adapter_in_model(settings, model)
+    leaves: dict[str, Tensor] = {}
+    for name, place in places.items():
+        module = model.get_submodule(place)
+        for leaf, factors in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
+            weight = factors["default"].weight
+            weight.data.copy_(small.factors[f"{name}.{leaf}"])
+            leaves[f"{name}.{leaf}"] = weight
+    losses, first = [], 0
+    with quiet():
+        for length in batch.document_lengths:
+            piece = slice(first, first + length)
+            logits = model(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits.float()[0]
+            labels = batch.labels_BS[0, piece]
+            losses.append(cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_LABEL))
+            first += length
+    whole = torch.cat(losses)
+    whole.sum().backward()
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    return Computed(whole.detach(), gradients)
+
+
+def two_tensor_ranks(model_type: str) -> Result:
+    """Runs a rank of two tensor ranks; collective."""
+    config = small_record(small_record(config_of(model_type)), 2)
+
+    def compare() -> Difference:
+        decoder: AdoptedConfig = adopted_config(config)
+        small = replace(small_of(config, ranks=2), config=decoder)
+        mesh = build_mesh(RankGrid(tp=dist.get_world_size()), device_type="cpu", num_kv_heads=decoder.num_kv_heads)
+        batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, decoder.vocab_size)
+        parts = small.parts(layout=TensorLayout.over(mesh))
+        return difference(computed(parts, batch, mesh), reference(small, batch), parts)
+
+    return {"tensor": _tried(compare)}
+
+
+def as_json(found: Result) -> str:
+    """Returns a result as a line."""
+    return json.dumps(
+        {key: float(f"{value:.1e}") if isinstance(value, float) else value for key, value in found.items()}
+    )

@@ -1,0 +1,107 @@
+"""The page of the models that were run, made of the JSON beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+JSON, PAGE = DOCS / "models.json", DOCS / "models.md"
+EXACT, ROUNDING = 1e-5, 1e-4
+"""Differences in float32: what is met nearly always, and what long sums and scans round to."""
+_LONGEST = 110
+_INTRODUCTION = (
+    """\
+Every type of causal language model that transformers has, and how a small model of it, run as
+[transformers' own modules](training.md#models-from-transformers), compares with transformers: written by
+`python -m tests.coverage`. A figure is the largest difference of a token's loss, or of an adapter's gradient relative to
+its norm, in float32.
+""".splitlines()
+    + [""]
+)
+_COLUMNS = (
+    """\
+`PEFT`: against transformers with PEFT's adapters; *autograd* where PEFT refuses a module. `packed`: rows pack documents,
+or each row is one. `2 stages`, `2 tensor ranks`: that layout against one process; a dash is refused, or not the same,
+which a run refuses at its start; nothing where it was not run.
+""".splitlines()
+    + [""]
+)
+
+
+def page(found: dict[str, Any]) -> str:
+    """Returns the page of the results of all types."""
+    right = {name: one for name, one in found.items() if trains(one)}
+    rest = {name: one for name, one in found.items() if name not in right}
+    lines = [
+        "# Models",
+        "",
+        *_INTRODUCTION,
+        *(f"- {sentence}" for sentence in sentences(found)),
+        "",
+        *_COLUMNS,
+        "| type | PEFT | packed | 2 stages | 2 tensor ranks |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {_gradients(one)} | {'yes' if one['packed'] else 'alone'} | {_figure(one.get('stages'))} | "
+            f"{_figure(one.get('tensor'))} |"
+            for name, one in sorted(right.items())
+        ),
+        "",
+        "## Refused",
+        *(f"- {name}: {_short(one)}" for name, one in sorted(rest.items())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def counts(found: dict[str, Any]) -> dict[str, int]:
+    """Returns how many types do what."""
+    right = [one for one in found.values() if trains(one)]
+    return {
+        "types": len(found),
+        "train": len(right),
+        "exact": sum(_worst(one) <= EXACT for one in right),
+        "peft": sum("peft" in one for one in right),
+        "packed": sum(one["packed"] for one in right),
+        "stages": sum(_is_right(one.get("stages")) for one in right),
+        "tensor": sum(_is_right(one.get("tensor")) for one in right),
+        "tensor_run": sum("tensor" in one for one in right),
+    }
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """Returns the counts in words."""
+    of = counts(found)
+    return [
+        f"{of['train']} of {of['types']} types train with adapters in one process, {of['exact']} of them within "
+        f"{EXACT:g} and the rest within {ROUNDING:g}, where long scans round; {of['peft']} were compared with PEFT.",
+        f"{of['packed']} pack documents into rows, {of['stages']} run in two pipeline stages.",
+        f"{of['tensor']} of the {of['tensor_run']} that were tried run on two tensor ranks.",
+    ]
+
+
+def trains(one: dict[str, Any]) -> bool:
+    """Returns whether a type trains with gradients that are transformers'."""
+    return "autograd" in one and _worst(one) <= ROUNDING
+
+
+def _worst(one: dict[str, Any]) -> float:
+    return float(one.get("peft", one["autograd"]))
+
+
+def _is_right(figure: float | str | None) -> bool:
+    return isinstance(figure, float) and figure <= ROUNDING
+
+
+def _gradients(one: dict[str, Any]) -> str:
+    return f"{one['peft']:.0e}" if "peft" in one else f"*autograd* {one['autograd']:.0e}"
+
+
+def _figure(figure: float | str | None) -> str:
+    return f"{figure:.0e}" if isinstance(figure, float) and _is_right(figure) else "" if figure is None else "-"
+
+
+def _short(one: dict[str, Any]) -> str:
+    said = one.get("refused") or one.get("failed") or f"differs by {_worst(one):.0e}"
+    said = said.split("cannot be adopted: ")[-1].rstrip(".")
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}.."

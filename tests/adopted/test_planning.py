@@ -125,12 +125,12 @@ def test_forward_flops_are_those_of_transformers(model_type: str) -> None:
 
 def test_experts_that_train_count_as_far_as_a_token_meets_them() -> None:
     decoder = adopted_config(_transformers("ernie4_5_moe")[0], "engine")
-    experts = {f"layers.1.module.mlp.experts.{leaf}.weight": (64, 64, 32) for leaf in ("gate_up_proj", "down_proj")}
-    adapters = {"layers.1.module.mlp.experts.down_proj.lora_A": (8, 64, 32)}
-    assert decoder.expert_share == 6 / 64
-    assert trained_work(decoder, experts).per_token == 2 * 2 * 6 * 64 * 32
+    experts = {f"layers.1.module.mlp.experts.{leaf}.weight": (4, 64, 32) for leaf in ("gate_up_proj", "down_proj")}
+    adapters = {"layers.1.module.mlp.experts.down_proj.lora_A": (8, 4, 32)}
+    assert decoder.expert_share == 2 / 4
+    assert trained_work(decoder, experts).per_token == 2 * 2 * 2 * 64 * 32
     work = trained_work(decoder, adapters)
-    assert work.per_token == 6 * 8 * 6 * 32
+    assert work.per_token == 6 * 8 * 2 * 32
     assert step_flops(decoder, tokens=4, row_tokens=4, trained=work) > 0
 
 

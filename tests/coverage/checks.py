@@ -47,7 +47,8 @@ def one_process(model_type: str) -> Result:
         return {"refused": str(error)}
     except FAULTS as error:  # transformers' own config class
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
-    small = replace(small_of(config), config=decoder)
+    small = small_of(config)
+    small = replace(small, config=replace(small.config, attention=decoder.attention))
     batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, decoder.vocab_size)
     found: Result = {"packed": decoder.keeps_documents_apart}
     packed = attention_proof(decoder.hf_config).packed
@@ -60,7 +61,7 @@ def one_process(model_type: str) -> Result:
         found["peft"] = difference(whole, _by_peft(config, small, batch)).worst
     except FAULTS as error:
         found["peft_reason"] = f"{type(error).__name__}: {first_line(error)}"
-    count = decoder.num_layers
+    count = small.config.num_layers
     found["stages"] = _tried(lambda: difference(computed(small.parts((count // 2, count - count // 2)), batch), wanted))
     return found
 
@@ -111,7 +112,8 @@ def two_tensor_ranks(model_type: str) -> Result:
 
     def compare() -> Difference:
         decoder: AdoptedConfig = adopted_config(config)
-        small = replace(small_of(config, ranks=2), config=decoder)
+        small = small_of(config, ranks=2)
+        small = replace(small, config=replace(small.config, attention=decoder.attention))
         mesh = build_mesh(RankGrid(tp=dist.get_world_size()), device_type="cpu", num_kv_heads=decoder.num_kv_heads)
         batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, decoder.vocab_size)
         parts = small.parts(layout=TensorLayout.over(mesh))

@@ -14,16 +14,16 @@ _INTRODUCTION = (
     """\
 Every type of causal language model that transformers has, and how a small model of it, run as
 [transformers' own modules](training.md#models-from-transformers), compares with transformers: written by
-`python -m tests.coverage`. A figure is the largest difference of a token's loss, or of an adapter's gradient relative to
-its norm, in float32.
+`python -m tests.coverage`. A figure is the largest difference of a token's loss, or of an adapter's gradient relative
+to its norm, in float32.
 """.splitlines()
     + [""]
 )
 _COLUMNS = (
     """\
-`PEFT`: against transformers with PEFT's adapters; *autograd* where PEFT refuses a module. `packed`: rows pack documents,
-or each row is one. `2 stages`, `2 tensor ranks`: that layout against one process; a dash is refused, or not the same,
-which a run refuses at its start; nothing where it was not run.
+`PEFT`: against transformers with PEFT's adapters; *autograd* where PEFT refuses a module. `packed`: rows pack
+documents, or each row is one. `2 stages`, `2 tensor ranks`: that layout against one process; a dash is refused, or not
+the same, which a run refuses at its start; nothing where it was not run.
 """.splitlines()
     + [""]
 )
@@ -72,11 +72,12 @@ def counts(found: dict[str, Any]) -> dict[str, int]:
 def sentences(found: dict[str, Any]) -> list[str]:
     """Returns the counts in words."""
     of = counts(found)
+    tensor = f"{of['tensor']} of the {of['tensor_run']} that were tried run on two tensor ranks."
     return [
         f"{of['train']} of {of['types']} types train with adapters in one process, {of['exact']} of them within "
         f"{EXACT:g} and the rest within {ROUNDING:g}, where long scans round; {of['peft']} were compared with PEFT.",
         f"{of['packed']} pack documents into rows, {of['stages']} run in two pipeline stages.",
-        f"{of['tensor']} of the {of['tensor_run']} that were tried run on two tensor ranks.",
+        *([tensor] if of["tensor_run"] else []),
     ]
 
 

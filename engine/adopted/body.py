@@ -49,8 +49,8 @@ from engine.ops.quantized_products import RowCodes
 
 ATTENTIONS = {"engine": IMPLEMENTATION, "own": "sdpa", "counted": "sdpa"}
 """The implementation that transformers' modules are told."""
-_SITES = 64
-"""Dropout sites of a layer, more than it has linears with adapters."""
+_FIRST_SITE, _SITES = 1 << 24, 1 << 12
+"""The first dropout site of layers, beyond those of the two ends, and how many a layer has: more than linears."""
 
 
 class _Collected(torch.autograd.Function):
@@ -342,7 +342,7 @@ class AdoptedBody(Decoder):
                 layer,
                 build=build,
                 run=self._run,
-                first_site=index * _SITES,
+                first_site=_FIRST_SITE + index * _SITES,
                 plan=plan,
                 place=f"{parts.layers}.{index}.",
             )

@@ -9,7 +9,7 @@ import pytest
 
 from engine.adopted.structure import known_types
 from tests.coverage.__main__ import run_apart
-from tests.coverage.page import EXACT, JSON, PAGE, page, sentences, trains
+from tests.coverage.page import EXACT, JSON, PAGE, counts, page, sentences, trains
 
 SAMPLE = ["bert", "gpt2", "llama", "qwen3_5_text"]
 """A stem with a biased head, transposed linears, the plain case, and layers that mix documents."""
@@ -32,6 +32,8 @@ def test_what_is_not_right_has_a_sentence():
 
 def test_the_counts_are_said():
     assert all(f"- {sentence}" in PAGE.read_text() for sentence in sentences(_FOUND))
+    of = counts(_FOUND)
+    assert f"({of['train']} of\nits [{of['types']} types](docs/models.md)" in (PAGE.parents[1] / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ def test_what_is_not_right_has_a_sentence():
 def test_the_counts_are_said():
     assert all(f"- {sentence}" in PAGE.read_text() for sentence in sentences(_FOUND))
     of = counts(_FOUND)
-    assert f"({of['train']} of\nits [{of['types']} types](docs/models.md)" in (PAGE.parents[1] / "README.md").read_text()
+    said = f"({of['train']} of\nits [{of['types']} types](docs/models.md)"
+    assert said in (PAGE.parents[1] / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_resumed_run_holds_the_same_rows_out(run: SmallRuns, texts: list[dict[
     [
         ({"data__validation_split": 1.5}, "data.validation_split is 1.5, but a share above 0 and below 1"),
         ({"data__validation_split": 0.9}, "holds 3 of 3 rows out, which leaves none to train on"),
-        ({"data__validation_split": 0.5, "data__validation": "train.jsonl"}, "only one of them can say what"),
+        ({"data__validation_split": 0.5, "data__validation": "train.jsonl"}, "only one of them can be evaluated"),
     ],
 )  # fmt: skip
 def test_one_sentence(options: dict[str, object], words: str, run: SmallRuns) -> None:

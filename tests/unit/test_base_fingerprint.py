@@ -57,7 +57,7 @@ def test_an_error_that_has_passed_loses_no_steps(model: Path, monkeypatch: pytes
     """The files cannot be opened anew for a while; those that the weights were read from still can be read."""
     weights = open_source(model)
 
-    def gone(path: Path) -> HfSource:
+    def gone(path: Path, implementation: str) -> HfSource:
         raise UserError(f"{path} cannot be read (Input/output error): use another copy.")
 
     monkeypatch.setattr(start_model, "open_source", gone)

@@ -89,8 +89,9 @@ def test_what_is_built_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyP
         effort = _Effort(monkeypatch)
         predict_layout(workload, Layout(parallel=ParallelOptions(expert=2), data=2), MemoryPlan())
         counts.append((effort.layers, effort.routings))
-    # one for the sizes, and one for both traces: the first layer's, whose input needs no gradient, and all others'
-    assert counts == [(2, ["balanced"] * 2)] * 2
+    # one that tells the kinds of layers apart, one for the sizes, and one for both traces: the first layer's, whose
+    # input needs no gradient, and all others'
+    assert counts == [(3, ["balanced"] * 2)] * 2
 
 
 def test_the_ends_of_a_text_model_are_built_once() -> None:

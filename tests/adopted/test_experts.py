@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from engine.adopted.config import adopted_config, adopted_family
 from engine.adopted.experts import AdaptedExperts
 from engine.adopted.forms import small_model
 from engine.adopted.proof import Trained, computed, difference, proof_batch, reference, small_of
-from engine.batch import IGNORE_LABEL, Batch
 from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, build_decoder
 from engine.models.decoder_config import check_expert_ranks
+from tests.adopted.peft_models import drawn_adapters, losses_alone
 
 RANK, ALPHA = 4, 6.0
 SETTINGS = AdapterSettings(rank=RANK, scale=ALPHA / RANK, dropout=0.0)
@@ -37,7 +36,7 @@ def _transformers(model_type: str) -> tuple[dict[str, Any], Any]:
 
 
 def _with_peft(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     lora = LoraConfig(
         r=RANK,
@@ -45,24 +44,7 @@ def _with_peft(model: Any) -> Any:
         target_modules=["q_proj"],
         target_parameters=[f"mlp.experts.{leaf}" for leaf in LEAVES],
     )
-    adapted = get_peft_model(model, lora).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return adapted
-
-
-def _losses(model: Any, batch: Batch) -> Tensor:
-    """Returns the token losses [T] of each document alone."""
-    found, first = [], 0
-    for length in batch.document_lengths:
-        piece = slice(first, first + length)
-        logits = model(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits[0]
-        found.append(cross_entropy(logits, batch.labels_BS[0, piece], reduction="none", ignore_index=IGNORE_LABEL))
-        first += length
-    return torch.cat(found)
+    return drawn_adapters(model, lora)
 
 
 def _ours(config: dict[str, Any], plan: TrainingPlan, number: Callable[[str], Tensor]) -> Decoder:
@@ -96,7 +78,7 @@ def test_adapters_of_stacks_are_those_of_peft(model_type: str) -> None:
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     adapted = _with_peft(model)
     batch = proof_batch((11, 13), 256)
-    wanted = _losses(adapted, batch)
+    wanted = losses_alone(adapted, batch)
     wanted.sum().backward()
     names, stock = adopted_family(config).names, dict(adapted.named_parameters())
     count = next(value.shape[0] for name, value in weights.items() if name.endswith("experts.down_proj"))
@@ -132,7 +114,7 @@ def test_adapters_of_stacks_are_those_of_peft(model_type: str) -> None:
 def test_gradients_of_stacks_and_routers_are_autograds(model_type: str) -> None:
     config, model = _transformers(model_type)
     batch, names = proof_batch((11, 13), 256), adopted_family(config).names
-    wanted = _losses(model, batch)
+    wanted = losses_alone(model, batch)
     wanted.sum().backward()
     stock = dict(model.named_parameters())
     weights = dict(model.state_dict())

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 from engine.adopted.config import adopted_config, adopted_family
 from engine.adopted.forms import small_model
 from engine.adopted.proof import computed, proof_batch
-from engine.batch import IGNORE_LABEL, Batch
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, Part, build_decoder
+from tests.adopted.peft_models import drawn_adapters, losses_alone
 
 RANK, ALPHA = 4, 6.0
 PACKED = ["glm4", "olmo3", "cohere2", "gemma3_text", "seed_oss", "ernie4_5_moe"]
@@ -26,7 +25,7 @@ ALONE = ["qwen3_next", "bamba"]
 
 def _stock(model_type: str) -> tuple[dict[str, Any], Any]:
     """Returns the config of a small model, and transformers' model with PEFT's adapters on every linear."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
     from transformers import CONFIG_MAPPING
 
     whole = {**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type}
@@ -36,24 +35,7 @@ def _stock(model_type: str) -> tuple[dict[str, Any], Any]:
     # PEFT turns targets in a mixture's MLPs into adapters on its stacks of experts
     inside = "attn" if any(name.endswith(".experts") for name, _ in model.named_modules()) else "layers"
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[name for name in linears if inside in name])
-    adapted = get_peft_model(model, lora).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return config, adapted
-
-
-def _losses(adapted: Any, batch: Batch) -> Tensor:
-    """Returns the token losses [T] of each document alone."""
-    found, first = [], 0
-    for length in batch.document_lengths:
-        piece = slice(first, first + length)
-        logits = adapted(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits[0]
-        found.append(cross_entropy(logits, batch.labels_BS[0, piece], reduction="none", ignore_index=IGNORE_LABEL))
-        first += length
-    return torch.cat(found)
+    return config, drawn_adapters(model, lora)
 
 
 def _ours(config: dict[str, Any], adapted: Any) -> Decoder:
@@ -84,7 +66,7 @@ def _ours(config: dict[str, Any], adapted: Any) -> Decoder:
 def test_losses_and_adapters_gradients_are_those_of_peft(model_type: str) -> None:
     config, adapted = _stock(model_type)
     batch = proof_batch((11, 13) if model_type in PACKED else (21,), 256)
-    wanted = _losses(adapted, batch)
+    wanted = losses_alone(adapted, batch)
     wanted.sum().backward()
     model = _ours(config, adapted)
     losses, gradients = computed([model], batch)
@@ -105,7 +87,7 @@ def test_layers_that_mix_documents_run_those_of_a_row_apart() -> None:
     config, adapted = _stock("qwen3_next")
     batch = proof_batch((11, 13), 256)
     found = computed([_ours(config, adapted)], batch).losses
-    assert (found - _losses(adapted, batch)).abs().max() < 1e-5
+    assert (found - losses_alone(adapted, batch)).abs().max() < 1e-5
 
 
 def test_parts_compute_the_whole() -> None:

@@ -110,7 +110,7 @@ def test_the_peak_of_a_step(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["glm4", "ernie4_5_moe", "deepseek_v3"])
 def test_forward_flops_are_those_of_transformers(model_type: str) -> None:
-    """Of products with weights: attention's are counted apart, and so left out of both."""
+    """Products with weights are compared: attention's are counted apart, and so left out of both."""
     tokens = 16
     config, model = _transformers(model_type)
     model.set_experts_implementation("eager")

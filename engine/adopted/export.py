@@ -128,7 +128,7 @@ class _Held:
                 _fill(self._value, self.content, scratch)
             part = self._value[tuple(slice(*ends) for ends in box.ranges(self.shape))].contiguous()
             self._uses -= 1
-            if self._uses <= 0:  # made again if a part is asked for twice
+            if self._uses <= 0:  # computed again where a part is read twice
                 self._value = None
             return part
 

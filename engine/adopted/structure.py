@@ -88,7 +88,7 @@ def first_line(error: Exception) -> str:
 
 
 _MOST_WORDS = 200
-"""Characters of an error's message that are said."""
+"""Most characters of an error's message in a refusal."""
 
 
 @contextmanager

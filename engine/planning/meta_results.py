@@ -21,7 +21,10 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tenso
 
 
 def _like(x: Tensor, *, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
-    """Of the strides of x where they leave no gaps, as torch's: whether a product copies its operand depends on it."""
+    """Returns a tensor with the strides of x where they leave no gaps, as torch's.
+
+    Whether a product copies its operand depends on them.
+    """
     if x.is_contiguous() or memory_format == torch.contiguous_format or not _is_dense(x):
         return _empty(x, *x.shape, dtype=dtype)
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")

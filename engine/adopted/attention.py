@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,6 +49,15 @@ class Run:
     context: TokenContext | None = None
     ops: dict[AttentionKind, Any] = field(default_factory=dict)
     seen: dict[str, Seen] | None = None
+
+    @contextmanager
+    def within(self, context: TokenContext) -> Iterator[None]:
+        """Has modules read this micro-batch, and afterwards what they read before."""
+        before, self.context = self.context, context
+        try:
+            yield
+        finally:
+            self.context = before
 
     @property
     def now(self) -> TokenContext:

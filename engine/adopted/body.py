@@ -35,9 +35,8 @@ from engine.errors import UserError
 from engine.kernels.records import InputUpdate
 from engine.layers.attention import CachedAttention
 from engine.layers.context import LayerContext
-from engine.layers.embedding import VocabParallelEmbedding
 from engine.layers.module import ShardedModule, ShardEntry
-from engine.layers.plain_module import linear_names
+from engine.layers.plain_module import linear_names, replace_module
 from engine.layers.recompute import MemoryPlan
 from engine.layers.storage import StorageUser
 from engine.models.decoder import Decoder
@@ -110,27 +109,27 @@ class Adopted(ShardedModule):
                 first = "gate_up_proj" if form.fused else "gate_proj"
                 splits = self._split(f"{name}.{first}"), self._split(f"{name}.down_proj")
                 pair = next(sites), next(sites)
-                _replace(module, name, AdoptedMLP(f"{prefix}{name}.", child, form, splits, pair, build=build, run=run))
+                replace_module(
+                    module, name, AdoptedMLP(f"{prefix}{name}.", child, form, splits, pair, build=build, run=run)
+                )
         for name in linear_names(module):
             plain = module.get_submodule(name)
             assert isinstance(plain, nn.Linear)
             split = self._split(name)
             check_heads(f"{prefix}{name}", module.get_submodule(name.rpartition(".")[0]), plain, split, build.layout.tp)
             linear = parallel_linear(f"{prefix}{name}", plain, split, next(sites), build)
-            _replace(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
-        next_site = next(sites)
+            replace_module(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
         for owner, child in list(module.named_modules()):
             if id(child) not in done:
-                adapters = self._adapt_stacks(prefix, owner, child, build, next_site)
-                next_site += len(adapters)
+                adapters = self._adapt_stacks(prefix, owner, child, build, sites)
                 self._own_leaves(prefix, owner, child, build)
                 if adapters:
-                    _replace(module, owner, AdaptedExperts(f"{prefix}{owner}", child, adapters, run))
+                    replace_module(module, owner, AdaptedExperts(f"{prefix}{owner}", child, adapters, run))
         if plan is not None:
             for name, child in list(module.named_modules()):
                 if (by := over_ranks(plan, f"{place}{name}", child, build.layout.tp)) is not child:
-                    _replace(module, name, by)
+                    replace_module(module, name, by)
         attach(prefix, module, run)
         self.collected = [entry for entry in self.entries if entry.sink is not None]
         """What autograd leaves gradients on."""
@@ -143,9 +142,9 @@ class Adopted(ShardedModule):
         return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
 
     def _adapt_stacks(
-        self, prefix: str, owner: str, module: nn.Module, build: LayerContext, site: int
+        self, prefix: str, owner: str, module: nn.Module, build: LayerContext, sites: Iterator[int]
     ) -> dict[str, StackAdapter]:
-        """Makes the adapters of a module's stacks of experts' weights, with dropout sites from `site` on."""
+        """Makes the adapters of a module's stacks of experts' weights, with the next dropout sites."""
         found: dict[str, StackAdapter] = {}
         for leaf in stack_leaves(module):
             name = f"{owner}.{leaf}"
@@ -156,7 +155,7 @@ class Adopted(ShardedModule):
                     leaf,
                     split=self._split(name),
                     settings=settings,
-                    site=site + len(found),
+                    site=next(sites),
                     build=build,
                     own=lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
                 )
@@ -177,7 +176,7 @@ class Adopted(ShardedModule):
         stacks = stack_leaves(module)
         if owner and not build.plan.trains(name) and (form := norm_form(module)) is not None:
             weight = own("weight", module.weight.shape, trainable=False)
-            _replace(self.module, owner, AdoptedNorm(weight, form, build.layout.kernels))
+            replace_module(self.module, owner, AdoptedNorm(weight, form, build.layout.kernels))
             return
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             trains = build.plan.trains(f"{name}.{leaf}" if leaf in stacks else name)
@@ -194,15 +193,6 @@ class Adopted(ShardedModule):
         if not self.collected or not torch.is_grad_enabled():
             return x
         return _Collected.apply(x, self.collected, torch.zeros(0, requires_grad=True))
-
-
-def _replace(module: nn.Module, name: str, by: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    parent = module.get_submodule(owner)
-    if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-        parent[int(leaf)] = by
-    else:
-        setattr(parent, leaf, by)
 
 
 class _Layer(nn.Module):
@@ -238,14 +228,11 @@ class _Layer(nn.Module):
     def _twice(self, compute: Any) -> Any:
         if not torch.is_grad_enabled():
             return compute
-        context = self._run.context
+        context = self._run.now
 
         def again(x: Tensor) -> Tensor:
-            before, self._run.context = self._run.context, context
-            try:
+            with self._run.within(context):
                 return compute(x)
-            finally:
-                self._run.context = before
 
         return lambda x: checkpoint(again, x, use_reentrant=False, preserve_rng_state=False)
 
@@ -292,7 +279,7 @@ class _DividedInput(GivenInput):
 
 
 class _HeadInput(nn.Module):
-    """Stands in for the last norm, which transformers' forward has computed."""
+    """Stands in for the last norm, which is computed before the head is asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +305,7 @@ class AdoptedBody(Decoder):
         whole = whole_module(config.hf_config, ATTENTIONS[config.attention])
         body, held = skeleton(whole, parts, indices)
         for name, stand_in in self._left_out():
-            _replace(body, name, stand_in)
+            replace_module(body, name, stand_in)
         plan = TensorPlan.of(config.family, body) if self.layout.tp.size > 1 else None
         if plan is None and self.layout.tp.size > 1:
             raise UserError(
@@ -326,14 +313,7 @@ class AdoptedBody(Decoder):
                 f"{config.family} models: set parallel.tensor to 1."
             )
         if self.part.embedding:
-            self.embedding = VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden,
-                tied_to="lm_head" if config.tied_embeddings else None,
-                copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
-                build=build,
-            )
-            yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
+            yield self._build_embedding(build)
         self.layers = nn.ModuleList()
         wrapped = nn.ModuleList()
         for index, layer in zip(indices, held, strict=True):
@@ -352,11 +332,11 @@ class AdoptedBody(Decoder):
         norm: nn.Module = nn.Identity()
         if parts.norm is not None:
             norm = body.get_submodule(parts.norm)
-            _replace(body, parts.norm, _Absent(build.dtype))
+            replace_module(body, parts.norm, _Absent(build.dtype))
         self._stream = _Stream(build.dtype)
-        _replace(body, parts.embedding, self._stream)
+        replace_module(body, parts.embedding, self._stream)
         self._rest = Adopted("", body, build=build, run=self._run)
-        _replace(body, parts.layers, wrapped)
+        replace_module(body, parts.layers, wrapped)
         _set_layers(body, indices, config.num_layers)
         self._wrapped = list(wrapped)
         self.__dict__["_body"] = body
@@ -389,11 +369,8 @@ class AdoptedBody(Decoder):
 
     def _head_stream(self, x: Tensor, context: TokenContext) -> Tensor:
         normed: Tensor = self._last_norm.module(self._last_norm.enter(x))
-        self._run.context = context
-        try:
+        with self._run.within(context):
             stem: Tensor = self._stem.module(self._stem.enter(normed))
-        finally:
-            self._run.context = None
         return stem
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -430,11 +407,8 @@ class AdoptedBody(Decoder):
     def _alone(
         self, compute: Callable[[Tensor], Tensor], shape: torch.Size, context: TokenContext, x: Tensor
     ) -> Tensor:
-        self._run.context = context
-        try:
+        with self._run.within(context):
             return compute(x.view(*shape, -1)).view(x.shape)
-        finally:
-            self._run.context = None
 
     def _run_body(self, x: Tensor, rows: Rows, context: TokenContext) -> Tensor:
         """Runs transformers' forward over this part's layers.
@@ -450,17 +424,17 @@ class AdoptedBody(Decoder):
         return self._forward(x, rows, context)
 
     def _forward(self, x: Tensor, rows: Rows, context: TokenContext) -> Tensor:
-        self._run.context, self._run.seen = context, None if context.cache is None else {}
+        self._run.seen = None if context.cache is None else {}
+        positions = {} if self.config.attention == "counted" else {"position_ids": rows.positions_BS}
+        stream = self._rest.enter(x).view(*rows.positions_BS.shape, -1)
+        taken = {"inputs_embeds": stream}
+        if self.part.embedding:
+            self._stream.now, taken = stream, {"input_ids": rows.tokens_BS}
         try:
-            stream = self._rest.enter(x).view(*rows.positions_BS.shape, -1)
-            positions = {} if self.config.attention == "counted" else {"position_ids": rows.positions_BS}
-            if self.part.embedding:
-                self._stream.now = stream
-                out = self.__dict__["_body"](input_ids=rows.tokens_BS, use_cache=False, **positions)
-            else:
-                out = self.__dict__["_body"](inputs_embeds=stream, use_cache=False, **positions)
+            with self._run.within(context):
+                out = self.__dict__["_body"](**taken, use_cache=False, **positions)
         finally:
-            self._run.context = self._stream.now = None
+            self._stream.now = None
         last = out[0] if isinstance(out, tuple) else out.last_hidden_state
         return last.reshape(-1, last.shape[-1])
 

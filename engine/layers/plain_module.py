@@ -261,7 +261,7 @@ class PlainModule(ShardedModule):
                     bias_O=tensors.get("lora_bias"),
                     dropout=dropout,
                 )
-                _replace(module, name, AdaptedLinear(base, factors, self._runs))
+                replace_module(module, name, AdaptedLinear(base, factors, self._runs))
         if recompute:
             for blocks in list(module.modules()):
                 if isinstance(blocks, nn.ModuleList):
@@ -288,7 +288,8 @@ class PlainModule(ShardedModule):
             return self.module(*arguments)
 
 
-def _replace(module: nn.Module, name: str, by: nn.Module) -> None:
+def replace_module(module: nn.Module, name: str, by: nn.Module) -> None:
+    """Puts a module in the place of the one of this name inside `module`, which may be in a list."""
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
     if isinstance(parent, (nn.ModuleList, nn.Sequential)):

@@ -133,14 +133,7 @@ class Decoder(nn.Module):
         """Builds this part in forward order; each piece's storage has its place before the next one takes memory."""
         config = self.config
         if self.part.embedding:
-            self.embedding = VocabParallelEmbedding(
-                config.vocab_size,
-                config.hidden,
-                tied_to="lm_head" if config.tied_embeddings else None,
-                copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
-                build=build,
-            )
-            yield StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
+            yield self._build_embedding(build)
         for front in config.fronts if self.part.embedding else ():
             recompute = memory.level(0) in ("attention", "full")
             built = front.build(config.hidden, build, recompute=recompute)
@@ -164,6 +157,17 @@ class Decoder(nn.Module):
                 needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
+
+    def _build_embedding(self, build: LayerContext) -> StorageUser:
+        config = self.config
+        self.embedding = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden,
+            tied_to="lm_head" if config.tied_embeddings else None,
+            copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
+            build=build,
+        )
+        return StorageUser(module=self.embedding, needs_backward=self.embedding.operands.a_RV is not None)
 
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight

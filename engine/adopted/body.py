@@ -387,6 +387,10 @@ class AdoptedBody(Decoder):
             return self._run_body(x, rows, context)
         return self._run_body(whole.x_TH, whole.rows, context.of_tokens(whole.token_index_T))[whole.index]
 
+    @property
+    def called_layers(self) -> dict[str, nn.Module]:
+        return {f"{name}.{INSIDE}".rstrip("."): layer.module for name, layer in super().called_layers.items()}
+
     def layer_calls(self, x: Tensor, context: TokenContext) -> list[Callable[[Tensor], Tensor]]:
         """Returns the layers with what transformers' forward gives them; a layer that has run before does not run."""
         rows = context.part(Rows)

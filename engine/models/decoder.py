@@ -367,6 +367,11 @@ class Decoder(nn.Module):
         """Returns the attentions of this part's layers, for a cache. Collective, where weights are spread."""
         return [layer.attention.cached for layer in self.layers]
 
+    @property
+    def called_layers(self) -> dict[str, nn.Module]:
+        """The modules that compute this part's layers, by their logical names; hooks on them see what passes."""
+        return {f"layers.{index}": layer for index, layer in enumerate(self.layers, self.part.first)}
+
     def layer_calls(self, x: Tensor, context: TokenContext) -> list[Callable[[Tensor], Tensor]]:
         """Returns this part's layers as functions of the residual stream, whose weights must be here already.
 

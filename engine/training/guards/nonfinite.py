@@ -22,6 +22,7 @@ from engine.distributed.collectives import gather_objects
 from engine.distributed.mesh import Axis
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.optim.flat import FlatParameters
 from engine.pipeline.schedule import Kind
 from engine.sentences import listed
@@ -123,15 +124,25 @@ def _name(module: ShardedModule, fallback: str) -> str:
 
 
 def _modules(model: Decoder) -> Iterable[tuple[nn.Module, tuple[int, ...], str, bool]]:
-    """Yields the inspected modules, each with its position in the order of forward, its name, and whether its input
+    """Yields the inspected modules, each with its place among the layers, its name, and whether its input
     is inspected: that of a layer is the output of another."""
     if model.embedding is not None:
-        yield model.embedding, (_EMBEDDING, 0), "embed_tokens", False
-    for index, layer in enumerate(model.layers, model.part.first):
-        inner = [module for module in layer.modules() if isinstance(module, ShardedModule)]
-        for place, module in enumerate(inner):
-            yield module, (index, place), _name(module, f"layers.{index}"), True
-        yield layer, (index, len(inner)), f"layers.{index}", False
+        yield model.embedding, (_EMBEDDING,), "embed_tokens", False
+    for index, (name, layer) in enumerate(model.called_layers.items(), model.part.first):
+        for module, what in _inner(layer, name):
+            yield module, (index,), what, True
+        yield layer, (index,), name, False
+
+
+def _inner(layer: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Returns the inspected modules inside a layer, and their names: of transformers' own, what has nothing inside."""
+    found = []
+    for inside, module in layer.named_modules():
+        if isinstance(module, ShardedModule):
+            found.append((module, _name(module, name)))
+        elif not isinstance(layer, DecoderLayer) and next(module.children(), None) is None:
+            found.append((module, f"{name}.{inside}"))
+    return found
 
 
 class _WatchedStage:
@@ -190,23 +201,29 @@ class _WatchedStage:
 
 def _put_hooks(model: Decoder, watch: _Watch) -> list[Callable[[], None]]:
     removals: list[Callable[[], None]] = []
+    begun: dict[nn.Module, int] = {}
+    """The modules that have run, numbered as they began; of a layer, whose output alone is looked at, as it ended."""
 
-    def watch_module(module: nn.Module, order: tuple[int, ...], name: str, with_input: bool) -> None:
+    def watch_module(module: nn.Module, layer: tuple[int, ...], name: str, with_input: bool) -> None:
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            watch.look(inputs[0], (*order, _BEFORE), f"the input of {name}")
+            order = (*layer, begun.setdefault(module, len(begun)))
+            if inputs:  # else given by names
+                watch.look(inputs[0], (*order, _BEFORE), f"the input of {name}")
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            order = (*layer, begun.setdefault(module, len(begun)))
+            output = output[0] if isinstance(output, tuple) else output
             watch.look(output, (*order, _AFTER), f"the output of {name}")
             watch.look_in_backward(output, (*order, _AFTER), f"the gradient of the output of {name}")
-            if with_input:
+            if with_input and inputs:
                 watch.look_in_backward(inputs[0], (*order, _BEFORE), f"the gradient of the input of {name}")
 
         if with_input:
             removals.append(module.register_forward_pre_hook(before).remove)
         removals.append(module.register_forward_hook(after).remove)
 
-    for module, order, name, with_input in _modules(model):
-        watch_module(module, order, name, with_input)
+    for module, layer, name, with_input in _modules(model):
+        watch_module(module, layer, name, with_input)
     return removals
 
 

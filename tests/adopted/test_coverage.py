@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.adopted.structure import known_types
-from tests.coverage.__main__ import run_apart
+from tests.coverage.apart import run_apart
+from tests.coverage.checks import one_process
 from tests.coverage.page import EXACT, JSON, PAGE, counts, page, sentences, trains
 
 SAMPLE = ["bert", "gpt2", "llama", "qwen3_5_text"]
@@ -40,6 +41,6 @@ def test_the_counts_are_said():
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_results_are_those_of_a_run(model_type: str):
-    found, kept = run_apart(model_type), _FOUND[model_type]
+    found, kept = run_apart(one_process, model_type), _FOUND[model_type]
     assert found["packed"] == kept["packed"]
     assert found["peft"] < EXACT and kept["peft"] < EXACT

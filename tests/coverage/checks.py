@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -120,10 +119,3 @@ def two_tensor_ranks(model_type: str) -> Result:
         return difference(computed(parts, batch, mesh), reference(small, batch), parts)
 
     return {"tensor": _tried(compare)}
-
-
-def as_json(found: Result) -> str:
-    """Returns a result as a line."""
-    return json.dumps(
-        {key: float(f"{value:.1e}") if isinstance(value, float) else value for key, value in found.items()}
-    )

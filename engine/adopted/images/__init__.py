@@ -1,0 +1,1 @@
+"""Images in adopted models: transformers' processor makes the inputs, transformers' own forward places the features."""

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from engine.errors import UserError
 from engine.layers.attention import AttentionKind, attend, attention_of
 from engine.layers.context import TensorLayout
+from engine.ops.attention.sinks import SinkAttention, Sinks, with_sinks
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
 
@@ -27,11 +28,13 @@ class Seen(NamedTuple):
     Args:
         kind: of the attention.
         num_kv_heads, width: heads on this rank, and features of each.
+        sinks_H: scores of the sinks of its heads; None for none.
     """
 
     kind: AttentionKind
     num_kv_heads: int
     width: int
+    sinks_H: Tensor | None
 
 
 @dataclass(slots=True)
@@ -100,7 +103,8 @@ def _attention(
     refused = (
         ("a mask of its own", attention_mask is not None),
         ("attention to what comes later", not causal),
-        ("sinks", s_aux is not None),
+        ("sinks that are no parameter", not isinstance(s_aux, nn.Parameter | None)),
+        ("sinks beside a soft cap", s_aux is not None and softcap is not None),
         ("a bias on scores", others.get("position_bias") is not None),
     )
     if reasons := [reason for reason, holds in refused if holds]:
@@ -119,9 +123,16 @@ def _attention(
     if run.seen is not None:
         while name in run.seen:
             name += "'"
-        run.seen[name] = Seen(kind, k.shape[1], widest)
-    out = attend(name, run.ops[kind], run.layout, scale, q, k, v, run.now)
+        run.seen[name] = Seen(kind, k.shape[1], widest, s_aux)
+    op = run.ops[kind] if s_aux is None else _with_sinks(kind, run.layout, s_aux)
+    out = attend(name, op, run.layout, scale, q, k, v, run.now)
     return out.view(rows, length, -1, widest)[..., :values], None
+
+
+def _with_sinks(kind: AttentionKind, layout: TensorLayout, scores_H: nn.Parameter) -> SinkAttention:
+    """Returns the attention with a module's own sinks, whose gradient autograd leaves on the parameter."""
+    sinks = Sinks(scores_H=scores_H, gradient=None)
+    return with_sinks(layout.kernels.attention, layout.attention_blocks, window=kind.window, sinks=sinks, cp=layout.cp)
 
 
 def _flat(x_BHSD: Tensor) -> Tensor:

@@ -467,7 +467,7 @@ class AdoptedBody(Decoder):
                 head_dim=one.width,
                 window=one.kind.window,
                 softcap=one.kind.softcap,
-                sinks_H=None,
+                sinks_H=one.sinks_H,
             )
             for name, one in seen.items()
         ]

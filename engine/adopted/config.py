@@ -17,6 +17,7 @@ from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import FAULTS, Structure, layer_shapes, read_config, structure_of, whole_module
 from engine.batch import Batch
+from engine.choices import Recompute
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
 from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
@@ -54,6 +55,10 @@ class AdoptedLayers(LayerVariant):
     def attention_parameters(self, config: DecoderConfig) -> int:
         return self.linear_parameters
 
+    @property
+    def merges_attention(self) -> bool:
+        return True  # where a module has sinks
+
     def further_linears(self) -> tuple[str, ...]:
         return self.linear_names
 
@@ -61,7 +66,10 @@ class AdoptedLayers(LayerVariant):
         return f"layers of {family} models are transformers' own modules"
 
     def plain_torch(self) -> tuple[str, ...]:
-        return ("all of a layer but its linears and attention, which is transformers' own module",)
+        return ("of transformers' own modules, all but linears, frozen RMSNorms, gated MLPs and packed attention",)
+
+
+_RECOMPUTED = "activations of gated MLPs are recomputed; norms and all else are kept, in transformers' own modules"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +86,10 @@ class AdoptedConfig(DecoderConfig):
     body: ClassVar[str] = "engine.adopted.body:AdoptedBody"
     splits_tokens: ClassVar[bool] = False
     recomputed_regions: ClassVar[tuple[str, ...]] = ("full",)
+    recomputations: ClassVar[dict[Recompute, str]] = {
+        "none": f"as selective, {_RECOMPUTED}",
+        "selective": _RECOMPUTED,
+    }
     proof: ClassVar[str | None] = "engine.adopted.run_proof:prove"
     hf_config: str
     attention: Attention
@@ -97,6 +109,10 @@ class AdoptedConfig(DecoderConfig):
     def made_by(self) -> str:
         rows = "rows pack documents" if self.keeps_documents_apart else "a row is one document"
         return f"transformers {version('transformers')}, found to compute the same on a small model of its make; {rows}"
+
+    @property
+    def own_attention(self) -> str | None:
+        return None if self.keeps_documents_apart else "transformers' own (sdpa), in rows of one document"
 
     @property
     def all_linears(self) -> tuple[str, ...]:

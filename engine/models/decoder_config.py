@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, BatchPart
+from engine.choices import Recompute
 from engine.errors import UserError
 from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
@@ -432,6 +433,8 @@ class DecoderConfig:
     """Whether layers can hold a tensor rank's part of the tokens."""
     recomputed_regions: ClassVar[tuple[str, ...]] = ("attention", "full")
     """The levels of recomputation that run a region of a layer again."""
+    recomputations: ClassVar[dict[Recompute, str]] = {}
+    """What a level recomputes, for a run's log, where that differs from what it does in layers of the engine's own."""
     proof: ClassVar[str | None] = None
     """What proves at the start that a run's layout computes the model, likewise; None where tests have."""
     family: str
@@ -534,6 +537,11 @@ class DecoderConfig:
     @property
     def made_by(self) -> str | None:
         """Says whose layers these are, for a run's log; None for the engine's own."""
+        return None
+
+    @property
+    def own_attention(self) -> str | None:
+        """Says what computes attention, for a run's log, where no kernel of the engine does; None where one does."""
         return None
 
     def check_packing(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config.run import RunConfig
+from engine.errors import UserError
 from engine.layers.saved import check_offload
 from engine.models.decoder_config import DecoderConfig
 from engine.models.dtypes import TORCH_DTYPES
@@ -55,7 +56,10 @@ def choose_for_device(config: RunConfig, device: torch.device, decoder: DecoderC
         resolve("engine.training.cuda_graph.build:check_graphs")(config, device, attention, decoder)
     if config.memory.offload_activations:
         check_offload(device)
-    sentences = [which_optimizer, which_kernels, attention.sentence]
+    own = decoder.own_attention
+    sentences = [which_optimizer, which_kernels, attention.sentence if own is None else f"attention: {own}"]
+    if (recomputed := decoder.recomputations.get(config.memory.recompute)) is not None:
+        sentences.append(f"memory.recompute {config.memory.recompute}: {recomputed}")
     blocks = attention_blocks(config, device, decoder)
     if config.parallel.context > 1:
         sentences.append(f"context parallelism: {config.parallel.context_method} attention, blocks by {blocks.name}")
@@ -82,11 +86,12 @@ def choose_model_kernels(
     Raises:
         UserError: kernels, or a kernel of attention, were asked for by name that cannot run here.
     """
+    wanted, own = config.model.attention, decoder.own_attention
+    if own is not None and wanted != "auto":
+        raise UserError(f"model.attention is {wanted}, but attention is {own}: set model.attention to auto.")
     dtype = TORCH_DTYPES[config.model.dtype]
     kernels, sentence = choose_kernels(config.model.kernels, device=device, dtype=dtype)
-    attention = choose_attention(
-        kernels, config.model.attention, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed
-    )
+    attention = choose_attention(kernels, wanted, device=device, dtype=dtype, head_dim=decoder.head_dim, packed=packed)
     return attention, sentence
 
 

@@ -19,7 +19,7 @@ NEW = 10
 _FIVE, _ONE, _LONG, _NINE = random_prompts(256, (5, 1, 13, 9))
 PROMPTS = [_FIVE, _ONE, _LONG, _LONG, _LONG, _NINE]
 """Some longer than the windows of small models, which are 8; one is continued by several rows."""
-CACHED = ["glm4", "olmo3", "gemma2", "cohere2", "deepseek_v3", "ernie4_5_moe"]
+CACHED = ["glm4", "olmo3", "gemma2", "cohere2", "deepseek_v3", "ernie4_5_moe", "gpt_oss"]
 """Models whose keys and values the engine's cache keeps."""
 RERUN = ["qwen3_next", "bamba", "falcon_mamba", "bloom"]
 """Models whose rows run again for each token."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.adopted.proof import Small, computed, proof_batch, reference, small_of
+from engine.adopted.proof import Small, Trained, computed, proof_batch, reference, small_of
 from engine.data.collate import context_part
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import build_mesh
@@ -26,16 +26,21 @@ METHODS = {
     "deepseek_v3": ("ring", "ulysses"),
     "olmo3": ("ulysses",),
     "gemma2": ("ulysses",),
+    "gpt_oss": ("ring", "ulysses"),
 }
-"""Models, and the methods by which their attention reaches other ranks: values narrower than keys, windows, and soft
-caps among them."""
+"""Models, and the methods by which their attention reaches other ranks: values narrower than keys, windows, soft caps,
+and sinks that train among them."""
+CHANGES: dict[str, Any] = {"gpt_oss": {"layer_types": ["full_attention"] * 36}}
 LENGTHS = (11, 13, 16)
 
 
 def _small(model_type: str) -> Small:
     from transformers import CONFIG_MAPPING
 
-    return small_of({**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type})
+    trained = Trained(weights=frozenset({"layers.*.module.self_attn.sinks"}))
+    return small_of(
+        {**CONFIG_MAPPING[model_type](**CHANGES.get(model_type, {})).to_dict(), "model_type": model_type}, trained
+    )
 
 
 def _errors() -> dict[str, float]:
@@ -62,7 +67,8 @@ def test_context_ranks_compute_what_transformers_does_of_each_document() -> None
     for errors in spawn(_errors, world=2, timeout=200):
         worst = sorted(errors.items(), key=lambda one: -one[1])[:5]
         assert worst[0][1] < 1e-5, worst
-        assert len([name for name in errors if name.endswith(" loss")]) == 6
+        assert len([name for name in errors if name.endswith(" loss")]) == 8
+        assert any(name.endswith(".sinks") for name in errors)
 
 
 def test_rings_refuse_windows_and_soft_caps_and_every_method_other_mixers() -> None:

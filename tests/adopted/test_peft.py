@@ -18,7 +18,7 @@ from engine.models.decoder import Decoder, Part, build_decoder
 from tests.adopted.peft_models import drawn_adapters, losses_alone
 
 RANK, ALPHA = 4, 6.0
-PACKED = ["glm4", "olmo3", "cohere2", "gemma3_text", "seed_oss", "ernie4_5_moe"]
+PACKED = ["glm4", "olmo3", "cohere2", "gemma3_text", "seed_oss", "ernie4_5_moe", "gpt_oss"]
 ALONE = ["qwen3_next", "bamba"]
 """Models whose layers mix documents that share a row."""
 

@@ -22,6 +22,7 @@ from engine.models.flops import forward_flops, step_flops, trained_work
 from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
 from engine.runtime.launch import Launch
+from engine.training.device_choices import choose_for_device
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import measure
 from tests.support.fake_world import fake_world
@@ -87,6 +88,7 @@ CASES = {
     "olmo3": Case(model_type="olmo3"),
     "ernie4_5_moe": Case(model_type="ernie4_5_moe", tolerance=MIXED),
     "ernie4_5_moe, adapters of experts": Case(model_type="ernie4_5_moe", lora=ALL_PROJECTIONS, tolerance=MIXED),
+    "gpt_oss": Case(model_type="gpt_oss", tolerance=MIXED),
     "deepseek_v3, shard parameters, full": Case(
         model_type="deepseek_v3", world=2, parallel="{shard: parameters}", memory="{recompute: full}"
     ),
@@ -140,6 +142,21 @@ def _transformers(model_type: str) -> tuple[dict[str, Any], Any]:
     with quiet():
         model = small_model({**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type})
     return {**model.config.to_dict(), "model_type": model_type}, model
+
+
+def test_the_log_says_what_attends_and_what_is_recomputed() -> None:
+    cpu = torch.device("cpu")
+    own, packed = adopted_config(sizes("qwen3_next"), "own"), adopted_config(sizes("glm4"), "engine")
+    config = from_yaml("model: {path: x}\nmemory: {recompute: none}\n")
+    said = choose_for_device(config, cpu, own).sentences
+    assert "attention: transformers' own (sdpa), in rows of one document" in said
+    assert any(line.startswith("memory.recompute none: as selective, ") for line in said)
+    full = from_yaml("model: {path: x}\nmemory: {recompute: full}\n")
+    said = choose_for_device(full, cpu, packed).sentences
+    assert any(line.startswith("attention: compiled kernel, ") for line in said)
+    assert not any(line.startswith("memory.recompute") for line in said)
+    with pytest.raises(UserError, match="model.attention is flash3, but attention is transformers' own"):
+        choose_for_device(from_yaml("model: {path: x, attention: flash3}\n"), cpu, own)
 
 
 def test_what_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,7 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        scores_H: Tensor | None,
         plan: ContextPlan,
         axis: Axis,
         scale: float,
@@ -160,10 +161,11 @@ class _RingAttention(torch.autograd.Function):
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         saved = ctx.saved_tensors  # once: recomputed tensors are freed with it
+        d_sinks = None
         if ctx.sinks is not None:
-            ctx.sinks.add_gradient(dout, *saved[3:], ALL_HEADS)
+            d_sinks = ctx.sinks.add_gradient(dout, *saved[3:], ALL_HEADS, needed=ctx.needs_input_grad[3])
         gradients = _backward(dout, saved, ctx.plan, ctx.axis, ctx.scale, ctx.blocks)
-        return *gradients, None, None, None, None, None
+        return *gradients, d_sinks, None, None, None, None, None
 
 
 def ring_attention(
@@ -193,4 +195,5 @@ def ring_attention(
     """
     assert (plan.layout.size, plan.rank) == (axis.size, axis.rank), (plan.layout.size, plan.rank, axis)
     assert q_THD.shape[0] == plan.num_tokens, (q_THD.shape, plan.num_tokens)
-    return _RingAttention.apply(q_THD, k_TKD, v_TKD, plan, axis, scale, blocks, sinks)
+    scores_H = None if sinks is None else sinks.scores_H
+    return _RingAttention.apply(q_THD, k_TKD, v_TKD, scores_H, plan, axis, scale, blocks, sinks)

@@ -35,7 +35,7 @@ class Sinks:
 
     Args:
         scores_H: a score for each head.
-        gradient: of them; None where they are frozen.
+        gradient: of them; None where they are frozen, or where autograd takes it.
     """
 
     scores_H: Tensor
@@ -46,14 +46,26 @@ class Sinks:
         total = torch.logaddexp(lse, self.scores_H[heads].to(lse.dtype))
         return out * torch.exp(lse - total).unsqueeze(-1), total
 
-    def add_gradient(self, dout: Tensor, out: Tensor, total: Tensor, heads: slice) -> None:
-        """Adds these tokens' part, given the result of `take_in`; without a gradient to add to, nothing."""
-        if self.gradient is None:
-            return
+    def add_gradient(
+        self, dout: Tensor, out: Tensor, total: Tensor, heads: slice, *, needed: bool = False
+    ) -> Tensor | None:
+        """Adds these tokens' part, given the result of `take_in`.
+
+        Args:
+            needed: by autograd.
+
+        Returns:
+            The part, [H], where there is nothing to add it to and autograd needs it; else None.
+        """
+        if self.gradient is None and not needed:
+            return None
         shares = torch.exp(self.scores_H[heads].to(total.dtype) - total)
         d_sinks_H = shares.new_zeros(self.scores_H.shape[0])
         d_sinks_H[heads] = -(shares * (dout.to(total.dtype) * out).sum(dim=-1)).sum(dim=0)
+        if self.gradient is None:
+            return d_sinks_H.to(self.scores_H.dtype)
         self.gradient.add(d_sinks_H)
+        return None
 
 
 ALL_HEADS = slice(None)
@@ -66,6 +78,7 @@ class _WithSinks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        scores_H: Tensor,
         sinks: Sinks,
         heads: slice,
         documents: Documents,
@@ -83,10 +96,10 @@ class _WithSinks(torch.autograd.Function):
         # autograd may hand down an expanded gradient
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         q, k, v, out, total = ctx.saved_tensors
-        ctx.sinks.add_gradient(dout, out, total, ctx.heads)
+        d_sinks = ctx.sinks.add_gradient(dout, out, total, ctx.heads, needed=ctx.needs_input_grad[3])
         found = ctx.attention.backward(dout, q, k, v, out, total, ctx.documents, scale=ctx.scale)
         dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(found, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, d_sinks, None, None, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +136,9 @@ class SinkAttention:
         if count < self.sinks.scores_H.shape[0]:
             first = self.cp.rank * count
         heads = slice(first, first + count)
-        out: Tensor = _WithSinks.apply(q_THD, k_TKD, v_TKD, self.sinks, heads, documents, scale, attention)
+        out: Tensor = _WithSinks.apply(
+            q_THD, k_TKD, v_TKD, self.sinks.scores_H, self.sinks, heads, documents, scale, attention
+        )
         return out
 
 

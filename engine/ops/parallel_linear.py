@@ -53,7 +53,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
-        operands = in_context(operands, context)
+        u, operands = _along_features(u), in_context(operands, context)
         way, gathers = operands.forward_way, operands.gathers
         mask = operands.mask(context, context.local_token_index if gathers else context.token_index)
         made = way.inputs(operands, u, source, mask, gathers=gathers)
@@ -68,6 +68,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        dy = _along_features(dy)
         u, statistics, h, mask = ctx.saved_tensors
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
         way, axis, gathers = operands.backward_way, operands.axis, operands.gathers
@@ -98,6 +99,11 @@ class _ColumnLinear(torch.autograd.Function):
         accumulate_base(operands, dy, full, dy)
         du = source.gradient(dx, u, statistics, adds, operands.kernels) if needs_du else None
         return (du, None, None, None, *([None] * ctx.num_leaves))
+
+
+def _along_features(rows: Tensor) -> Tensor:
+    """Returns rows as kernels take them, each one's features side by side; a transposed product's are not."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _start_gradients(
@@ -178,7 +184,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, source: LinearInput, operands: LinearOperands, context: TokenContext, *leaves: Tensor
     ) -> Tensor:
-        operands = in_context(operands, context)
+        u, operands = _along_features(u), in_context(operands, context)
         way, axis = operands.forward_way, operands.axis
         mask = operands.mask(context, context.token_index)
         made = way.inputs(operands, u, source, mask, gathers=False)
@@ -194,6 +200,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, local_dy: Tensor) -> tuple[Any, ...]:
         u, statistics, h, mask = ctx.saved_tensors
         source, operands, low_rank = ctx.source, ctx.operands, ctx.operands.low_rank
+        local_dy = _along_features(local_dy)
         dy, handle = local_dy, Handle()
         if operands.gathers:
             dy, handle = all_gather_async(local_dy, operands.axis)

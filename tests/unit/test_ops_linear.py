@@ -269,6 +269,22 @@ def test_joined_linear_against_autograd(function, probability: float, made_by: s
 
 
 @pytest.mark.parametrize("function", [column_linear, row_linear])
+def test_rows_may_be_columns_in_memory(function) -> None:
+    """As where a module transposes a tensor of one row, or what it is given."""
+    linear = _Linear(dtype=torch.float32)
+    operands = replace(linear.operands, kernels=NATIVE if native_status().available else REFERENCE)
+    found = []
+    for turned in (True, False):
+        u, dy = (_random(TOKENS, size, seed=seed, dtype=torch.float32) for size, seed in ((IN, 7), (sum(ROWS), 8)))
+        u, dy = (one.t().contiguous().t() if turned else one for one in (u, dy))
+        u.requires_grad_()
+        y = function(u, GivenInput(), operands, _context(), (_leaf(),))
+        y.backward(dy)
+        found.append((y.detach(), u.grad))
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("function", [column_linear, row_linear])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
 @pytest.mark.parametrize("folded", DIRECTIONS, ids=str)
 @pytest.mark.parametrize("made_by", SOURCES)

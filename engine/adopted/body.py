@@ -20,18 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, STEM, AdoptedConfig
-from engine.adopted.experts import StackAdapter, StackedExperts, expert_spec, stack_adapter, stack_leaves
+from engine.adopted.experts import AdaptedExperts, StackAdapter, stack_adapter, stack_leaves
 from engine.adopted.generating import EmptyCache, one_token, rows_so_far
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
 from engine.adopted.rows import Rows, WholeRows, documents_of
-from engine.adopted.small import LAYER_COUNTS
-from engine.adopted.stage_ends import stage_ends
+from engine.adopted.small import LAYER_COUNTS, list_of_layers
+from engine.adopted.stage_ends import stage_ends, with_tokens
 from engine.adopted.structure import skeleton, stem_of, whole_module
 from engine.adopted.tensor_modules import over_ranks
-from engine.adopted.tensor_plan import ExpertPlan, Split, TensorPlan, check_heads, parallel_linear, parameter_spec
+from engine.adopted.tensor_plan import Split, TensorPlan, check_heads, parallel_linear, parameter_spec
 from engine.batch import Batch
-from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import InputUpdate
 from engine.layers.attention import CachedAttention
@@ -88,7 +87,6 @@ class Adopted(ShardedModule):
         run: of the body.
         first_site: dropout site of its first linear's adapter; the others follow.
         plan: how modules are split over tensor ranks; None where there is one.
-        experts: modules whose experts ranks have apart.
         place: the module's name inside the body, with a point at its end; empty for the body.
     """
 
@@ -101,11 +99,10 @@ class Adopted(ShardedModule):
         run: Run,
         first_site: int = 0,
         plan: TensorPlan | None = None,
-        experts: ExpertPlan | None = None,
         place: str = "",
     ) -> None:
         super().__init__()
-        self.module, self._plan, self._experts, self._place = module, plan, experts or ExpertPlan(), place
+        self.module, self._plan, self._place = module, plan, place
         sites = count(first_site)
         for name, child in list(module.named_modules()):
             if (form := mlp_form(child)) is not None and name:
@@ -125,13 +122,12 @@ class Adopted(ShardedModule):
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
         for owner, child in list(module.named_modules()):
             if id(child) not in done:
-                ranks = build.layout.expert_axes.ep if self._is_apart(owner, build) else Axis("ep")
                 adapters = self._adapt_stacks(prefix, owner, child, build, sites)
                 self._own_leaves(prefix, owner, child, build)
-                if adapters or ranks.size > 1:
-                    replace_module(module, owner, StackedExperts(f"{prefix}{owner}", child, adapters, ranks, run))
+                if adapters:
+                    replace_module(module, owner, AdaptedExperts(f"{prefix}{owner}", child, adapters, run))
         if plan is not None:
-            for name, child in reversed(list(module.named_modules())):  # those inside before what holds them
+            for name, child in list(module.named_modules()):
                 if (by := over_ranks(plan, f"{place}{name}", child, build.layout.tp)) is not child:
                     replace_module(module, name, by)
         attach(prefix, module, run)
@@ -144,10 +140,6 @@ class Adopted(ShardedModule):
 
     def _split(self, name: str) -> Split:
         return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
-
-    def _is_apart(self, owner: str, build: LayerContext) -> bool:
-        """Returns whether expert ranks have some of a module's experts each."""
-        return build.layout.expert_axes.ep.size > 1 and self._experts.divides(f"{self._place}{owner}")
 
     def _adapt_stacks(
         self, prefix: str, owner: str, module: nn.Module, build: LayerContext, sites: Iterator[int]
@@ -162,7 +154,6 @@ class Adopted(ShardedModule):
                     module,
                     leaf,
                     split=self._split(name),
-                    apart=self._is_apart(owner, build),
                     settings=settings,
                     site=next(sites),
                     build=build,
@@ -178,10 +169,7 @@ class Adopted(ShardedModule):
         def own(leaf: str, shape: torch.Size, *, trainable: bool) -> ShardEntry:
             inside, full = f"{owner}.{leaf}" if owner else leaf, f"{name}.{leaf}" if name else leaf
             split = self._split(inside)
-            if self._is_apart(owner, build):
-                spec = expert_spec(tuple(shape), 0, build.layout.expert_axes)
-            else:
-                spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
+            spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
             full = f"{full}.weight" if leaf in stacks else full
             return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
 
@@ -219,12 +207,23 @@ class _Layer(nn.Module):
         """Whether transformers' layer returns more than the stream; None before its first run."""
         self.gives_more = False
         """Whether there are tensors in it."""
+        self.stream: Tensor | None = None
+        """What the layer takes in place of what the body makes, where it is the first of a part without embedding."""
+        self.tokens_BS: Tensor | None = None
+        """The tokens, where the body is given none."""
+        self.keeps_out = False
+        """Whether `out` is kept, which is what the layer gave last."""
+        self.out: Tensor | None = None
         for name, value in vars(layer.module).items():  # transformers' forward reads some of a layer's attributes
             if isinstance(value, (str, int, float, bool, type(None))) and not hasattr(self, name):
                 self.__dict__[name] = value
 
     def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Any:
         rest: list[Any] = []
+        if self.stream is not None:
+            x, self.stream = self.stream, None
+        if self.tokens_BS is not None:
+            named, self.tokens_BS = with_tokens(named, self.tokens_BS), None
 
         def compute(x: Tensor) -> Tensor:
             layer: Adopted = self.__dict__["adopted"]
@@ -235,6 +234,8 @@ class _Layer(nn.Module):
             return out[0] if isinstance(out, tuple) else out
 
         y = self.runs(self._twice(compute) if self._recompute else compute, x)
+        if self.keeps_out:
+            self.out = y
         return (y, *rest) if self.is_tuple else y
 
     def _twice(self, compute: Any) -> Any:
@@ -324,7 +325,6 @@ class AdoptedBody(Decoder):
                 f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "
                 f"{config.family} models: set parallel.tensor to 1."
             )
-        experts = ExpertPlan.of(body.config)
         if self.part.embedding:
             yield self._build_embedding(build)
         self.layers = nn.ModuleList()
@@ -337,7 +337,6 @@ class AdoptedBody(Decoder):
                 run=self._run,
                 first_site=_FIRST_SITE + index * _SITES,
                 plan=plan,
-                experts=experts,
                 place=f"{parts.layers}.{index}.",
             )
             self.layers.append(adopted)
@@ -353,6 +352,8 @@ class AdoptedBody(Decoder):
         replace_module(body, parts.layers, wrapped)
         _set_layers(body, indices, config.num_layers)
         self._wrapped = list(wrapped)
+        for last in self._wrapped[-1:]:
+            last.keeps_out = not self._ends_layers
         self.__dict__["_body"] = body
         resident = tuple(self._rest.entries)
         if self.part.head:
@@ -371,11 +372,13 @@ class AdoptedBody(Decoder):
             )
 
     def _left_out(self) -> Iterator[tuple[str, nn.Module]]:
-        is_first = self.part.first == 0
-        is_last = self.part.head or self.part.last == self.config.num_layers
-        if is_first and is_last:
+        if self.part.embedding and self._ends_layers:
             return iter(())
-        return stage_ends(self.config.hf_config).left_out(is_first=is_first, is_last=is_last)
+        return stage_ends(self.config.hf_config).left_out(is_first=self.part.embedding, is_last=self._ends_layers)
+
+    @property
+    def _ends_layers(self) -> bool:
+        return self.part.head or self.part.last == self.config.num_layers
 
     def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
         none = torch.empty(0, device=batch.positions_BS.device)
@@ -385,9 +388,18 @@ class AdoptedBody(Decoder):
         normed: Tensor = self._last_norm.module(self._last_norm.enter(x))
         with self._run.within(context):
             stem: Tensor = self._stem.module(self._stem.enter(normed))
-        return stem
+        return stem.to(self.dtype)  # some bodies keep the stream in float32
+
+    def stream_rows(self, batch: Batch, layer: int) -> int:
+        inside = 0 < layer < self.config.num_layers
+        return batch.num_tokens * (stage_ends(self.config.hf_config).copies if inside else 1)
 
     def run_layers(self, x: Tensor, context: TokenContext) -> Tensor:
+        y = self._run_rows(x.reshape(context.local_token_index.shape[0], -1), context)
+        # some layers return more precision than they take; and several copies are as many rows of a message
+        return y if self._ends_layers else y.to(self.dtype).view(-1, self.config.hidden)
+
+    def _run_rows(self, x: Tensor, context: TokenContext) -> Tensor:
         rows = context.part(Rows)
         assert rows is not None
         if self.config.keeps_documents_apart:
@@ -448,13 +460,21 @@ class AdoptedBody(Decoder):
         taken = {"inputs_embeds": stream}
         if self.part.embedding:
             self._stream.now, taken = stream, {"input_ids": rows.tokens_BS}
+        elif self.part.first > 0:  # some bodies change what they are given in place
+            taken = {"inputs_embeds": stream.detach()[..., : self.config.hidden].clone()}
+            ends = stage_ends(self.config.hf_config)
+            for layer in self._wrapped:
+                layer.tokens_BS = rows.tokens_BS
+            self._wrapped[0].stream = stream.unflatten(-1, (ends.copies, -1)) if ends.apart else stream
         try:
             with self._run.within(context):
                 out = self.__dict__["_body"](**taken, use_cache=False, **positions)
         finally:
             self._stream.now = None
         last = out[0] if isinstance(out, tuple) else out.last_hidden_state
-        return last.reshape(-1, last.shape[-1])
+        if not self._ends_layers and self._wrapped:
+            last, self._wrapped[-1].out = self._wrapped[-1].out, None
+        return last.reshape(rows.positions_BS.numel(), -1)
 
     @property
     def reruns_rows(self) -> str | None:
@@ -500,12 +520,12 @@ def _set_layers(body: nn.Module, indices: range, whole: int) -> None:
         whole: layers of the whole model.
     """
     config = body.config = copy.deepcopy(body.config)  # a module's and its text's may be two records
-    for record in {id(one): one for one in (config, config.get_text_config())}.values():
+    for record in {id(one): one for one in (body, config, config.get_text_config())}.values():
         for name, value in list(vars(record).items()):
             if name in LAYER_COUNTS and value == whole:
                 setattr(record, name, len(indices))
-            elif isinstance(value, list) and len(value) == whole:
-                setattr(record, name, [value[index] for index in indices])
+            elif isinstance(value, list):
+                setattr(record, name, list_of_layers(name, value, whole, indices, value))
 
 
 def _check_layout(config: AdoptedConfig, build: LayerContext, memory: MemoryPlan) -> None:

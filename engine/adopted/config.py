@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib.metadata import version
-from math import gcd
 from typing import Any, ClassVar, Literal
-
-from torch import nn
 
 from engine.adopted.arrangement import Arrangement
 from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
-from engine.adopted.experts import expert_share, met_weights, stack_leaves, stack_shapes
+from engine.adopted.experts import expert_share, met_weights, stack_shapes
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
-from engine.adopted.structure import FAULTS, Structure, layer_shapes, read_config, structure_of, whole_module
-from engine.adopted.tensor_plan import ExpertPlan
+from engine.adopted.structure import (
+    FAULTS,
+    Structure,
+    hidden_size,
+    layer_shapes,
+    read_config,
+    structure_of,
+    whole_module,
+)
 from engine.batch import Batch
 from engine.choices import Recompute
 from engine.errors import UserError
@@ -104,6 +107,14 @@ class AdoptedConfig(DecoderConfig):
         return structure_of(self.hf_config)
 
     @property
+    def table_shape(self) -> tuple[int, int]:
+        return _weight_shape(self.hf_config, self.structure.embedding_path)
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        return _weight_shape(self.hf_config, self.structure.head)
+
+    @property
     def keeps_documents_apart(self) -> bool:
         """Whether a row may hold several documents."""
         return self.attention == "engine"
@@ -143,10 +154,6 @@ class AdoptedConfig(DecoderConfig):
             )
 
     @property
-    def divided_experts(self) -> int:
-        return divided_experts(self.hf_config)
-
-    @property
     def expert_share(self) -> float:
         return max(variant.expert_share for variant in self.variants if isinstance(variant, AdoptedLayers))
 
@@ -166,20 +173,26 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
     text = json.dumps(hf_config, sort_keys=True)
     forms = forms_of(text)
     config = read_config(hf_config).get_text_config()
-    hidden, heads = _hidden(text), int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads") or 1)
+    parts = structure_of(text)
+    table, head = _weight_shape(text, parts.embedding_path), _weight_shape(text, parts.head)
+    tied = bool(hf_config.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", True)))
+    hidden, heads = (
+        hidden_size(config, table[1]),
+        int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads") or 1),
+    )
     kv_heads = _first(config, "num_key_value_heads", "multi_query_group_num", "num_kv_heads") or heads
     return AdoptedConfig(
         family=hf_config["model_type"],
         hidden=hidden,
         intermediate=0,
-        num_layers=structure_of(text).count,
+        num_layers=parts.count,
         num_heads=heads,
         num_kv_heads=int(kv_heads) if isinstance(kv_heads, int) else heads,
         head_dim=int(_first(config, "head_dim", "attention_head_size") or hidden // heads),
-        vocab_size=_vocabulary(text),
+        vocab_size=head[0],
         norm_eps=1e-6,
         ropes=(Rope(theta=None),),
-        tied_embeddings=bool(hf_config.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", True))),
+        tied_embeddings=tied and table == head,
         max_row_length=_row_limit(config),
         max_length=int(_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048),
         multipliers=Multipliers(embedding=forms.embedding, logits_divisor=1 / forms.logits),
@@ -214,32 +227,9 @@ def _row_limit(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def _embedding(text: str) -> nn.Embedding:
-    embedding = whole_module(text).get_submodule(structure_of(text).embedding_path)
-    assert isinstance(embedding, nn.Embedding)
-    return embedding
-
-
-def _hidden(text: str) -> int:
-    return _embedding(text).embedding_dim
-
-
-def _vocabulary(text: str) -> int:
-    return _embedding(text).num_embeddings
-
-
-@lru_cache(maxsize=4)
-def divided_experts(config_text: str) -> int:
-    """Returns how many experts ranks may have apart, in each layer that has any, or a number that divides all of them;
-    0 where transformers' expert plan names none.
-
-    Args:
-        config_text: the `config.json`, as text.
-    """
-    body = whole_module(config_text).get_submodule(structure_of(config_text).body)
-    plan = ExpertPlan.of(body.config)
-    apart = [module for name, module in body.named_modules() if plan.divides(name)]
-    return gcd(*(module.get_parameter(leaf).shape[0] for module in apart for leaf in stack_leaves(module)))
+def _weight_shape(text: str, module: str) -> tuple[int, int]:
+    rows, columns = whole_module(text).get_submodule(module).weight.shape
+    return rows, columns
 
 
 def _kinds_of_layers(text: str) -> tuple[AdoptedLayers, ...]:

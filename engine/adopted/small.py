@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
 from typing import Any
 
@@ -204,13 +204,10 @@ _DIVIDED = tuple(
     key for key in SIZES if "heads" in key or "intermediate" in key or key in ("ffn_dim", "n_head", "n_inner")
 )
 """Sizes that tensor ranks divide."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Sizes that expert ranks divide."""
 
 
 def divided_config(small: dict[str, Any], whole: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Returns the `config.json` of a small model whose sizes divide over tensor or expert ranks where the whole model's
-    do.
+    """Returns the `config.json` of a small model whose sizes divide over tensor ranks where the whole model's do.
 
     Args:
         small: of `small_config`.
@@ -223,8 +220,6 @@ def divided_config(small: dict[str, Any], whole: dict[str, Any], ranks: int) -> 
         size = whole.get(key)
         if key in _DIVIDED and isinstance(value, int) and isinstance(size, int) and value > 0:
             found[key] = lcm(value, ranks) if size % ranks == 0 else gcd(size, ranks)
-        if key in _EXPERTS and isinstance(value, int) and isinstance(size, int) and value > 0 and size % ranks == 0:
-            found[key] = lcm(value, ranks)
     heads, keys = found.get("num_attention_heads"), found.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(keys, int):
         found["num_attention_heads"] = lcm(heads, keys)
@@ -277,17 +272,32 @@ def _of_layers(key: str, value: Any, count: int, indices: list[int], otherwise: 
     """Returns what a small config has of an entry that is a list over layers, a list of some layers' indices, or a
     table by their index."""
     places = {layer: place for place, layer in enumerate(indices)}
-    if isinstance(value, list) and len(value) == count:
-        return [value[index] for index in indices]
-    named = "layer" in key or "idx" in key
-    if isinstance(value, list) and named and all(isinstance(one, int) and 0 <= one < count for one in value):
-        return [places[one] for one in value if one in places] if value == sorted(set(value)) else otherwise
+    if isinstance(value, list):
+        return list_of_layers(key, value, count, indices, otherwise)
     if key == "per_layer_config" and isinstance(value, dict):
         return {
             str(places[int(layer)]): {name: _small(name, size) for name, size in sizes.items()}
             for layer, sizes in value.items()
             if int(layer) in places
         }
+    return otherwise
+
+
+def list_of_layers(key: str, value: list[Any], count: int, indices: Sequence[int], otherwise: Any) -> Any:
+    """Returns what a list over layers, or a list of some layers' indices, is for a model of fewer layers.
+
+    Args:
+        key: its name.
+        count: of the whole model's layers.
+        indices: of those that are kept.
+        otherwise: for a list of anything else.
+    """
+    if len(value) == count:
+        return [value[index] for index in indices]
+    named = "layer" in key or "idx" in key
+    if named and value == sorted(set(value)) and all(isinstance(one, int) and 0 <= one < count for one in value):
+        places = {layer: place for place, layer in enumerate(indices)}
+        return [places[one] for one in value if one in places]
     return otherwise
 
 

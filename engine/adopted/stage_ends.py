@@ -2,7 +2,8 @@
 
 Norms behind the table of tokens and tables of positions come before the first layer; norms beside the one that the
 head's input goes through come behind the last. They are found by running a small model of the same make and looking
-which modules are called when; whether a part without them computes the same is for the proof to say.
+which modules are called when. A part takes its stream past whatever else a body does at an end that it does not have;
+whether it computes the same is for the proof to say.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.adopted.forms import seeded, small_model
-from engine.adopted.structure import find_structure, quiet
+from engine.adopted.structure import find_structure, hidden_size, quiet
 
 _TOKENS = 5
 
@@ -32,10 +33,18 @@ class Nothing(nn.Module):
 
 
 class Unchanged(nn.Module):
-    """Returns the residual stream as it is, in the place of a module that has run in another part."""
+    """Returns the residual stream as it is, in the place of a module that has run in another part.
 
-    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        return x
+    Args:
+        argument: under which the module is given it; a number is a place.
+    """
+
+    def __init__(self, argument: int | str) -> None:
+        super().__init__()
+        self._argument = argument
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return arguments[self._argument] if isinstance(self._argument, int) else named[self._argument]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,21 +53,25 @@ class StageEnds:
 
     Args:
         added: before the first layer, whose output is added to the stream.
-        before: before the first layer, which take the stream and return it.
-        behind: behind the last layer, which take the stream and return it.
+        before: before the first layer, which take the stream and return it, and under which argument.
+        behind: behind the last layer, likewise.
+        copies: of the residual stream, which some bodies have between their layers.
+        apart: whether they have a dimension of their own.
     """
 
     added: tuple[str, ...]
-    before: tuple[str, ...]
-    behind: tuple[str, ...]
+    before: tuple[tuple[str, int | str], ...]
+    behind: tuple[tuple[str, int | str], ...]
+    copies: int
+    apart: bool
 
     def left_out(self, *, is_first: bool, is_last: bool) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules that a part leaves out, and what stands in for each."""
         if not is_first:
             yield from ((name, Nothing()) for name in self.added)
-            yield from ((name, Unchanged()) for name in self.before)
+            yield from ((name, Unchanged(argument)) for name, argument in self.before)
         if not is_last:
-            yield from ((name, Unchanged()) for name in self.behind)
+            yield from ((name, Unchanged(argument)) for name, argument in self.behind)
 
 
 @lru_cache(maxsize=8)
@@ -73,24 +86,32 @@ def stage_ends(config_text: str) -> StageEnds:
     open_calls: list[str] = []
     with ExitStack() as hooks, torch.no_grad(), quiet(), seeded(0):
         for name, module in body.named_modules():
-            if not name or name == parts.layers or name.startswith(f"{parts.layers}."):
-                continue
+            if not name or f"{parts.layers}.".startswith(f"{name}.") or name.startswith(f"{parts.layers}."):
+                continue  # the layers, and what is around them
             hooks.callback(module.register_forward_pre_hook(partial(_enters, open_calls, name)).remove)
             hooks.callback(module.register_forward_hook(partial(_leaves, open_calls, calls), with_kwargs=True).remove)
         for layer in layers.children():
             marked = partial(_marked, calls)
-            hooks.callback(layer.register_forward_pre_hook(marked).remove)
+            hooks.callback(layer.register_forward_pre_hook(marked, with_kwargs=True).remove)
         width = body.get_submodule(parts.embedding).embedding_dim
         body(inputs_embeds=torch.randn(1, _TOKENS, width), use_cache=False)
-        places = [place for place, call in enumerate(calls) if call.name is None]
-        before, behind = calls[: places[0]], calls[places[-1] + 1 :]
+    places = [place for place, call in enumerate(calls) if not call.name]
+    stream, hidden = calls[places[0]].out, hidden_size(model.config, width)
+    widths = width, stream.shape[-1]
+    ends = calls[: places[0]], calls[places[-1] + 1 :]
     with torch.no_grad(), quiet():
-        roles = [(call.name, call.role(body, width)) for call in before]
-        last = [call.name for call in behind if call.name != parts.norm and call.role(body, width) == "stream"]
+        first, last = (
+            {call.name: call.stream(body, widths) for call in end if _is_stream(call.out, widths)} for end in ends
+        )
+    for name in {str(parts.norm), *(first.keys() & last)}:  # a module at both ends stays there
+        first.pop(name, None)
+        last.pop(name, None)
     return StageEnds(
-        added=tuple(name for name, role in roles if name and role == "added"),
-        before=tuple(name for name, role in roles if name and role == "stream"),
-        behind=tuple(name for name in last if name),
+        added=tuple(name for name, argument in first.items() if argument is None),
+        before=tuple((name, argument) for name, argument in first.items() if argument is not None),
+        behind=tuple((name, argument) for name, argument in last.items() if argument is not None),
+        copies=stream[0, 0].numel() // hidden,
+        apart=stream.dim() > 3,
     )
 
 
@@ -99,29 +120,37 @@ class _Call:
     """A call of a module that no other one's call is around.
 
     Args:
-        name: of the module inside the body; None for a layer.
-        arguments, named: of the call.
-        out: what it returned.
+        name: of the module inside the body; empty for a layer.
+        arguments: of the call, by place or name.
+        out: what it returned, and of a layer what it was given.
     """
 
-    name: str | None
-    arguments: tuple[Any, ...] = ()
-    named: dict[str, Any] | None = None
-    out: Any = None
+    name: str
+    arguments: dict[Any, Any]
+    out: Any
 
-    def role(self, body: nn.Module, width: int) -> str | None:
-        """Returns "stream" where the output is made of the stream, "added" where it has its shape and is made of
-        something else, and else None."""
-        assert self.name is not None
-        out = self.out
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.shape[-2:] != (_TOKENS, width):
-            return None
-        first = self.arguments[0] if self.arguments else None
-        if not isinstance(first, Tensor) or first.shape != out.shape or not first.is_floating_point():
-            return "added"
+    def stream(self, body: nn.Module, widths: tuple[int, ...]) -> int | str | None:
+        """Returns the argument that is the stream; None where the output is made of something else, and added."""
         module = body.get_submodule(self.name)
-        again = module(torch.randn_like(first), *self.arguments[1:], **(self.named or {}))
-        return "added" if torch.equal(again, out) else "stream"
+        key: int | str
+        for key, given in self.arguments.items():
+            if _is_stream(given, widths):
+                changed = self.arguments | {key: torch.randn_like(given)}
+                placed = [changed[place] for place in range(len(changed)) if place in changed]
+                again = module(*placed, **{name: one for name, one in changed.items() if isinstance(name, str)})
+                if not torch.equal(again, self.out):
+                    return key
+        return None
+
+
+def _is_stream(value: Any, widths: tuple[int, ...]) -> bool:
+    """Returns whether a value is features of every token, as many as of an embedding or of what enters layers."""
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.shape[-2:-1] == (_TOKENS,)
+        and value.shape[-1] in widths
+    )
 
 
 def _enters(open_calls: list[str], name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -138,8 +167,16 @@ def _leaves(
 ) -> None:
     name = open_calls.pop()
     if not open_calls:
-        calls.append(_Call(name, arguments, named, out))
+        calls.append(_Call(name, dict((*enumerate(arguments), *named.items())), out))
 
 
-def _marked(calls: list[_Call], module: nn.Module, arguments: tuple[Any, ...]) -> None:
-    calls.append(_Call(None))
+def _marked(
+    calls: list[_Call], module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    calls.append(_Call("", {}, arguments[0]))
+    return arguments, with_tokens(named, torch.zeros(1, _TOKENS, dtype=torch.int64))
+
+
+def with_tokens(named: dict[str, Any], tokens_BS: Tensor) -> dict[str, Any]:
+    """Returns a layer's arguments with the tokens, where it takes them and its body was given embeddings."""
+    return {**named, "input_ids": tokens_BS} if named.get("input_ids", tokens_BS) is None else named

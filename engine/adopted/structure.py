@@ -204,9 +204,9 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
     refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise UserError(f"{refusal}its tokens' embedding or its head is not a plain table or linear.")
-    if head.weight.shape != embedding.weight.shape:
+    if head.out_features > embedding.num_embeddings:
         raise UserError(
-            f"{refusal}its tokens' embedding is {_shape(embedding)} and its head {_shape(head)}, which are to be equal."
+            f"{refusal}its head has {head.out_features} tokens and its tokens' embedding {embedding.num_embeddings}."
         )
     counts = layer_counts(model.config)
     body, _, leaf = names[id(embedding)].rpartition(".")
@@ -229,10 +229,6 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
         stem=_stem(model, body, names[id(head)]),
         count=count,
     )
-
-
-def _shape(module: nn.Embedding | nn.Linear) -> str:
-    return " x ".join(map(str, module.weight.shape))
 
 
 def _outer_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
@@ -312,6 +308,16 @@ def layer_shapes(layer: nn.Module) -> tuple[Any, ...]:
         if isinstance(value, (bool, float, int, str)) and "layer_id" not in key and not key.startswith("_")
     ]
     return shapes, tuple(entry for entry in plain if entry[1] not in ("layer_idx", "layer_number", "index"))
+
+
+def hidden_size(config: Any, embedded: int) -> int:
+    """Returns the features of a token in the residual stream.
+
+    Args:
+        config: transformers' record.
+        embedded: features of a token in the table, for a config that says no more.
+    """
+    return int(getattr(config.get_text_config(), "hidden_size", None) or embedded)
 
 
 def layer_counts(config: Any) -> set[int]:

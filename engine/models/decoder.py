@@ -161,8 +161,7 @@ class Decoder(nn.Module):
     def _build_embedding(self, build: LayerContext) -> StorageUser:
         config = self.config
         self.embedding = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden,
+            *config.table_shape,
             tied_to="lm_head" if config.tied_embeddings else None,
             copied=config.tied_embeddings and self.layout.pp_ends.size > 1,
             build=build,
@@ -172,7 +171,7 @@ class Decoder(nn.Module):
     def _shared_head_weight(self, build: LayerContext, embedding_weight: ShardEntry | None) -> ShardEntry:
         shared = self.embedding.weight if self.embedding is not None else embedding_weight
         if shared is None:
-            self.tied = TiedHeadWeight(self.config.vocab_size, self.config.hidden, build=build)
+            self.tied = TiedHeadWeight(*self.config.head_shape, build=build)
             shared = self.tied.weight
         return shared
 
@@ -185,7 +184,7 @@ class Decoder(nn.Module):
             kernels = replace(kernels, loss=capped_loss(config.logits_softcap, kernels.loss.tokens_multiple))
         # the loss reads the head as numbers, so that it is never stored encoded
         build = replace(build, layout=replace(self.layout, kernels=kernels, base=None))
-        self.vocab_spec = padded_split_spec((config.vocab_size, config.hidden), 0, rank=tp.rank, size=tp.size)
+        self.vocab_spec = padded_split_spec(config.head_shape, 0, rank=tp.rank, size=tp.size)
         return ColumnParallelLinear(
             [Section(name="lm_head", spec=self.vocab_spec)],
             bias=bias,

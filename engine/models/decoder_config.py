@@ -468,6 +468,16 @@ class DecoderConfig:
     fronts: tuple[Front, ...] = ()
 
     @property
+    def table_shape(self) -> tuple[int, int]:
+        """Tokens and features of the table of tokens."""
+        return self.vocab_size, self.hidden
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """Tokens that the head has logits of, and features that it takes."""
+        return self.vocab_size, self.hidden
+
+    @property
     def context_length(self) -> int:
         """The longest sequence of positions: the length of pretraining, or more where rotary scaling stretches it."""
         scaling = self.ropes[0].scaling
@@ -530,11 +540,6 @@ class DecoderConfig:
         return sum(variant.experts_per_token for variant in self.variants)
 
     @property
-    def divided_experts(self) -> int:
-        """The number of experts of a layer that ranks may divide; 0 where they cannot."""
-        return self.num_experts
-
-    @property
     def expert_share(self) -> float:
         """The share of the experts that a token meets; 0 where MLPs are alike for all tokens."""
         return self.experts_per_token / self.num_experts if self.num_experts else 0.0
@@ -578,34 +583,27 @@ class DecoderConfig:
         return asdict(replace(self, fronts=()))  # which config.json describes
 
 
-def check_expert_ranks(config: DecoderConfig, *, expert: int, tensor: int, folds: bool) -> None:
+def check_expert_ranks(config: DecoderConfig, *, expert: int, folds: bool) -> None:
     """Checks that the experts divide over their ranks.
 
     Args:
         expert: ranks over which they are divided.
-        tensor: tensor ranks.
         folds: whether they are spread over other ranks than the rest of the model.
 
     Raises:
-        UserError: there are none, or their number does not divide, or tensor ranks cannot be beside expert ranks.
+        UserError: there are none, or their number does not divide.
     """
     if not folds:
         return
-    option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
-    if not config.divided_experts:
+    if not config.num_experts:
+        option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
         reason = "has no experts that a router chooses"
         if config.made_by is not None:
-            reason = "has transformers' own modules, and no expert plan of transformers divides experts of theirs"
+            reason = "has transformers' own modules, whose experts are not divided over ranks"
         raise UserError(
             f"parallel.{option}, but this {config.family} model {reason}: leave parallel.{option.split()[0]} out."
         )
-    if tensor > 1 and not config.splits_tokens:
-        raise UserError(
-            f"parallel.{option} and parallel.tensor is {tensor}, but the experts of this {config.family} model, whose "
-            "layers are transformers' own modules, are divided over ranks of one kind: set parallel.tensor to 1, or "
-            f"leave parallel.{option.split()[0]} out."
-        )
-    if (count := config.divided_experts) % expert:
+    if (count := config.num_experts) % expert:
         raise UserError(
             f"parallel.expert is {expert}, which does not divide the model's {count} experts: use a "
             f"parallel.expert that divides {count}."

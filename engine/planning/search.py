@@ -168,7 +168,7 @@ def search(
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
     decoder = workload.decoder
-    places = layouts(wanted.devices, has_experts=decoder.divided_experts > 0, splits_tokens=decoder.splits_tokens)
+    places = layouts(wanted.devices, has_experts=decoder.num_experts > 0, splits_tokens=decoder.splits_tokens)
     for layout in each(list(places)):
         try:
             _check(wanted, workload, layout)

@@ -75,9 +75,9 @@ def afresh() -> Iterator[None]:
         found.cache_clear()
 
 
-@pytest.mark.parametrize("model_type", ["glm4", "opt", "bloom"])
+@pytest.mark.parametrize("model_type", ["glm4", "opt", "bloom", "rembert", "deepseek_v4"])
 def test_stages_are_the_model_also_where_something_comes_before_the_first_layer(model_type: str) -> None:
-    decoder = adopted_config(_config(model_type))
+    decoder = adopted_config(_config(model_type, is_decoder=True))
     half = decoder.num_layers // 2
     found = _proof(decoder, stages=(half, decoder.num_layers - half))
     assert [row.compared for row in found.rows][1:] == ["2 stages"]
@@ -90,7 +90,7 @@ def test_stages_that_share_what_one_begins_with_are_refused() -> None:
     decoder = adopted_config(_config("hy_v4"))
     sentence = _refusal(decoder, stages=(16, decoder.num_layers - 16))
     assert "Shared DSA layers require top-k indices" in sentence
-    assert sentence.endswith("; set parallel.pipeline to 1.")
+    assert "or parallel.layers_per_stage so that stages begin at layers of 1, 5, 9" in sentence
 
 
 def test_a_stage_that_is_cut_inside_a_shared_block_is_refused_with_the_cuts_that_work(

@@ -158,7 +158,8 @@ def plain_square_sum(values: Tensor) -> Tensor:
     """Returns the sum of squares by torch, fp64 0-dim."""
     total = values.new_zeros((), dtype=torch.float64)
     for part in values.split(SQUARED_AT_ONCE):
-        total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        # its `dtype` would make the same copy, inside the operation, where a count of storages does not see it
+        total += torch.linalg.vector_norm(part.double()).square()
     return total
 
 

@@ -4,7 +4,8 @@ one.
 Every factorisation into tensor x context x pipeline x data ranks is tried, with and without sequence parallelism, with
 one and with two stages a pipeline rank, with the experts of a mixture whole or cut and divided over every number of
 ranks, and with the least recomputation that fits; where that is not none, with offload and fewer bits, too. Layouts
-that a rule of the configuration refuses are listed with the reason.
+that a rule of the configuration refuses, or the proof of a model whose layers are not the engine's own, are listed with
+the reason.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine.optim.state_sharding import ShardLevel
 from engine.planning.machine import Machine, check_encoding
 from engine.planning.peak import PeakEstimate, fullest, predict_layout, predict_static
 from engine.planning.rank_layout import Layout, Routing, Workload
+from engine.planning.stage_proofs import StageProofs
 from engine.planning.step_time import StepTime, predict_time
 from engine.telemetry.format import counted
 
@@ -168,10 +170,13 @@ def search(
     too_large: list[Candidate] = []
     refused: list[RefusedLayout] = []
     decoder = workload.decoder
+    proofs = StageProofs(workload) if wanted.config.model.proof else None
     places = layouts(wanted.devices, has_experts=decoder.num_experts > 0, splits_tokens=decoder.splits_tokens)
     for layout in each(list(places)):
         try:
             _check(wanted, workload, layout)
+            if proofs is not None:
+                proofs.check(layout)
             tried = _least_sharding(wanted, workload, layout)
         except UserError as error:
             refused.append(RefusedLayout(layout, str(error)))

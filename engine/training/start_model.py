@@ -134,7 +134,7 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
             f"parallel.sequence is true, but the layers of this {decoder.family} model are transformers' own modules, "
             "which see all tokens of a row: leave parallel.sequence out."
         )
-    if config.data.fills_rows:
+    if config.data.packing is True:  # concatenated, a row is one document
         decoder.check_packing()
     if parallel.context > 1:
         decoder.check_context(parallel.context, parallel.context_method)

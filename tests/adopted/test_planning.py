@@ -25,6 +25,7 @@ from engine.runtime.launch import Launch
 from engine.training.device_choices import choose_for_device
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import measure
+from rankfold.planning.memory_question import answer_for
 from tests.support.fake_world import fake_world
 from tests.support.sweeps import sampled
 
@@ -38,7 +39,7 @@ class Case:
 
     model_type: str
     world: int = 1
-    packing: bool = True
+    packing: bool | str = True
     lora: str = "{rank: 8}"
     trainable: str = "[]"
     dtype: str = "float32"
@@ -87,19 +88,22 @@ CASES = {
     "qwen3, all": Case(model_type="qwen3", lora="{rank: 0}", trainable="['*']"),
     "olmo3": Case(model_type="olmo3"),
     "ernie4_5_moe": Case(model_type="ernie4_5_moe", tolerance=MIXED),
+    "ernie4_5_moe, all, full": Case(
+        model_type="ernie4_5_moe", lora="{rank: 0}", trainable="['*']", memory="{recompute: full}"
+    ),
     "ernie4_5_moe, adapters of experts": Case(model_type="ernie4_5_moe", lora=ALL_PROJECTIONS, tolerance=MIXED),
     "gpt_oss": Case(model_type="gpt_oss", tolerance=MIXED),
     "deepseek_v3, shard parameters, full": Case(
         model_type="deepseek_v3", world=2, parallel="{shard: parameters}", memory="{recompute: full}"
     ),
-    "qwen3_next, own attention": Case(model_type="qwen3_next", packing=False, tolerance=MIXED),
+    "qwen3_next, own attention": Case(model_type="qwen3_next", packing="concatenate", tolerance=MIXED),
     "qwen3_next, own attention, full": Case(
         model_type="qwen3_next", packing=False, memory="{recompute: full}", tolerance=MIXED
     ),
 }
 QUICK = (
     "glm4, bf16, dropout", "qwen3, nf4, full", "ernie4_5_moe, adapters of experts",
-    "deepseek_v3, shard parameters, full", "qwen3_next, own attention",
+    "ernie4_5_moe, all, full", "deepseek_v3, shard parameters, full", "qwen3_next, own attention",
 )  # fmt: skip
 
 
@@ -157,6 +161,16 @@ def test_the_log_says_what_attends_and_what_is_recomputed() -> None:
     assert not any(line.startswith("memory.recompute") for line in said)
     with pytest.raises(UserError, match="model.attention is flash3, but attention is transformers' own"):
         choose_for_device(from_yaml("model: {path: x, attention: flash3}\n"), cpu, own)
+
+
+def test_a_search_leaves_out_stages_that_are_not_the_model() -> None:
+    """`hy_v4` hands from layer to layer what a stage does not pass on."""
+    config = from_yaml("model: {path: x, dtype: float32}\nlora: {rank: 4}\ntrain: {global_batch_size: 2}\n")
+    for model_type, is_cut in (("glm4", True), ("hy_v4", False)):
+        found = answer_for(sizes(model_type), config, devices=2, gpu_memory=8, reserve=0).found
+        reasons = [one.reason for one in found.refused if one.layout.parallel.pipeline == 2]
+        assert is_cut == any(one.layout.parallel.pipeline == 2 for one in found.fitting)
+        assert is_cut or ["in stages is not the whole one" in reason for reason in reasons] == [True, True]
 
 
 def test_what_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

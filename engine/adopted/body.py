@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
 from engine.adopted.config import INSIDE, STEM, AdoptedConfig
-from engine.adopted.experts import AdaptedExperts, StackAdapter, stack_adapter, stack_leaves
+from engine.adopted.experts import StackAdapter, StackedExperts, expert_spec, stack_adapter, stack_leaves
 from engine.adopted.generating import EmptyCache, one_token, rows_so_far
 from engine.adopted.linears import AdoptedLinear
 from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
@@ -29,8 +29,9 @@ from engine.adopted.small import LAYER_COUNTS, list_of_layers
 from engine.adopted.stage_ends import stage_ends, with_tokens
 from engine.adopted.structure import skeleton, stem_of, whole_module
 from engine.adopted.tensor_modules import over_ranks
-from engine.adopted.tensor_plan import Split, TensorPlan, check_heads, parallel_linear, parameter_spec
+from engine.adopted.tensor_plan import ExpertPlan, Split, TensorPlan, check_heads, parallel_linear, parameter_spec
 from engine.batch import Batch
+from engine.distributed.mesh import Axis
 from engine.errors import UserError
 from engine.kernels.records import InputUpdate
 from engine.layers.attention import CachedAttention
@@ -87,6 +88,7 @@ class Adopted(ShardedModule):
         run: of the body.
         first_site: dropout site of its first linear's adapter; the others follow.
         plan: how modules are split over tensor ranks; None where there is one.
+        experts: modules whose experts ranks have apart.
         place: the module's name inside the body, with a point at its end; empty for the body.
     """
 
@@ -99,10 +101,11 @@ class Adopted(ShardedModule):
         run: Run,
         first_site: int = 0,
         plan: TensorPlan | None = None,
+        experts: ExpertPlan | None = None,
         place: str = "",
     ) -> None:
         super().__init__()
-        self.module, self._plan, self._place = module, plan, place
+        self.module, self._plan, self._experts, self._place = module, plan, experts or ExpertPlan(), place
         sites = count(first_site)
         for name, child in list(module.named_modules()):
             if (form := mlp_form(child)) is not None and name:
@@ -122,12 +125,13 @@ class Adopted(ShardedModule):
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
         for owner, child in list(module.named_modules()):
             if id(child) not in done:
+                ranks = build.layout.expert_axes.ep if self._is_apart(owner, build) else Axis("ep")
                 adapters = self._adapt_stacks(prefix, owner, child, build, sites)
                 self._own_leaves(prefix, owner, child, build)
-                if adapters:
-                    replace_module(module, owner, AdaptedExperts(f"{prefix}{owner}", child, adapters, run))
+                if adapters or ranks.size > 1:
+                    replace_module(module, owner, StackedExperts(f"{prefix}{owner}", child, adapters, ranks, run))
         if plan is not None:
-            for name, child in list(module.named_modules()):
+            for name, child in reversed(list(module.named_modules())):  # those inside before what holds them
                 if (by := over_ranks(plan, f"{place}{name}", child, build.layout.tp)) is not child:
                     replace_module(module, name, by)
         attach(prefix, module, run)
@@ -140,6 +144,10 @@ class Adopted(ShardedModule):
 
     def _split(self, name: str) -> Split:
         return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
+
+    def _is_apart(self, owner: str, build: LayerContext) -> bool:
+        """Returns whether expert ranks have some of a module's experts each."""
+        return build.layout.expert_axes.ep.size > 1 and self._experts.divides(f"{self._place}{owner}")
 
     def _adapt_stacks(
         self, prefix: str, owner: str, module: nn.Module, build: LayerContext, sites: Iterator[int]
@@ -154,6 +162,7 @@ class Adopted(ShardedModule):
                     module,
                     leaf,
                     split=self._split(name),
+                    apart=self._is_apart(owner, build),
                     settings=settings,
                     site=next(sites),
                     build=build,
@@ -169,7 +178,10 @@ class Adopted(ShardedModule):
         def own(leaf: str, shape: torch.Size, *, trainable: bool) -> ShardEntry:
             inside, full = f"{owner}.{leaf}" if owner else leaf, f"{name}.{leaf}" if name else leaf
             split = self._split(inside)
-            spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
+            if self._is_apart(owner, build):
+                spec = expert_spec(tuple(shape), 0, build.layout.expert_axes)
+            else:
+                spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
             full = f"{full}.weight" if leaf in stacks else full
             return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
 
@@ -325,6 +337,7 @@ class AdoptedBody(Decoder):
                 f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "
                 f"{config.family} models: set parallel.tensor to 1."
             )
+        experts = ExpertPlan.of(body.config)
         if self.part.embedding:
             yield self._build_embedding(build)
         self.layers = nn.ModuleList()
@@ -337,6 +350,7 @@ class AdoptedBody(Decoder):
                 run=self._run,
                 first_site=_FIRST_SITE + index * _SITES,
                 plan=plan,
+                experts=experts,
                 place=f"{parts.layers}.{index}.",
             )
             self.layers.append(adopted)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.metadata import version
+from math import gcd
 from typing import Any, ClassVar, Literal
 
 from engine.adopted.arrangement import Arrangement
 from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
-from engine.adopted.experts import expert_share, met_weights, stack_shapes
+from engine.adopted.experts import expert_share, met_weights, stack_leaves, stack_shapes
 from engine.adopted.forms import forms_of
 from engine.adopted.rows import Rows
 from engine.adopted.structure import (
@@ -22,6 +24,7 @@ from engine.adopted.structure import (
     structure_of,
     whole_module,
 )
+from engine.adopted.tensor_plan import ExpertPlan
 from engine.batch import Batch
 from engine.choices import Recompute
 from engine.errors import UserError
@@ -154,6 +157,10 @@ class AdoptedConfig(DecoderConfig):
             )
 
     @property
+    def divided_experts(self) -> int:
+        return divided_experts(self.hf_config)
+
+    @property
     def expert_share(self) -> float:
         return max(variant.expert_share for variant in self.variants if isinstance(variant, AdoptedLayers))
 
@@ -230,6 +237,20 @@ def _row_limit(config: Any) -> int | None:
 def _weight_shape(text: str, module: str) -> tuple[int, int]:
     rows, columns = whole_module(text).get_submodule(module).weight.shape
     return rows, columns
+
+
+@lru_cache(maxsize=4)
+def divided_experts(config_text: str) -> int:
+    """Returns how many experts ranks may have apart, in each layer that has any, or a number that divides all of them;
+    0 where transformers' expert plan names none.
+
+    Args:
+        config_text: the `config.json`, as text.
+    """
+    body = whole_module(config_text).get_submodule(structure_of(config_text).body)
+    plan = ExpertPlan.of(body.config)
+    apart = [module for name, module in body.named_modules() if plan.divides(name)]
+    return gcd(*(module.get_parameter(leaf).shape[0] for module in apart for leaf in stack_leaves(module)))
 
 
 def _kinds_of_layers(text: str) -> tuple[AdoptedLayers, ...]:

@@ -1,8 +1,11 @@
-"""Adapters on a mixture's experts where transformers keeps the weights of all of them as stacks.
+"""A mixture's experts where transformers keeps the weights of all of them as stacks: their adapters, and their ranks.
 
 A stack `gate_up_proj` [E, O, I] is one parameter of the module of experts; here it is a module of that name with a
 weight. Its adapter is PEFT's of `target_parameters`: W_e + scale * B_e A_e for each expert e. The deltas are never
 made: each expert's rows go through its factors beside its weight.
+
+Expert ranks each hold some of a stack's experts, where transformers' expert plan lets them be apart, and their factors.
+Tensor ranks hold some of every expert's inner features.
 
 Legend: E experts, R rank, T tokens, K experts of a token, N = T K rows, I features of an input, O of an output.
 """
@@ -12,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.adopted.attention import Run
+from engine.adopted.dispatch import inverse_order, planned_route
 from engine.adopted.linears import coordinates_of
 from engine.adopted.structure import whole_module
 from engine.adopted.tensor_plan import Split, parameter_spec
-from engine.distributed.mesh import Axis
+from engine.distributed.mesh import Axis, ExpertAxes
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
 from engine.kernels.philox import dropout_mask
@@ -112,6 +115,7 @@ def stack_adapter(
     leaf: str,
     *,
     split: Split,
+    apart: bool,
     settings: AdapterSettings,
     site: int,
     build: LayerContext,
@@ -123,6 +127,7 @@ def stack_adapter(
         name: of the stack, as a module.
         experts, leaf: transformers' module and its parameter, [E, O, I] of the whole model; its numbers are not read.
         split: of the stack over tensor ranks.
+        apart: expert ranks hold some of its experts each.
         site: dropout site of its input.
 
     Raises:
@@ -147,7 +152,10 @@ def stack_adapter(
         )
     count, outputs, inputs = experts.get_parameter(leaf).shape
     a, b = (settings.rank, count, inputs), (outputs, count, settings.rank)
-    a_spec, b_spec = _factor_specs(name, a, b, split, build.layout.tp)
+    if apart:
+        a_spec, b_spec = (expert_spec(shape, 1, build.layout.expert_axes) for shape in (a, b))
+    else:
+        a_spec, b_spec = _factor_specs(name, a, b, split, build.layout.tp)
     a_entry = own(f"{name}.lora_A", a_spec.local_shape, a_spec)
     b_entry = own(f"{name}.lora_B", b_spec.local_shape, b_spec)
     dropout = None
@@ -171,28 +179,28 @@ def _factor_specs(
     return tuple(replicated_spec(shape, rank=tp.rank, size=tp.size) for shape in (a, b))  # type: ignore[return-value]
 
 
-def _rows_of_experts(chosen_N: Tensor, experts: int) -> list[int]:
-    """Returns how many rows chose each expert; of rows without numbers, as many each as any other."""
-    if chosen_N.is_meta:
-        ends = [len(chosen_N) * expert // experts for expert in range(experts + 1)]
-        return [end - start for start, end in pairwise(ends)]
-    counts: list[int] = torch.bincount(chosen_N, minlength=experts).tolist()
-    return counts
+def expert_spec(shape: tuple[int, ...], dim: int, axes: ExpertAxes) -> ShardSpec:
+    """Returns the shard of what has its experts in dimension `dim`, of which each expert rank holds as many."""
+    spec = split_spec(shape, dim, rank=axes.ep.rank, size=axes.ep.size, what="the number of experts")
+    return replace(spec, data=axes.data)
 
 
-class AdaptedExperts(nn.Module):
-    """A module of experts with adapters on its stacks, in that module's place.
+class StackedExperts(nn.Module):
+    """A module of experts with adapters on its stacks, or divided over expert ranks, in that module's place.
 
     Args:
         name: of the module, for errors.
-        experts: transformers' module.
+        experts: transformers' module; its stacks are those of this rank's experts.
         adapters: by the stack's leaf.
+        ranks: that hold different experts.
         run: of the body.
     """
 
-    def __init__(self, name: str, experts: nn.Module, adapters: Mapping[str, StackAdapter], run: Run) -> None:
+    def __init__(
+        self, name: str, experts: nn.Module, adapters: Mapping[str, StackAdapter], ranks: Axis, run: Run
+    ) -> None:
         super().__init__()
-        self._name = name
+        self._name, self._ranks = name, ranks
         self.experts, self._adapters, self._run = experts, dict(adapters), run
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -209,21 +217,21 @@ class AdaptedExperts(nn.Module):
         own: Any = self.experts
         per_token, chosen = top_k_index.shape[-1], top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
-        sizes = _rows_of_experts(chosen, own.num_experts)
+        route = planned_route(chosen, own.num_experts, self._ranks)
         tokens = order // per_token
         drops = any(adapter.dropout is not None for adapter in self._adapters.values())
         now = coordinates_of(self._run, hidden_states, drops=drops, name=self._name)
         coordinates = now.local_token_index[tokens] * own.num_experts + chosen[order]
+        if drops:
+            coordinates = route.out(coordinates)
         first = "gate_up_proj" if own.has_gate else "up_proj"
-        inner = self._product(first, hidden_states[tokens], sizes, coordinates)
+        inner = self._product(first, route.out(hidden_states[tokens]), route.sizes, coordinates)
         inner = own._apply_gate(inner) if own.has_gate else own.act_fn(inner)
-        out = self._product("down_proj", inner, sizes, coordinates)
+        out = self._product("down_proj", inner, route.sizes, coordinates)
         if own.has_post_expert_norm:
             out = own.post_expert_norm(out)
-        out = out * top_k_weights.reshape(-1)[order, None]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return out[back].unflatten(0, (-1, per_token)).sum(1).to(hidden_states.dtype)
+        out = route.back(out) * top_k_weights.reshape(-1)[order, None]
+        return out[inverse_order(order)].unflatten(0, (-1, per_token)).sum(1).to(hidden_states.dtype)
 
     def _product(self, leaf: str, x_NI: Tensor, sizes: list[int], coordinates_N: Tensor) -> Tensor:
         """Returns [N, O] of rows in the order of their experts, `sizes` of each."""
@@ -235,9 +243,10 @@ class AdaptedExperts(nn.Module):
         low = x_NI if adapter is None else self._dropped(x_NI, adapter.dropout, coordinates_N)
         out = []
         for expert, (rows, low_rows) in enumerate(zip(x_NI.split(sizes), low.split(sizes), strict=True)):
-            if not sizes[expert]:
+            if not sizes[expert] and (expert or sum(sizes)):  # no rows at all are a product too, of which ranks wait
                 continue
-            y = linear(rows, weights[expert], biases[expert])
+            weight = weights[expert].t() if own.is_transposed else weights[expert]
+            y = linear(rows, weight, biases[expert])
             if adapter is not None:
                 y = y + linear(linear(low_rows, a[expert]), b[expert]) * adapter.scale
             out.append(y)

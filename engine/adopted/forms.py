@@ -74,7 +74,7 @@ def small_record(hf_config: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
     """Returns the `config.json` of a small model of the same make.
 
     Args:
-        ranks: tensor ranks over which its sizes divide where those of the model do.
+        ranks: tensor or expert ranks over which its sizes divide where those of the model do.
     """
     full = written_config(hf_config)
     sizes = small_config(full) if ranks == 1 else divided_config(small_config(full), full, ranks)

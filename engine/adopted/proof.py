@@ -249,7 +249,7 @@ def small_of(
     Args:
         trained: what trains; None for adapters on every linear of a layer. Where nothing of it is there, as in a model
             without linears, all weights do.
-        ranks: tensor ranks that divide it.
+        ranks: tensor or expert ranks that divide it.
         device: None for the CPU.
     """
     trained = trained or Trained()
@@ -334,10 +334,10 @@ def _adapt_stack(model: nn.Module, name: str, a_REI: Tensor, b_OER: Tensor) -> N
     experts.register_forward_hook(restore, always_call=True)
 
 
-def proof_batch(lengths: tuple[int, ...], vocabulary: int) -> Batch:
-    """Returns a row that packs documents of these lengths."""
+def proof_batch(lengths: tuple[int, ...], vocabulary: int, seed: int = 2) -> Batch:
+    """Returns a row that packs documents of these lengths, whose tokens are drawn."""
     total = sum(lengths)
-    tokens = torch.randint(3, vocabulary, (1, total), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(3, vocabulary, (1, total), generator=torch.Generator().manual_seed(seed))
     ends = torch.tensor(lengths).cumsum(0)
     labels = tokens.roll(-1, 1)
     labels[0, ends - 1] = IGNORE_LABEL

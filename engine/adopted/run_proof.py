@@ -1,8 +1,8 @@
 """The proof at the start of a run: a small model of the make of the run's, computed as the run will compute it.
 
-Rows that pack documents, pipeline stages and tensor ranks are each compared with transformers' own model of each
-document alone: token losses, and the gradients of what the run trains. What differs by more than rounding, or raises,
-is refused with the layout that works. No weights are read.
+Rows that pack documents, pipeline stages, tensor ranks and expert ranks are each compared with transformers' own model
+of each document alone: token losses, and the gradients of what the run trains. What differs by more than rounding, or
+raises, is refused with the layout that works. No weights are read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.adopted.config import AdoptedConfig
+from engine.adopted.expert_proof import expert_difference
 from engine.adopted.forms import written_config
 from engine.adopted.proof import (
     BOUND,
@@ -55,9 +56,9 @@ def prove(
     """Compares what a run asks for with transformers' model. Collective.
 
     Args:
-        mesh: with the tensor ranks' groups; None where there is one tensor rank.
+        mesh: with the groups of tensor and expert ranks; None where there is one of each.
         world: all ranks.
-        device: on which tensor ranks compute.
+        device: on which these compute.
 
     Raises:
         UserError: something of it is not the model, on every rank alike.
@@ -74,6 +75,9 @@ def prove(
     if mesh is not None and mesh.tp.size > 1:
         with _exact_convolutions():
             rows.append(_tensor_ranks(decoder, trained, mesh, world, device))
+    if mesh is not None and mesh.ep.size > 1:
+        with _exact_convolutions():
+            rows.append(_expert_ranks(decoder, trained, mesh, world, device))
     model = f"a small {decoder.family} model with what the run trains"
     return RunProof(model=model, rows=tuple(rows), seconds=time.perf_counter() - began)
 
@@ -89,8 +93,7 @@ class _Case:
     """
 
     def __init__(self, decoder: AdoptedConfig, trained: Trained, *, ranks: int, device: torch.device | None) -> None:
-        small = small_of(json.loads(decoder.hf_config), trained, ranks, device)
-        self.small: Small = replace(small, config=replace(small.config, attention=decoder.attention))
+        self.small = _small(decoder, trained, ranks=ranks, device=device)
         self.decoder = decoder
         batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, self.small.config.vocab_size)
         self.batch: Batch = batch if device is None else batch.to(device)
@@ -102,6 +105,11 @@ class _Case:
             return difference(computed(self.small.parts(layers), self.batch), self.wanted)
         except FAULTS as error:
             return raised(error)
+
+
+def _small(decoder: AdoptedConfig, trained: Trained, *, ranks: int, device: torch.device | None) -> Small:
+    small = small_of(json.loads(decoder.hf_config), trained, ranks, device)
+    return replace(small, config=replace(small.config, attention=decoder.attention))
 
 
 def _stages(case: _Case, layers: tuple[int, ...], world: Axis) -> ProofRow:
@@ -170,12 +178,11 @@ def _exact_convolutions() -> Iterator[None]:
 
 def _tensor_ranks(decoder: AdoptedConfig, trained: Trained, mesh: Mesh, world: Axis, device: torch.device) -> ProofRow:
     size = mesh.tp.size
-    why: Difference | Failed | None = None
-    try:
+
+    def built() -> Callable[[], Difference]:
         case = _Case(decoder, trained, ranks=size, device=device)
-        parts = case.small.parts(layout=TensorLayout.over(mesh))
-    except FAULTS as error:
-        why = raised(error)
+        parts = case.small.parts(layout=TensorLayout.over(mesh, cp=Axis("cp")))
+        return lambda: difference(computed(parts, case.batch, mesh), case.wanted, parts)
 
     def refusal(why: str) -> str:
         return (
@@ -183,11 +190,44 @@ def _tensor_ranks(decoder: AdoptedConfig, trained: Trained, mesh: Mesh, world: A
             f"one rank: {why}; set parallel.tensor to 1"
         )
 
-    name = f"{size} tensor ranks"
+    return _over_ranks(world, f"{size} tensor ranks", built, refusal)
+
+
+def _expert_ranks(decoder: AdoptedConfig, trained: Trained, mesh: Mesh, world: Axis, device: torch.device) -> ProofRow:
+    size = mesh.ep.size
+
+    def built() -> Callable[[], Difference]:
+        small = _small(decoder, trained, ranks=size, device=device)
+        layout = TensorLayout.over(mesh, cp=Axis("cp"))
+        parts = small.parts(layout=layout)
+        return lambda: expert_difference(small, parts, layout)
+
+    def refusal(why: str) -> str:
+        return (
+            f"parallel.expert is {size}, but a small {decoder.family} model on {size} expert ranks is not the one of "
+            f"one rank: {why}; leave parallel.expert out"
+        )
+
+    return _over_ranks(world, f"{size} expert ranks", built, refusal)
+
+
+def _over_ranks(
+    world: Axis, name: str, built: Callable[[], Callable[[], Difference]], refusal: Callable[[str], str]
+) -> ProofRow:
+    """Compares what ranks compute together. Collective.
+
+    Args:
+        built: builds this rank's part, and returns what computes and compares it.
+    """
+    why: Difference | Failed | None = None
+    try:
+        compare = built()
+    except FAULTS as error:
+        why = raised(error)
     if failed := next((one for one in gather_objects(why, world) if one is not None), None):
         raise UserError(f"{refusal(str(failed))}.")
     try:
-        why = difference(computed(parts, case.batch, mesh), case.wanted, parts)
+        why = compare()
     except (CommunicationError, LostRankError):
         raise
     except FAULTS as error:  # at once, and not where all agree: the others may wait in a sum, which ends with this rank

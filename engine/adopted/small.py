@@ -204,10 +204,13 @@ _DIVIDED = tuple(
     key for key in SIZES if "heads" in key or "intermediate" in key or key in ("ffn_dim", "n_head", "n_inner")
 )
 """Sizes that tensor ranks divide."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Sizes that expert ranks divide."""
 
 
 def divided_config(small: dict[str, Any], whole: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Returns the `config.json` of a small model whose sizes divide over tensor ranks where the whole model's do.
+    """Returns the `config.json` of a small model whose sizes divide over tensor or expert ranks where the whole model's
+    do.
 
     Args:
         small: of `small_config`.
@@ -220,6 +223,8 @@ def divided_config(small: dict[str, Any], whole: dict[str, Any], ranks: int) -> 
         size = whole.get(key)
         if key in _DIVIDED and isinstance(value, int) and isinstance(size, int) and value > 0:
             found[key] = lcm(value, ranks) if size % ranks == 0 else gcd(size, ranks)
+        if key in _EXPERTS and isinstance(value, int) and isinstance(size, int) and value > 0 and size % ranks == 0:
+            found[key] = lcm(value, ranks)
     heads, keys = found.get("num_attention_heads"), found.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(keys, int):
         found["num_attention_heads"] = lcm(heads, keys)

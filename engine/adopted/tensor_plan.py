@@ -8,7 +8,10 @@
 | colwise_gather_output,          | whole on every rank, or, where one linear makes the halves that a |
 | rowwise_split_input             | gated MLP multiplies, each half's rows split                      |
 | packed_colwise, rowwise of a    | experts' inner features split, outputs of all experts summed      |
-| stack; moe_tp_experts           |                                                                   |
+| stack; of one with inputs first |                                                                   |
+| packed_rowwise, colwise;        |                                                                   |
+| moe_tp_experts                  |                                                                   |
+| moe_identity_expert             | its output divided by the ranks, whose outputs are summed         |
 | mla_kv_a_proj                   | whole on every rank; the gradient of the rotated keys is summed   |
 | anything else                   | refused                                                           |
 
@@ -30,14 +33,15 @@ from engine.errors import UserError
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 
-Split = Literal["whole", "rows", "halves", "columns", "partial"]
-"""Of a module: whole, output rows split, the rows of both halves split, input features split, or whole with gradients
-that are parts of a sum."""
+Split = Literal["whole", "rows", "halves", "column_halves", "columns", "partial"]
+"""Of a module: whole, output rows split, the rows of both halves split, the same of a stack's columns, input features
+split, or whole with gradients that are parts of a sum."""
 _SPLITS: dict[str, Split] = {
     "colwise": "rows",
     "rowwise": "columns",
     "replicated_with_grad_allreduce": "partial",
     "packed_colwise": "halves",
+    "packed_rowwise": "column_halves",
 }
 _HEADS = (".q_proj", ".k_proj", ".v_proj", ".query", ".key", ".value")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
@@ -60,12 +64,9 @@ class TensorPlan:
     @classmethod
     def of(cls, family: str, body: nn.Module) -> TensorPlan | None:
         """Returns the plan that a body declares; None where it has none."""
-        config: Any = body.config
-        styles = getattr(config, "base_model_tp_plan", None) or getattr(
-            config.get_text_config(), "base_model_tp_plan", None
-        )
-        rope_width = getattr(config.get_text_config(), "qk_rope_head_dim", None)
-        return cls(family, dict(styles), rope_width) if styles else None
+        styles = _declared(body.config, "base_model_tp_plan")
+        rope_width = getattr(body.config.get_text_config(), "qk_rope_head_dim", None)
+        return cls(family, styles, rope_width) if styles else None
 
     def split(self, name: str) -> Split:
         """Returns how a module, or a parameter of one, is split.
@@ -101,9 +102,32 @@ class TensorPlan:
         """Returns how many of a linear's last outputs all heads share; None for a linear without such outputs."""
         return self.rope_width if self.styles.get(_INDEX.sub(".*", name)) == "mla_kv_a_proj" else None
 
+    def divides_output(self, name: str) -> bool:
+        """Returns whether a module, the same on every rank, adds to an output that is summed over ranks."""
+        return self.styles.get(_INDEX.sub(".*", name)) == "moe_identity_expert"
+
     def sums_experts(self, name: str) -> bool:
         """Returns whether a module's output is a sum over ranks of its experts' parts."""
         return self.styles.get(_INDEX.sub(".*", name)) == "moe_tp_experts"
+
+
+def _declared(config: Any, name: str) -> dict[str, str]:
+    """Returns a plan of transformers' record of a config, or of its text's."""
+    return dict(getattr(config, name, None) or getattr(config.get_text_config(), name, None) or {})
+
+
+class ExpertPlan(frozenset[str]):
+    """The modules of a body whose experts ranks may have apart, by names inside it with * in place of numbers."""
+
+    @classmethod
+    def of(cls, config: Any) -> ExpertPlan:
+        """Returns the plan that transformers' record of a config declares; empty where it declares none."""
+        styles = _declared(config, "base_model_ep_plan")
+        return cls(name for name, style in styles.items() if style == "ep_dispatch_experts")
+
+    def divides(self, name: str) -> bool:
+        """Returns whether it names a module of the body."""
+        return _INDEX.sub(".*", name) in self
 
 
 def parameter_spec(shape: tuple[int, ...], split: Split, tp: Axis, *, name: str) -> ShardSpec:
@@ -122,6 +146,8 @@ def parameter_spec(shape: tuple[int, ...], split: Split, tp: Axis, *, name: str)
     dim = 1 if stacked else 0
     if split == "rows":
         return split_spec(shape, dim, rank=tp.rank, size=tp.size, what=f"the output width of {name}")
+    if split == "column_halves":
+        dim = len(shape) - 1
     half = shape[dim] // 2
     if half % tp.size:
         raise UserError(

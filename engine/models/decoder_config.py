@@ -540,6 +540,11 @@ class DecoderConfig:
         return sum(variant.experts_per_token for variant in self.variants)
 
     @property
+    def divided_experts(self) -> int:
+        """The number of experts of a layer that ranks may divide; 0 where they cannot."""
+        return self.num_experts
+
+    @property
     def expert_share(self) -> float:
         """The share of the experts that a token meets; 0 where MLPs are alike for all tokens."""
         return self.experts_per_token / self.num_experts if self.num_experts else 0.0
@@ -583,27 +588,34 @@ class DecoderConfig:
         return asdict(replace(self, fronts=()))  # which config.json describes
 
 
-def check_expert_ranks(config: DecoderConfig, *, expert: int, folds: bool) -> None:
+def check_expert_ranks(config: DecoderConfig, *, expert: int, tensor: int, folds: bool) -> None:
     """Checks that the experts divide over their ranks.
 
     Args:
         expert: ranks over which they are divided.
+        tensor: tensor ranks.
         folds: whether they are spread over other ranks than the rest of the model.
 
     Raises:
-        UserError: there are none, or their number does not divide.
+        UserError: there are none, or their number does not divide, or tensor ranks cannot be beside expert ranks.
     """
     if not folds:
         return
-    if not config.num_experts:
-        option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
+    option = f"expert is {expert}" if expert > 1 else "expert_tensor is 1"
+    if not config.divided_experts:
         reason = "has no experts that a router chooses"
         if config.made_by is not None:
-            reason = "has transformers' own modules, whose experts are not divided over ranks"
+            reason = "has transformers' own modules, and no expert plan of transformers divides experts of theirs"
         raise UserError(
             f"parallel.{option}, but this {config.family} model {reason}: leave parallel.{option.split()[0]} out."
         )
-    if (count := config.num_experts) % expert:
+    if tensor > 1 and not config.splits_tokens:
+        raise UserError(
+            f"parallel.{option} and parallel.tensor is {tensor}, but the experts of this {config.family} model, whose "
+            "layers are transformers' own modules, are divided over ranks of one kind: set parallel.tensor to 1, or "
+            f"leave parallel.{option.split()[0]} out."
+        )
+    if (count := config.divided_experts) % expert:
         raise UserError(
             f"parallel.expert is {expert}, which does not divide the model's {count} experts: use a "
             f"parallel.expert that divides {count}."

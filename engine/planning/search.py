@@ -171,7 +171,7 @@ def search(
     refused: list[RefusedLayout] = []
     decoder = workload.decoder
     proofs = StageProofs(workload) if wanted.config.model.proof else None
-    places = layouts(wanted.devices, has_experts=decoder.num_experts > 0, splits_tokens=decoder.splits_tokens)
+    places = layouts(wanted.devices, has_experts=decoder.divided_experts > 0, splits_tokens=decoder.splits_tokens)
     for layout in each(list(places)):
         try:
             _check(wanted, workload, layout)

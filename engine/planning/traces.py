@@ -137,7 +137,9 @@ class RankModel:
     """
 
     def __init__(self, workload: Workload, parallel: ParallelOptions) -> None:
-        check_expert_ranks(workload.decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
+        check_expert_ranks(
+            workload.decoder, expert=parallel.expert, tensor=parallel.tensor, folds=parallel.has_expert_mesh
+        )
         self._workload, self._parallel = workload, parallel
         self.shape = _rank_shape(replace(workload, routing="balanced"), parallel)
         columns = sum(span.length for span in rank_columns(workload.seq_length, parallel.context, 0))
@@ -451,8 +453,9 @@ def _layout(
         return replace(axis, group=Unconnected(axis.size, partial(on_receive, axis.name), rows))
 
     tp, experts = joined(mesh.tp), None
-    if decoder.num_experts:
-        rows = expert_rows(workload.routing, per_token=decoder.experts_per_token, ranks=parallel.expert)
+    if decoder.divided_experts:
+        per_token = round(decoder.expert_share * decoder.divided_experts)
+        rows = expert_rows(workload.routing, per_token=per_token, ranks=parallel.expert)
         experts = ExpertAxes(
             ep=joined(Axis("ep", parallel.expert), rows),
             tp=tp if parallel.shards_experts else Axis("tp"),

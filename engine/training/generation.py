@@ -102,7 +102,7 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
         parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline, expert=choice.expert),
     )
     parallel = options.parallel
-    check_expert_ranks(live.config, expert=parallel.expert, folds=parallel.has_expert_mesh)
+    check_expert_ranks(live.config, expert=parallel.expert, tensor=tensor, folds=parallel.has_expert_mesh)
     check_base(options, live.config, live.plan)
     cuts = options.parallel.shards_experts
     grid = RankGrid(tp=tensor, cp=1, dp=1, pp=choice.pipeline, ep=choice.expert, shards_experts=cuts)

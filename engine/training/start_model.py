@@ -128,7 +128,7 @@ def check_model(config: RunConfig, model: ModelFolder, world_size: int = 1) -> M
     """
     plan = training_plan(config, model.decoder, model.names)
     parallel, decoder = config.parallel, model.decoder
-    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
+    check_expert_ranks(decoder, expert=parallel.expert, tensor=parallel.tensor, folds=parallel.has_expert_mesh)
     if parallel.sequence and not decoder.splits_tokens:
         raise UserError(
             f"parallel.sequence is true, but the layers of this {decoder.family} model are transformers' own modules, "

@@ -37,7 +37,8 @@ def prove_model(
         log.warning("the proof at the start is skipped, since model.proof is false: the layout may not be the model")
         return plan, None
     asked = AskedOfModel(trained=tuple(plan.trained), layers=plan.partition.layers)
-    mesh = run_mesh(config, launch, decoder) if config.parallel.tensor > 1 else None
+    apart = config.parallel.tensor > 1 or config.parallel.expert > 1
+    mesh = run_mesh(config, launch, decoder) if apart else None
     group = dist.group.WORLD if launch.world_size > 1 else None
     world = Axis("world", launch.world_size, launch.rank, group)
     proof: RunProof = resolve(decoder.proof)(decoder, asked, mesh=mesh, world=world, device=launch.device)

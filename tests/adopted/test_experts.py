@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.adopted.config import adopted_config, adopted_family
-from engine.adopted.experts import AdaptedExperts
+from engine.adopted.experts import StackedExperts
 from engine.adopted.forms import small_model
 from engine.adopted.proof import Trained, computed, difference, proof_batch, reference, small_of
 from engine.conversion.peft_read import AdapterSource
@@ -151,10 +151,19 @@ def test_adapters_that_stacks_cannot_have_are_refused(settings: AdapterSettings,
         )
 
 
-def test_ranks_for_experts_are_refused() -> None:
-    config, _ = _transformers("olmoe")
-    with pytest.raises(UserError, match="whose experts are not divided over ranks: leave parallel.expert out"):
-        check_expert_ranks(adopted_config(config, "engine"), expert=2, folds=True)
+@pytest.mark.parametrize(
+    ("model_type", "expert", "tensor", "said"),
+    [
+        ("llama", 2, 1, "no expert plan of transformers divides experts of theirs: leave parallel.expert out"),
+        ("olmoe", 3, 1, "does not divide the model's 4 experts"),
+        ("olmoe", 2, 2, "divided over ranks of one kind: set parallel.tensor to 1, or leave parallel.expert out"),
+        ("olmoe", 1, 2, "parallel.expert_tensor is 1 and parallel.tensor is 2"),
+    ],
+)
+def test_ranks_that_cannot_divide_experts_are_refused(model_type: str, expert: int, tensor: int, said: str) -> None:
+    config, _ = _transformers(model_type)
+    with pytest.raises(UserError, match=said):
+        check_expert_ranks(adopted_config(config, "engine"), expert=expert, tensor=tensor, folds=True)
 
 
 def test_adapters_that_peft_saved_are_read(tmp_path: Path) -> None:
@@ -183,7 +192,7 @@ def test_the_proof_covers_adapters_of_stacks(broken: bool, monkeypatch: pytest.M
     assert small.factors and all(".experts." in name for name in small.factors)
     batch = proof_batch((11, 13), small.config.vocab_size)
     if broken:
-        right = AdaptedExperts._product
-        monkeypatch.setattr(AdaptedExperts, "_product", lambda *given: right(*given) * 1.01)
+        right = StackedExperts._product
+        monkeypatch.setattr(StackedExperts, "_product", lambda *given: right(*given) * 1.01)
     found = difference(computed(small.parts(), batch), reference(small, batch))
     assert found.is_rounding != broken, found

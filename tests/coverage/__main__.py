@@ -1,9 +1,9 @@
 """Runs every causal type of transformers, or those named, and writes docs/models.json and docs/models.md.
 
-    python -m tests.coverage [TYPE ...] [--columns one|tensor] [--again]
+    python -m tests.coverage [TYPE ...] [--columns one|tensor|expert] [--again]
 
-A type that the JSON has is left as it is unless it is named or `--again` is given. Each runs in a process of its own,
-with limits of time and memory.
+A type that the JSON has is left as it is unless it is named or `--again` is given. Each runs in processes of its own,
+with limits of time and memory: `one` what a process by itself shows, the others what two ranks do.
 """
 
 from __future__ import annotations
@@ -18,33 +18,39 @@ import transformers
 
 from engine.adopted.structure import known_types
 from tests.coverage.apart import run_apart
-from tests.coverage.checks import one_process, two_tensor_ranks
+from tests.coverage.checks import one_process, two_expert_ranks, two_tensor_ranks
 from tests.coverage.page import JSON, PAGE, page
 
-ONE, TENSOR = "one", "tensor"
+ONE = "one"
+ON_RANKS = {"tensor": two_tensor_ranks, "expert": two_expert_ranks}
+"""By their key in the JSON, the columns of two ranks."""
 
 
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.coverage")
     parser.add_argument("types", nargs="*")
-    parser.add_argument("--columns", choices=(ONE, TENSOR), default=ONE)
+    parser.add_argument("--columns", choices=(ONE, *ON_RANKS), default=ONE)
     parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     one_process("llama")  # imports what each child would import by itself
     for model_type in asked.types or sorted(known_types()):
-        known = _known().get(model_type, {})
-        if asked.columns == ONE:
-            if known and not (asked.types or asked.again):
-                continue
-            found = run_apart(one_process, model_type)
+        known, column = _known().get(model_type, {}), asked.columns
+        has = bool(known) if column == ONE else column in known
+        if has and not (asked.types or asked.again):
+            continue
+        if column == ONE:
+            kept = {key: value for key, value in known.items() if key in ON_RANKS}
+            found = run_apart(one_process, model_type) | kept
+        elif "autograd" not in known:
+            continue
         else:
-            if "autograd" not in known or ("tensor" in known and not (asked.types or asked.again)):
-                continue
-            ran = run_apart(two_tensor_ranks, model_type, ranks=2)
-            found = known | {"tensor": ran["tensor"] if "tensor" in ran else ran["failed"]}
+            ran = run_apart(ON_RANKS[column], model_type, ranks=2)
+            figure = ran[column] if column in ran else ran["failed"]
+            found = {key: value for key, value in known.items() if key != column}
+            found |= {} if figure is None else {column: figure}
         print(model_type, json.dumps(found), flush=True)
         every = {**_known(), model_type: found}
         JSON.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n")

@@ -22,8 +22,9 @@ to its norm, in float32.
 _COLUMNS = (
     """\
 `PEFT`: against transformers with PEFT's adapters; *autograd* where PEFT refuses a module. `packed`: rows pack
-documents, or each row is one. `2 stages`, `2 tensor ranks`: that layout against one process; a dash is refused, or not
-the same, which a run refuses at its start; nothing where it was not run.
+documents, or each row is one. `2 stages`, `2 tensor ranks`, `2 expert ranks`: that layout against one process, with
+adapters on stacks of experts too; a dash is refused, or not the same, which a run refuses at its start; nothing where
+it was not run, or where transformers has no expert plan.
 """.splitlines()
     + [""]
 )
@@ -40,11 +41,11 @@ def page(found: dict[str, Any]) -> str:
         *(f"- {sentence}" for sentence in sentences(found)),
         "",
         *_COLUMNS,
-        "| type | PEFT | packed | 2 stages | 2 tensor ranks |",
-        "|---|---|---|---|---|",
+        "| type | PEFT | packed | 2 stages | 2 tensor ranks | 2 expert ranks |",
+        "|---|---|---|---|---|---|",
         *(
             f"| {name} | {_gradients(one)} | {'yes' if one['packed'] else 'alone'} | {_figure(one.get('stages'))} | "
-            f"{_figure(one.get('tensor'))} |"
+            f"{_figure(one.get('tensor'))} | {_figure(one.get('expert'))} |"
             for name, one in sorted(right.items())
         ),
         "",
@@ -66,6 +67,8 @@ def counts(found: dict[str, Any]) -> dict[str, int]:
         "stages": sum(_is_right(one.get("stages")) for one in right),
         "tensor": sum(_is_right(one.get("tensor")) for one in right),
         "tensor_run": sum("tensor" in one for one in right),
+        "expert": sum(_is_right(one.get("expert")) for one in right),
+        "expert_run": sum("expert" in one for one in right),
     }
 
 
@@ -73,11 +76,13 @@ def sentences(found: dict[str, Any]) -> list[str]:
     """Returns the counts in words."""
     of = counts(found)
     tensor = f"{of['tensor']} of the {of['tensor_run']} that were tried run on two tensor ranks."
+    expert = f"{of['expert']} of the {of['expert_run']} that have an expert plan run on two expert ranks."
     return [
         f"{of['train']} of {of['types']} types train with adapters in one process, {of['exact']} of them within "
         f"{EXACT:g} and the rest within {ROUNDING:g}, where long scans round; {of['peft']} were compared with PEFT.",
         f"{of['packed']} pack documents into rows, {of['stages']} run in two pipeline stages.",
         *([tensor] if of["tensor_run"] else []),
+        *([expert] if of["expert_run"] else []),
     ]
 
 

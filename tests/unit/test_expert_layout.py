@@ -14,7 +14,7 @@ from tests.distributed.sharded_runs import ROUTED
 
 
 def _check(parallel: ParallelOptions, decoder: DecoderConfig) -> None:
-    check_expert_ranks(decoder, expert=parallel.expert, folds=parallel.has_expert_mesh)
+    check_expert_ranks(decoder, expert=parallel.expert, tensor=parallel.tensor, folds=parallel.has_expert_mesh)
 
 
 @pytest.mark.parametrize(

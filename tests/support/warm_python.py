@@ -263,8 +263,8 @@ class _Server:
         sys.stdout.flush()
         while True:
             for key, _ in self._events.select():
-                # one that came before may have dealt with it
-                if key.fd in self._events.get_map():
+                # one that came before may have dealt with it, and its number may be that of another by now
+                if self._events.get_map().get(key.fd) is key:
                     key.data()
 
     def _leave(self) -> None:
@@ -274,13 +274,21 @@ class _Server:
         os._exit(0)
 
     def _accept(self) -> None:
+        """Forks for one who asks, who may be killed at any moment, as tests of limits do: then it is for nobody."""
         connection, _ = self._listener.accept()
-        size, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_LEN(3 * array.array("i").itemsize))
         streams = array.array("i")
-        streams.frombytes(ancillary[0][2])
-        text = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-        arguments, folder, environment = json.loads(text)
-        number = os.fork()
+        try:
+            size, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_LEN(3 * streams.itemsize))
+            for *_, sent in ancillary:
+                streams.frombytes(sent)
+            text = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+            arguments, folder, environment = json.loads(text)
+            number = os.fork()
+        except (OSError, ValueError):  # nothing, half a request, or no room for a process
+            connection.close()
+            for stream in streams:
+                os.close(stream)
+            return
         if number == 0:
             for place, stream in enumerate(streams):
                 os.dup2(stream, place)
@@ -288,7 +296,8 @@ class _Server:
             _become(arguments, folder, environment)
         for stream in streams:
             os.close(stream)
-        connection.sendall(number.to_bytes(8, "big"))
+        with suppress(OSError):  # `_unwanted` sees that it is gone
+            connection.sendall(number.to_bytes(8, "big"))
         self._running.add(number)
         descriptor = os.pidfd_open(number)
         ended = functools.partial(self._ended, number, descriptor, connection)

@@ -29,7 +29,7 @@ from engine.adopted.small import LAYER_COUNTS, list_of_layers
 from engine.adopted.stage_ends import stage_ends, with_tokens
 from engine.adopted.structure import skeleton, stem_of, whole_module
 from engine.adopted.tensor_modules import over_ranks
-from engine.adopted.tensor_plan import ExpertPlan, Split, TensorPlan, check_heads, parallel_linear, parameter_spec
+from engine.adopted.tensor_plan import ExpertPlan, Split, TensorPlan, head_split, parallel_linear, parameter_spec
 from engine.batch import Batch
 from engine.distributed.mesh import Axis
 from engine.errors import UserError
@@ -119,7 +119,10 @@ class Adopted(ShardedModule):
             plain = module.get_submodule(name)
             assert isinstance(plain, nn.Linear)
             split = self._split(name)
-            check_heads(f"{prefix}{name}", module.get_submodule(name.rpartition(".")[0]), plain, split, build.layout.tp)
+            if plan is not None:
+                within = module.get_submodule(name.rpartition(".")[0])
+                shares = plan.shares_heads
+                split = head_split(f"{prefix}{name}", within, plain, split, build.layout, shares=shares)
             linear = parallel_linear(f"{prefix}{name}", plain, split, next(sites), build)
             replace_module(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
         done = {id(child) for linear in self._linears(module) for child in linear.modules()}
@@ -331,7 +334,8 @@ class AdoptedBody(Decoder):
         body, held = skeleton(whole, parts, indices)
         for name, stand_in in self._left_out():
             replace_module(body, name, stand_in)
-        plan = TensorPlan.of(config.family, body) if self.layout.tp.size > 1 else None
+        shares_heads = config.attention == "engine"
+        plan = TensorPlan.of(config.family, body, shares_heads=shares_heads) if self.layout.tp.size > 1 else None
         if plan is None and self.layout.tp.size > 1:
             raise UserError(
                 f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "

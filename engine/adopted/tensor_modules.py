@@ -22,7 +22,21 @@ def over_ranks(plan: TensorPlan, name: str, module: nn.Module, tp: Axis) -> nn.M
         return SummedExperts(module, tp)
     if (width := plan.shared_width(name)) is not None:
         return SharedKeys(module, width, tp)
+    if plan.divides_output(name):
+        return Divided(module, tp)
     return module
+
+
+class Divided(nn.Module):
+    """A module that every tensor rank computes alike, in a sum over the ranks: each has its part."""
+
+    def __init__(self, module: nn.Module, tp: Axis) -> None:
+        super().__init__()
+        self.module, self._tp = module, tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(x)
+        return out / self._tp.size
 
 
 class SummedExperts(nn.Module):

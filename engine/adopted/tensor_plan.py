@@ -30,12 +30,12 @@ from torch import nn
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
-from engine.layers.context import LayerContext
+from engine.layers.context import LayerContext, TensorLayout
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 
-Split = Literal["whole", "rows", "halves", "column_halves", "columns", "partial"]
-"""Of a module: whole, output rows split, the rows of both halves split, the same of a stack's columns, input features
-split, or whole with gradients that are parts of a sum."""
+Split = Literal["whole", "rows", "shared", "halves", "column_halves", "columns", "partial"]
+"""Of a module: whole, output rows split, the same where several ranks have one head's, the rows of both halves split,
+the same of a stack's columns, input features split, or whole with gradients that are parts of a sum."""
 _SPLITS: dict[str, Split] = {
     "colwise": "rows",
     "rowwise": "columns",
@@ -43,7 +43,8 @@ _SPLITS: dict[str, Split] = {
     "packed_colwise": "halves",
     "packed_rowwise": "column_halves",
 }
-_HEADS = (".q_proj", ".k_proj", ".v_proj", ".query", ".key", ".value")
+_SHARED = (".k_proj", ".v_proj", ".key", ".value")
+_HEADS = (".q_proj", ".query", *_SHARED)
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -55,18 +56,20 @@ class TensorPlan:
         family: of the model, for errors.
         styles: of transformers' plan, by names inside the body with * in place of numbers.
         rope_width: features of a key that are rotated and shared by all heads, in latent attention; else None.
+        shares_heads: attention takes a rank's heads of queries with as many of keys and values as there are.
     """
 
     family: str
     styles: Mapping[str, str]
     rope_width: int | None = None
+    shares_heads: bool = False
 
     @classmethod
-    def of(cls, family: str, body: nn.Module) -> TensorPlan | None:
+    def of(cls, family: str, body: nn.Module, *, shares_heads: bool) -> TensorPlan | None:
         """Returns the plan that a body declares; None where it has none."""
         styles = _declared(body.config, "base_model_tp_plan")
         rope_width = getattr(body.config.get_text_config(), "qk_rope_head_dim", None)
-        return cls(family, styles, rope_width) if styles else None
+        return cls(family, styles, rope_width, shares_heads) if styles else None
 
     def split(self, name: str) -> Split:
         """Returns how a module, or a parameter of one, is split.
@@ -160,24 +163,47 @@ def parameter_spec(shape: tuple[int, ...], split: Split, tp: Axis, *, name: str)
     return ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces)
 
 
-def check_heads(name: str, attention: nn.Module, plain: nn.Linear, split: Split, tp: Axis) -> None:
-    """Checks that a split projection of queries, keys or values leaves each tensor rank whole heads.
+def head_split(
+    name: str, attention: nn.Module, plain: nn.Linear, split: Split, layout: TensorLayout, *, shares: bool
+) -> Split:
+    """Returns how a projection is split; of one of queries, keys or values each tensor rank has whole heads.
 
     Args:
         name: the linear's engine name.
         attention: the module that it is in.
+        split: by the plan.
+        shares: ranks may have the same head of keys or values, where there are fewer heads than ranks.
 
     Raises:
-        UserError: it does not.
+        UserError: there are no whole heads for each.
     """
-    width = getattr(attention, "head_dim", None)
-    if split != "rows" or tp.size == 1 or not isinstance(width, int) or not name.endswith(_HEADS):
-        return
-    if (heads := plain.out_features // width) % tp.size:
-        raise UserError(
-            f"{name} makes {heads} heads, which do not divide over parallel.tensor {tp.size}: use a parallel.tensor "
-            f"that divides {heads}."
-        )
+    width, size = getattr(attention, "head_dim", None), layout.tp.size
+    if split != "rows" or size == 1 or not isinstance(width, int) or not name.endswith(_HEADS):
+        return split
+    heads = plain.out_features // width
+    if heads % size == 0:
+        return split
+    if shares and name.endswith(_SHARED) and heads * layout.kv_replica.size == size:
+        return "shared"
+    raise UserError(
+        f"{name} makes {heads} heads, which do not divide over parallel.tensor {size}: use a parallel.tensor that "
+        f"divides {heads}."
+    )
+
+
+def _shared_spec(shape: tuple[int, ...], layout: TensorLayout) -> ShardSpec:
+    """Returns the shard of a projection with fewer heads than ranks: each has one, as its neighbours do."""
+    replicas = layout.kv_replica
+    rows = shape[0] * replicas.size // layout.tp.size
+    return ShardSpec(
+        global_shape=shape,
+        local_shape=(rows, *shape[1:]),
+        dim=0,
+        pieces=(Piece(layout.tp.rank // replicas.size * rows, 0, rows),),
+        grad_reduce=("kv_replica",),
+        replicated=("kv_replica",),
+        owner=replicas.rank == 0,
+    )
 
 
 def parallel_linear(
@@ -208,9 +234,15 @@ def parallel_sections(
     """
     tp, bias = build.layout.tp, any(one.bias is not None for one in plain.values())
     shapes = {name: (one.out_features, one.in_features) for name, one in plain.items()}
-    if split in ("rows", "halves") and tp.size > 1:
+    if split in ("rows", "halves", "shared") and tp.size > 1:
         sections = [
-            Section(name=name, spec=parameter_spec(shape, split, tp, name=name)) for name, shape in shapes.items()
+            Section(
+                name=name,
+                spec=_shared_spec(shape, build.layout)
+                if split == "shared"
+                else parameter_spec(shape, split, tp, name=name),
+            )
+            for name, shape in shapes.items()
         ]
         return ColumnParallelLinear(sections, bias=bias, site=site, build=build)
     alone = replace(build, layout=replace(build.layout, tp=Axis("tp"), sequence_parallel=False))

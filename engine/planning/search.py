@@ -277,7 +277,7 @@ def layouts(devices: int, *, has_experts: bool = False, splits_tokens: bool = Tr
 
     Args:
         has_experts: the model is a mixture, whose experts may be spread over other ranks than the rest.
-        splits_tokens: its tensor ranks may divide the tokens between linears.
+        splits_tokens: its tensor ranks may divide the tokens between linears; if not, experts are whole beside one.
     """
     sequences = (None, False) if splits_tokens else (False,)
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -287,13 +287,14 @@ def layouts(devices: int, *, has_experts: bool = False, splits_tokens: bool = Tr
                 if devices % (pipeline * context * tensor):
                     continue
                 data = devices // (pipeline * context * tensor)
+                divides_experts = has_experts and (splits_tokens or tensor == 1)
                 for sequence in sequences if tensor > 1 else (None,):
                     for virtual in (1, 2) if pipeline > 1 else (None,):
                         plain = ParallelOptions(
                             tensor=tensor, sequence=sequence, pipeline=pipeline, virtual=virtual, context=context
                         )
                         yield Layout(parallel=plain, data=data)
-                        for expert, cut in _expert_ranks(tensor, data * context) if has_experts else ():
+                        for expert, cut in _expert_ranks(tensor, data * context) if divides_experts else ():
                             yield Layout(parallel=replace(plain, expert=expert, expert_tensor=cut), data=data)
 
 

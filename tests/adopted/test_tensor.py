@@ -67,12 +67,12 @@ def _losses_and_gradients(model: Decoder) -> tuple[Tensor, dict[str, ShardEntry]
     return losses.detach(), {entry.name: entry for entry in shard_entries(model) if entry.sink is not None}
 
 
-def _errors(types: list[str]) -> dict[str, float]:
+def _errors(types: list[str], **changed: int) -> dict[str, float]:
     """Returns the errors of this rank's losses and gradients, by type, plan and name."""
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
+    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=changed.get("num_key_value_heads", 2))
     found = {}
     for model_type in types:
-        config = _config(model_type)
+        config = _config(model_type, **changed)
         for kind, plan in PLANS.items():
             wanted, whole = _losses_and_gradients(_built(config, plan, TensorLayout()))
             losses, own = _losses_and_gradients(_built(config, plan, TensorLayout.over(mesh)))
@@ -80,8 +80,8 @@ def _errors(types: list[str]) -> dict[str, float]:
             assert whole.keys() == own.keys()
             for name, entry in own.items():
                 gradient: Any = entry.sink.buffer  # type: ignore[union-attr]
-                if "tp" in entry.spec.grad_reduce:
-                    gradient = all_reduce(gradient.clone(), mesh.tp)
+                for axis in map(mesh.axis, entry.spec.grad_reduce):
+                    gradient = all_reduce(gradient.clone(), axis)
                 expected = cut(whole[name].sink.buffer, entry.spec)  # type: ignore[union-attr]
                 if float(expected.norm()):
                     found[f"{model_type} {kind} {name}"] = relative_error(gradient, expected)
@@ -98,8 +98,8 @@ def test_two_ranks_compute_what_one_does(types: list[str]) -> None:
         assert all(any(key.startswith(f"{one} adapters layers.") for key in errors) for one in types)
 
 
-def _refusal(model_type: str, changed: dict[str, int]) -> str:
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
+def _refusal(model_type: str, **changed: int) -> str:
+    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=3)
     try:
         _built(_config(model_type, **changed), PLANS["whole"], TensorLayout.over(mesh), "meta")
     except UserError as error:
@@ -107,6 +107,15 @@ def _refusal(model_type: str, changed: dict[str, int]) -> str:
     return "nothing"
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
-    for said in spawn(_refusal, world=2, args=("seed_oss", {"num_key_value_heads": 1}), timeout=100):
-        assert "k_proj makes 1 heads, which do not divide over parallel.tensor 2" in said, said
+def _few_heads() -> tuple[dict[str, float], str]:
+    """Returns the errors where both ranks have the one head of keys and values, and what is said of three heads."""
+    found = _errors(["qwen3", "seed_oss"], num_key_value_heads=1)  # with norms of keys, with biases
+    return found, _refusal("seed_oss", num_attention_heads=6, num_key_value_heads=3)
+
+
+def test_heads_of_keys_are_shared_where_there_are_fewer_than_ranks_or_refused() -> None:
+    for errors, said in spawn(_few_heads, world=2, timeout=100):
+        worst = sorted(errors.items(), key=lambda one: -one[1])[:5]
+        assert worst[0][1] < 1e-5, worst
+        assert any(name.endswith("k_proj.bias") for name in errors)
+        assert "k_proj makes 3 heads, which do not divide over parallel.tensor 2" in said, said

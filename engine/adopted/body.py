@@ -11,33 +11,30 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.adopted.attention import IMPLEMENTATION, Run, attach, register
+from engine.adopted.attention import IMPLEMENTATION, Run, register
 from engine.adopted.config import INSIDE, STEM, AdoptedConfig
-from engine.adopted.experts import StackAdapter, StackedExperts, expert_spec, stack_adapter, stack_leaves
 from engine.adopted.generating import EmptyCache, one_token, rows_so_far
-from engine.adopted.linears import AdoptedLinear
-from engine.adopted.recognised import AdoptedMLP, AdoptedNorm, mlp_form, norm_form
+from engine.adopted.images.placed import Noted, PlacedImages
+from engine.adopted.modules import Adopted
 from engine.adopted.rows import Rows, WholeRows, documents_of
 from engine.adopted.small import LAYER_COUNTS, list_of_layers
 from engine.adopted.stage_ends import stage_ends, with_tokens
-from engine.adopted.structure import skeleton, stem_of, whole_module
-from engine.adopted.tensor_modules import over_ranks
-from engine.adopted.tensor_plan import ExpertPlan, Split, TensorPlan, head_split, parallel_linear, parameter_spec
+from engine.adopted.structure import around_body, skeleton, stem_of, whole_module
+from engine.adopted.tensor_plan import ExpertPlan, TensorPlan
 from engine.batch import Batch
-from engine.distributed.mesh import Axis
+from engine.choices import VISION
 from engine.errors import UserError
 from engine.kernels.records import InputUpdate
 from engine.layers.attention import CachedAttention
 from engine.layers.context import LayerContext
-from engine.layers.module import ShardedModule, ShardEntry
-from engine.layers.plain_module import linear_names, replace_module
+from engine.layers.module import ShardEntry
+from engine.layers.plain_module import replace_module
 from engine.layers.recompute import MemoryPlan
 from engine.layers.storage import StorageUser
 from engine.models.decoder import Decoder
@@ -49,165 +46,9 @@ from engine.ops.quantized_products import RowCodes
 
 ATTENTIONS = {"engine": IMPLEMENTATION, "own": "sdpa", "counted": "sdpa"}
 """The implementation that transformers' modules are told."""
-_FIRST_SITE, _SITES = 1 << 24, 1 << 12
-"""The first dropout site of layers, beyond those of the two ends, and how many a layer has: more than linears."""
-
-
-class _Collected(torch.autograd.Function):
-    """Identity on what enters a region: its backward, the region's last, adds the gradients that autograd has left on
-    the region's leaves to their sinks.
-
-    The leaves are no inputs: autograd would leave their gradients only once this backward is done. `live`, of no
-    numbers, has it run where x needs no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, owned: list[ShardEntry], live: Tensor) -> Tensor:
-        ctx.owned = owned
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
-        for entry in ctx.owned:
-            gradient, entry.parameter.grad = entry.parameter.grad, None
-            assert entry.sink is not None
-            if gradient is None:
-                entry.sink.added()
-            else:
-                entry.sink.add(gradient)
-        return dx, None, None
-
-
-class Adopted(ShardedModule):
-    """A module of transformers whose parameters and linears the engine owns.
-
-    Args:
-        prefix: of the parameters' logical names, with a point at its end; empty for none.
-        module: on the meta device; its parameters are replaced.
-        build: what trains, and where.
-        run: of the body.
-        first_site: dropout site of its first linear's adapter; the others follow.
-        plan: how modules are split over tensor ranks; None where there is one.
-        experts: modules whose experts ranks have apart.
-        place: the module's name inside the body, with a point at its end; empty for the body.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        module: nn.Module,
-        *,
-        build: LayerContext,
-        run: Run,
-        first_site: int = 0,
-        plan: TensorPlan | None = None,
-        experts: ExpertPlan | None = None,
-        place: str = "",
-    ) -> None:
-        super().__init__()
-        self.module, self._plan, self._experts, self._place = module, plan, experts or ExpertPlan(), place
-        sites = count(first_site)
-        for name, child in list(module.named_modules()):
-            if (form := mlp_form(child)) is not None and name:
-                first = "gate_up_proj" if form.fused else "gate_proj"
-                splits = self._split(f"{name}.{first}"), self._split(f"{name}.down_proj")
-                pair = next(sites), next(sites)
-                replace_module(
-                    module, name, AdoptedMLP(f"{prefix}{name}.", child, form, splits, pair, build=build, run=run)
-                )
-        for name in linear_names(module):
-            plain = module.get_submodule(name)
-            assert isinstance(plain, nn.Linear)
-            split = self._split(name)
-            if plan is not None:
-                within = module.get_submodule(name.rpartition(".")[0])
-                shares = plan.shares_heads
-                split = head_split(f"{prefix}{name}", within, plain, split, build.layout, shares=shares)
-            linear = parallel_linear(f"{prefix}{name}", plain, split, next(sites), build)
-            replace_module(module, name, AdoptedLinear(f"{prefix}{name}", linear, plain, run))
-        done = {id(child) for linear in self._linears(module) for child in linear.modules()}
-        for owner, child in list(module.named_modules()):
-            if id(child) not in done:
-                ranks = build.layout.expert_axes.ep if self._is_apart(owner, build) else Axis("ep")
-                adapters = self._adapt_stacks(prefix, owner, child, build, sites)
-                self._own_leaves(prefix, owner, child, build)
-                if adapters or ranks.size > 1:
-                    replace_module(module, owner, StackedExperts(f"{prefix}{owner}", child, adapters, ranks, run))
-        if plan is not None:
-            for name, child in reversed(list(module.named_modules())):  # those inside before what holds them
-                if (by := over_ranks(plan, f"{place}{name}", child, build.layout.tp)) is not child:
-                    replace_module(module, name, by)
-        attach(prefix, module, run)
-        self.collected = [entry for entry in self.entries if entry.sink is not None]
-        """What autograd leaves gradients on."""
-
-    @staticmethod
-    def _linears(module: nn.Module) -> list[nn.Module]:
-        return [child for child in module.modules() if isinstance(child, (AdoptedLinear, AdoptedMLP))]
-
-    def _split(self, name: str) -> Split:
-        return "whole" if self._plan is None else self._plan.split(f"{self._place}{name}")
-
-    def _is_apart(self, owner: str, build: LayerContext) -> bool:
-        """Returns whether expert ranks have some of a module's experts each."""
-        return build.layout.expert_axes.ep.size > 1 and self._experts.divides(f"{self._place}{owner}")
-
-    def _adapt_stacks(
-        self, prefix: str, owner: str, module: nn.Module, build: LayerContext, sites: Iterator[int]
-    ) -> dict[str, StackAdapter]:
-        """Makes the adapters of a module's stacks of experts' weights, with the next dropout sites."""
-        found: dict[str, StackAdapter] = {}
-        for leaf in stack_leaves(module):
-            name = f"{owner}.{leaf}"
-            if (settings := build.plan.adapter(f"{prefix}{name}")) is not None:
-                found[leaf] = stack_adapter(
-                    f"{prefix}{name}",
-                    module,
-                    leaf,
-                    split=self._split(name),
-                    apart=self._is_apart(owner, build),
-                    settings=settings,
-                    site=next(sites),
-                    build=build,
-                    own=lambda full, shape, spec: self.own(full, build.empty(shape), spec, trainable=True),
-                )
-        return found
-
-    def _own_leaves(self, prefix: str, owner: str, module: nn.Module, build: LayerContext) -> None:
-        """Puts the engine's parameters in place of a module's own ones, and its buffers on the device."""
-        name = f"{prefix}{owner}" if owner else prefix.rstrip(".")
-        tp = build.layout.tp
-
-        def own(leaf: str, shape: torch.Size, *, trainable: bool) -> ShardEntry:
-            inside, full = f"{owner}.{leaf}" if owner else leaf, f"{name}.{leaf}" if name else leaf
-            split = self._split(inside)
-            if self._is_apart(owner, build):
-                spec = expert_spec(tuple(shape), 0, build.layout.expert_axes)
-            else:
-                spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
-            full = f"{full}.weight" if leaf in stacks else full
-            return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
-
-        stacks = stack_leaves(module)
-        if owner and not build.plan.trains(name) and (form := norm_form(module)) is not None:
-            weight = own("weight", module.weight.shape, trainable=False)
-            replace_module(self.module, owner, AdoptedNorm(weight, form, build.layout.kernels))
-            return
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            trains = build.plan.trains(f"{name}.{leaf}" if leaf in stacks else name)
-            trains &= parameter.requires_grad  # some never train in transformers either
-            module.register_parameter(leaf, own(leaf, parameter.shape, trainable=trains).parameter)
-        for leaf, buffer in list(module.named_buffers(recurse=False)):
-            if leaf in module._non_persistent_buffers_set:
-                module.register_buffer(leaf, buffer.to(build.device), persistent=False)
-            else:
-                module.register_buffer(leaf, own(leaf, buffer.shape, trainable=False).parameter.data)
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Returns what enters the module, in whose backward the gradients of its leaves are taken."""
-        if not self.collected or not torch.is_grad_enabled():
-            return x
-        return _Collected.apply(x, self.collected, torch.zeros(0, requires_grad=True))
+_FIRST_SITE, _SITES, _IMAGE_SITES = 1 << 24, 1 << 12, 1 << 23
+"""The first dropout site of layers, beyond those of the two ends, and how many a layer has: more than linears; the
+first of what is around the body."""
 
 
 class _Layer(nn.Module):
@@ -328,7 +169,7 @@ class AdoptedBody(Decoder):
         register()
         config, parts = self.config, self.config.structure
         _check_layout(config, build, memory)
-        self._run, self._device = Run(build.layout), build.device
+        self._run, self._image_run, self._device = Run(build.layout), Run(build.layout), build.device
         indices = range(self.part.first, self.part.last)
         whole = whole_module(config.hf_config, ATTENTIONS[config.attention])
         body, held = skeleton(whole, parts, indices)
@@ -373,7 +214,9 @@ class AdoptedBody(Decoder):
         for last in self._wrapped[-1:]:
             last.keeps_out = not self._ends_layers
         self.__dict__["_body"] = body
-        resident = tuple(self._rest.entries)
+        self._images = self._build_images(whole, body, build)
+        around = None if self._images is None else self._images.around
+        resident = (*self._rest.entries, *(() if around is None else around.entries))
         if self.part.head:
             self._last_norm = Adopted(f"{parts.norm}.", norm, build=build, run=self._run)
             stem = stem_of(whole, parts) if config.has_stem else nn.Identity()
@@ -388,6 +231,28 @@ class AdoptedBody(Decoder):
                 needs_backward=not is_frozen(self.head),
                 is_last=True,
             )
+
+    def _build_images(self, whole: nn.Module, body: nn.Module, build: LayerContext) -> PlacedImages | None:
+        """Builds what is around the body where images are taken there, which stays whole on its ranks."""
+        parts = self.config.structure
+        if parts.images is None:
+            return None
+        if not self.part.embedding or parts.images == parts.body:
+            return PlacedImages(whole, parts, None, None)
+        noted = Noted(body)
+        module = around_body(whole, parts, noted)
+        prefix = f"{VISION}{parts.images}.".replace("..", ".")
+        self._around = Adopted(
+            prefix,
+            module,
+            build=replace(build, layout=replace(build.layout, base=None)),
+            run=self._image_run,
+            first_site=_IMAGE_SITES,
+        )
+        return PlacedImages(whole, parts, self._around, noted)
+
+    def _carried(self, batch: Batch, *, adapters: bool, step: Tensor | None) -> list[Tensor | None]:
+        return []
 
     def _left_out(self) -> Iterator[tuple[str, nn.Module]]:
         if self.part.embedding and self._ends_layers:
@@ -426,7 +291,7 @@ class AdoptedBody(Decoder):
         if context.cache is not None:
             whole = rows_so_far(f"layers.{self.part.first}", x, rows, context)
         elif len(lengths) > rows.positions_BS.shape[0]:  # such as both answers of a pair, which lie in one row
-            whole = WholeRows.of(documents_of(x, rows, context), lengths)
+            whole = WholeRows.of(documents_of(x, rows, context), lengths, rows.images)
         else:
             return self._run_body(x, rows, context)
         return self._run_body(whole.x_TH, whole.rows, context.of_tokens(whole.token_index_T))[whole.index]
@@ -473,26 +338,48 @@ class AdoptedBody(Decoder):
 
     def _forward(self, x: Tensor, rows: Rows, context: TokenContext) -> Tensor:
         self._run.seen = None if context.cache is None else {}
-        positions = {} if self.config.attention == "counted" else {"position_ids": rows.positions_BS}
+        positions = self._positions(rows, context)
         stream = self._rest.enter(x).view(*rows.positions_BS.shape, -1)
-        taken = {"inputs_embeds": stream}
+        taken: dict[str, Any] = {"inputs_embeds": stream, **positions}
         if self.part.embedding:
-            self._stream.now, taken = stream, {"input_ids": rows.tokens_BS}
+            self._stream.now, taken = stream, {"input_ids": rows.tokens_BS, **positions}
         elif self.part.first > 0:  # some bodies change what they are given in place
-            taken = {"inputs_embeds": stream.detach()[..., : self.config.hidden].clone()}
+            taken["inputs_embeds"] = stream.detach()[..., : self.config.hidden].clone()
             ends = stage_ends(self.config.hf_config)
             for layer in self._wrapped:
                 layer.tokens_BS = rows.tokens_BS
             self._wrapped[0].stream = stream.unflatten(-1, (ends.copies, -1)) if ends.apart else stream
         try:
+            if self.part.embedding and self._images is not None and rows.images is not None:
+                taken = self._with_images(self._images, stream, rows, context, positions)
             with self._run.within(context):
-                out = self.__dict__["_body"](**taken, use_cache=False, **positions)
+                out = self.__dict__["_body"](**{**taken, "use_cache": False})
         finally:
             self._stream.now = None
         last = out[0] if isinstance(out, tuple) else out.last_hidden_state
         if not self._ends_layers and self._wrapped:
             last, self._wrapped[-1].out = self._wrapped[-1].out, None
         return last.reshape(rows.positions_BS.numel(), -1)
+
+    def _positions(self, rows: Rows, context: TokenContext) -> dict[str, Tensor]:
+        """Returns the argument that positions are, or none."""
+        if self.config.attention == "counted":
+            return {}
+        found = None
+        if self._images is not None:
+            lengths = context.documents.lengths if self.config.keeps_documents_apart else _row_lengths(rows)
+            found = self._images.positions(rows, lengths)
+        return {"position_ids": rows.positions_BS if found is None else found}
+
+    def _with_images(
+        self, images: PlacedImages, stream: Tensor, rows: Rows, context: TokenContext, positions: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Returns what the body is given where the micro-batch has images."""
+        if images.around is None:  # the body takes them
+            return {"input_ids": rows.tokens_BS, **positions, **images.arguments(rows, self.dtype)}
+        nowhere = context.of_tokens(context.token_index[:0])  # rows of a tower have no coordinates
+        with self._image_run.within(nowhere):
+            return images.place(stream, rows, positions)
 
     @property
     def reruns_rows(self) -> str | None:
@@ -523,6 +410,11 @@ class AdoptedBody(Decoder):
             )
             for name, one in seen.items()
         ]
+
+
+def _row_lengths(rows: Rows) -> list[int]:
+    count, length = rows.tokens_BS.shape
+    return [length] * count
 
 
 def _run_unit(unit: Any, kept: Any, block: Any, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from engine.adopted.arrangement import Arrangement
 from engine.adopted.disk_names import arrangement_of, expert_leaves, saved_shapes
 from engine.adopted.experts import expert_share, met_weights, stack_leaves, stack_shapes
 from engine.adopted.forms import forms_of
+from engine.adopted.images.inputs import ImageInputs
 from engine.adopted.rows import Rows
 from engine.adopted.structure import (
     FAULTS,
@@ -26,7 +27,7 @@ from engine.adopted.structure import (
 )
 from engine.adopted.tensor_plan import ExpertPlan
 from engine.batch import Batch
-from engine.choices import Recompute
+from engine.choices import VISION, Recompute
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
 from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
@@ -59,7 +60,10 @@ class AdoptedLayers(LayerVariant):
         return index in self.indices
 
     def context_part(self, batch: Batch) -> ContextPart | None:
-        return Rows(tokens_BS=batch.tokens_BS, positions_BS=batch.positions_BS) if 0 in self.indices else None
+        if 0 not in self.indices:
+            return None
+        images = batch.part(ImageInputs)
+        return Rows(tokens_BS=batch.tokens_BS, positions_BS=batch.positions_BS, images=images)
 
     def attention_parameters(self, config: DecoderConfig) -> int:
         return self.linear_parameters
@@ -116,6 +120,22 @@ class AdoptedConfig(DecoderConfig):
     @property
     def head_shape(self) -> tuple[int, int]:
         return _weight_shape(self.hf_config, self.structure.head)
+
+    @property
+    def sees_images(self) -> bool:
+        return self.structure.images is not None
+
+    def vision_linears(self) -> tuple[str, ...]:
+        parts = self.structure
+        if parts.images is None or parts.images == parts.body:
+            return ()
+        above, inside = (f"{place}." if place else "" for place in (parts.images, parts.body))
+        names = linear_names(whole_module(self.hf_config))
+        return tuple(
+            f"{VISION}{name}"
+            for name in names
+            if name.startswith(above) and not name.startswith(inside) and name != parts.head
+        )
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -353,6 +373,8 @@ class AdoptedNames(NameMap):
         if first == "layers":
             inside = f"{rest}.".replace(f".{INSIDE}", ".", 1).rstrip(".")
             return f"{self.body}{parts.layers}{dot}{inside}"
+        if first == VISION.rstrip("."):
+            return rest
         if first == STEM:
             return f"{parts.stem}{dot}{rest}"
         return self.body + module
@@ -363,7 +385,7 @@ class AdoptedNames(NameMap):
         if self.structure.stem is not None and f"{hf_module}.".startswith(f"{self.structure.stem}."):
             return STEM + hf_module[len(self.structure.stem) :]
         if not hf_module.startswith(self.body):
-            return None
+            return self._around_body(hf_module)
         rest = hf_module[len(self.body) :]
         if rest == self.structure.embedding:
             return "embed_tokens"
@@ -371,6 +393,12 @@ class AdoptedNames(NameMap):
             index, _, inside = rest[len(self.structure.layers) + 1 :].partition(".")
             return f"layers.{index}.{INSIDE}{inside}".rstrip(".")
         return rest
+
+    def _around_body(self, hf_module: str) -> str | None:
+        images = self.structure.images
+        if images is None or not (images == "" or f"{hf_module}.".startswith(f"{images}.")):
+            return None
+        return f"{VISION}{hf_module}".rstrip(".")
 
     def stack_shapes(self) -> Mapping[str, tuple[int, int, int]]:
         return stack_shapes(self.config_text)
@@ -382,7 +410,9 @@ class AdoptedNames(NameMap):
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and self.is_parameter(module):
             return HfLocation(self.module_to_hf(module))
-        return HfLocation(f"{self.module_to_hf(module)}.{leaf}" if module else self.body + leaf)
+        if not module:
+            return HfLocation(self.body + leaf)
+        return HfLocation(f"{self.module_to_hf(module)}.{leaf}".lstrip("."))
 
     def fuse(self, modules: Any) -> AdoptedNames:
         return self

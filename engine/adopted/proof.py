@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -21,6 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.adopted.config import INSIDE, AdoptedConfig, Attention, adopted_config, adopted_family
 from engine.adopted.forms import seeded, small_model, small_record
+from engine.adopted.images.arguments import forward_arguments
+from engine.adopted.images.inputs import ImageInputs, joined
 from engine.adopted.structure import FAULTS, first_line, quiet
 from engine.batch import IGNORE_LABEL, Batch
 from engine.distributed.collectives import all_reduce
@@ -33,6 +35,7 @@ from engine.layers.plain_module import is_linear
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap
+from engine.seams import resolve
 
 BOUND = 1e-4
 """Largest difference of a loss, or of a gradient relative to its norm, that rounding explains in float32."""
@@ -98,7 +101,7 @@ def attention_proof(config_text: str) -> AttentionProof:
         UserError: none does; names what differs.
     """
     small = small_of(json.loads(config_text))
-    rows, single = (proof_batch(lengths, small.config.vocab_size) for lengths in (_LENGTHS, _LENGTHS[-1:]))
+    rows, single = (small.batch(lengths) for lengths in (_LENGTHS, _LENGTHS[-1:]))
     found: list[Difference | str] = []
     for attention in _TRIED:
         tried = replace(small, config=replace(small.config, attention=attention))
@@ -182,6 +185,21 @@ class Small:
     def leaves(self) -> dict[str, Tensor]:
         """Everything whose gradient is compared."""
         return {**self.factors, **self.weights}
+
+    def batch(self, lengths: tuple[int, ...]) -> Batch:
+        """Returns a row that packs documents of these lengths, or as many with images where the model sees such."""
+        if not self.config.sees_images:
+            return proof_batch(lengths, self.config.vocab_size)
+        made_up = resolve("engine.adopted.images.made_up:made_up_images")
+        hf_config = json.loads(self.config.hf_config)
+        try:
+            found = [made_up(hf_config, self.model, seed=seed) for seed in range(len(lengths))]
+        except FAULTS as error:
+            raise UserError(
+                f"no images can be made up for a small {self.config.family} model: {raised(error)}."
+            ) from None
+        device = next(self.model.parameters()).device
+        return packed([one.tokens for one in found]).with_parts(joined([one.images for one in found])).to(device)
 
     def plan(self) -> TrainingPlan:
         """Returns the plan that trains the adapters and weights."""
@@ -336,9 +354,14 @@ def _adapt_stack(model: nn.Module, name: str, a_REI: Tensor, b_OER: Tensor) -> N
 
 def proof_batch(lengths: tuple[int, ...], vocabulary: int, seed: int = 2) -> Batch:
     """Returns a row that packs documents of these lengths, whose tokens are drawn."""
-    total = sum(lengths)
-    tokens = torch.randint(3, vocabulary, (1, total), generator=torch.Generator().manual_seed(seed))
-    ends = torch.tensor(lengths).cumsum(0)
+    tokens = torch.randint(3, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return packed(tokens.split(list(lengths)))
+
+
+def packed(documents: Sequence[Tensor]) -> Batch:
+    """Returns a row that packs documents, given their tokens' int64 ids."""
+    lengths, tokens = tuple(map(len, documents)), torch.cat([*documents])[None]
+    total, ends = sum(lengths), torch.tensor(lengths).cumsum(0)
     labels = tokens.roll(-1, 1)
     labels[0, ends - 1] = IGNORE_LABEL
     return Batch(
@@ -368,12 +391,16 @@ def reference(small: Small, batch: Batch) -> Computed:
     """Returns what transformers' model computes, each document alone."""
     losses, first = [], 0
     leaves = small.leaves
+    images = batch.part(ImageInputs)
+    of_documents = [None] * len(batch.document_lengths) if images is None else images.split(len(batch.document_lengths))
     for leaf in leaves.values():
         leaf.grad = None
     with quiet():
-        for length in batch.document_lengths:
+        for length, own in zip(batch.document_lengths, of_documents, strict=True):
             piece = slice(first, first + length)
-            logits = small.model(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits.float()
+            tokens = batch.tokens_BS[:, piece]
+            given = {} if own is None else forward_arguments(small.model, tokens, own)
+            logits = small.model(input_ids=tokens, use_cache=False, **given).logits.float()
             losses.append(
                 cross_entropy(logits[0], batch.labels_BS[0, piece], reduction="none", ignore_index=IGNORE_LABEL)
             )

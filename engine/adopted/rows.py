@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from engine.adopted.images.inputs import ImageInputs
 from engine.ops.attention.token_context import ContextPart, TokenContext
 
 
@@ -23,13 +24,15 @@ class Rows(ContextPart):
     Args:
         tokens_BS: int64 ids.
         positions_BS: int64 position of each token inside its document.
+        images: of the rows; None without any.
     """
 
     tokens_BS: Tensor
     positions_BS: Tensor
+    images: ImageInputs | None = None
 
     def shared(self) -> tuple[Tensor, ...]:
-        return (self.tokens_BS, self.positions_BS)
+        return (self.tokens_BS, self.positions_BS, *(() if self.images is None else self.images.tensors))
 
 
 class Piece(NamedTuple):
@@ -62,11 +65,12 @@ class WholeRows(NamedTuple):
     index: Tensor
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], asked: Sequence[int]) -> WholeRows:
+    def of(cls, pieces: Sequence[Piece], asked: Sequence[int], images: ImageInputs | None = None) -> WholeRows:
         """Puts documents into rows.
 
         Args:
             asked: how many last tokens of each are the pass's.
+            images: of the documents, in their order.
         """
         lengths = [len(piece.x_LH) for piece in pieces]
         longest = max(lengths)
@@ -75,7 +79,7 @@ class WholeRows(NamedTuple):
             for row, (length, count) in enumerate(zip(lengths, asked, strict=True))
         ]
         x, tokens, positions, index = (pad_sequence([*one], batch_first=True) for one in zip(*pieces, strict=True))
-        rows = Rows(tokens_BS=tokens, positions_BS=positions)
+        rows = Rows(tokens_BS=tokens, positions_BS=positions, images=images)
         return cls(x.flatten(0, 1), rows, index.flatten(), torch.cat(places).to(x.device))
 
 

@@ -28,7 +28,6 @@ from engine.adopted.proof import (
     Trained,
     computed,
     difference,
-    proof_batch,
     raised,
     reference,
     small_of,
@@ -95,7 +94,7 @@ class _Case:
     def __init__(self, decoder: AdoptedConfig, trained: Trained, *, ranks: int, device: torch.device | None) -> None:
         self.small = _small(decoder, trained, ranks=ranks, device=device)
         self.decoder = decoder
-        batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, self.small.config.vocab_size)
+        batch = self.small.batch(_PACKED if decoder.keeps_documents_apart else _SINGLE)
         self.batch: Batch = batch if device is None else batch.to(device)
         self.wanted: Computed = reference(self.small, self.batch)
 
@@ -124,7 +123,7 @@ def _stages(case: _Case, layers: tuple[int, ...], world: Axis) -> ProofRow:
     right: list[int] = []
     if not _is_right(found):
         config = written_config(json.loads(case.decoder.hf_config))
-        alike = [_alike(config, cut) for cut in range(1, case.decoder.num_layers)]
+        alike = [_alike(config, cut, case.decoder) for cut in range(1, case.decoder.num_layers)]
         single = {place: case.cut((place, count - place)) for place in range(1, count)}
         right = [cut for cut, places in enumerate(alike, 1) if all(_is_right(single[place]) for place in places)]
         wrong = [cut for cut in cuts if cut not in right]
@@ -151,19 +150,22 @@ def _is_right(found: Difference | Failed) -> bool:
     return isinstance(found, Difference) and found.is_rounding
 
 
-def _alike(config: dict[str, Any], cut: int) -> list[int]:
+def _alike(config: dict[str, Any], cut: int, decoder: AdoptedConfig) -> list[int]:
     """Returns the boundaries of the small model that are like one of the whole model: between layers of the same kinds,
-    or else before a layer of the same kind, or else all.
+    or else before a layer of the same kind, or else all. Where images are seen the first layers may be given features
+    of them, so that only boundaries as deep, or the deepest, are like one.
 
     Args:
         config: of the whole model.
+        decoder: its record.
         cut: the layer behind the boundary; so are those of the result, in the small model.
     """
     kinds = [layer_kind(config, index) for index in chosen_layers(config)]
     before, behind = layer_kind(config, cut - 1), layer_kind(config, cut)
     places = range(1, len(kinds))
     same = [place for place in places if (kinds[place - 1], kinds[place]) == (before, behind)]
-    return same or [place for place in places if kinds[place] == behind] or list(places)
+    found = same or [place for place in places if kinds[place] == behind] or list(places)
+    return [place for place in found if place >= min(cut, found[-1])] if decoder.sees_images else found
 
 
 @contextmanager

@@ -30,6 +30,8 @@ class Structure:
         norm: what the last layer's output goes through; None where nothing is known to.
         head: the linear that makes logits, inside the whole.
         stem: the module outside the body whose output the head may take; None where there is none.
+        images: the module that takes images and puts their features among the tokens, which is the body or around it;
+            empty for the whole, None where the model sees none.
         count: of layers.
     """
 
@@ -39,7 +41,14 @@ class Structure:
     norm: str | None
     head: str
     stem: str | None
+    images: str | None
     count: int
+
+    @property
+    def body_in_images(self) -> str:
+        """The name of the body inside the module that takes images; empty where that is the body."""
+        assert self.images is not None
+        return self.body[len(self.images) :].lstrip(".")
 
     @property
     def layers_path(self) -> str:
@@ -57,6 +66,20 @@ def known_types() -> dict[str, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def image_types() -> dict[str, str]:
+    """Returns the types of models of images and text that the installed transformers has, and their classes' names."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def sees_images(hf_config: dict[str, Any]) -> bool:
+    """Returns whether a `config.json` is of a model of images and text that transformers has."""
+    model_type = hf_config.get("model_type")
+    has_tower = isinstance(hf_config.get("vision_config"), dict) or model_type not in known_types()
+    return has_tower and model_type in image_types()
 
 
 def read_config(hf_config: dict[str, Any]) -> Any:
@@ -127,6 +150,12 @@ def causal_model(hf_config: dict[str, Any], attention: str) -> Any:
     import transformers
 
     config = read_config(hf_config)
+    if sees_images(hf_config):
+        model_class = getattr(transformers, image_types()[hf_config["model_type"]])
+        text = config.get_text_config()
+        others = "eager" if attention == "eager" else "sdpa"  # a tower's attention looks at all of an image
+        by_part = {name: attention if getattr(config, name, None) is text else others for name in config.sub_configs}
+        return model_class._from_config(config, attn_implementation={"": attention, **by_part})
     model_class = getattr(transformers, known_types()[hf_config["model_type"]])
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
@@ -227,6 +256,7 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
         norm=_last_norm(inside, layers),
         head=names[id(head)],
         stem=_stem(model, body, names[id(head)]),
+        images=_images(model, body) if sees_images(hf_config) else None,
         count=count,
     )
 
@@ -252,6 +282,21 @@ def _stem(model: nn.Module, body: str, head: str) -> str | None:
         if name not in (above, head) and next(child.parameters(), None) is not None
     ]
     return others[0] if len(others) == 1 else None
+
+
+_PIXELS = ("pixel_values", "image_patches")
+"""Arguments that pixels are, in transformers' modules."""
+
+
+def _images(model: nn.Module, body: str) -> str | None:
+    """Returns the innermost module, the body or around it, whose forward takes pixels; None where none does."""
+    while True:
+        taken = inspect.signature(model.get_submodule(body).forward).parameters
+        if any(name in taken for name in _PIXELS):
+            return body
+        if not body:
+            return None
+        body = body.rpartition(".")[0]
 
 
 _LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "layer_norm")
@@ -286,6 +331,20 @@ def skeleton(model: nn.Module, structure: Structure, layers: Iterable[int]) -> t
     memo: dict[int, Any] = {id(held): nn.ModuleList(), id(table): nn.Identity()}
     copied = copy.deepcopy(body, memo)
     return copied, [copy.deepcopy(held[index], memo) for index in layers]
+
+
+def around_body(model: nn.Module, structure: Structure, body: nn.Module) -> nn.Module:
+    """Returns a copy of the module that takes images, without the head and with `body` in the body's place.
+
+    Args:
+        model: of `build_module`; stays as it is.
+    """
+    assert structure.images
+    memo: dict[int, Any] = {
+        id(model.get_submodule(structure.body)): body,
+        id(model.get_submodule(structure.head)): nn.Identity(),
+    }
+    return copy.deepcopy(model.get_submodule(structure.images), memo)
 
 
 def stem_of(model: nn.Module, structure: Structure) -> nn.Module:

@@ -525,6 +525,15 @@ class DecoderConfig:
         """Whether the model is made for text with images alone."""
         return any(front.needs_images for front in self.fronts)
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether records may have images."""
+        return bool(self.fronts)
+
+    def vision_linears(self) -> tuple[str, ...]:
+        """Returns the engine names of the linears that images go through, which may have adapters."""
+        return tuple(name for front in self.fronts for name in front.linear_names())
+
     def variants_at(self, index: int) -> tuple[LayerVariant, ...]:
         """Returns the variants of a layer, by its index in the whole model."""
         return tuple(variant for variant in self.variants if variant.applies(index))

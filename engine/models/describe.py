@@ -89,7 +89,7 @@ def module_names(config: DecoderConfig) -> list[str]:
 @lru_cache(maxsize=4)
 def vision_linears(config: DecoderConfig) -> frozenset[str]:
     """Returns the engine names of a vision model's linears, which may have adapters; none without a vision model."""
-    return frozenset(name for front in config.fronts for name in front.linear_names())
+    return frozenset(config.vision_linears())
 
 
 @lru_cache(maxsize=4)

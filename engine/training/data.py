@@ -53,7 +53,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
 
 def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ConversationReader | None:
     """Returns the reader of conversations for a model with a vision tower."""
-    if not model.decoder.fronts:
+    if not model.decoder.sees_images:
         return None
     reader: ConversationReader | None = resolve(_IMAGE_READER)(
         model.hf_config, model.path, tokenizer, config.data.image_folder

@@ -76,7 +76,7 @@ class Session:
 
     def _image_reader(self, tokenizer: Tokenizer, image: str | None) -> ImageReader | None:
         """Returns the reader of conversations for a model with a vision tower."""
-        if not self._model.config.fronts:
+        if not self._model.config.sees_images:
             return None
         family = read_vision_family(self._model.folder, tokenizer)
         if family is None and image is not None:

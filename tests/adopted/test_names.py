@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
+from engine.checkpoint.weight_source import WeightSource
+from engine.choices import Implementation
 from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from tests.adopted.saved_models import assert_same, save_small, stored
@@ -77,8 +82,8 @@ def test_a_tied_head_that_is_stored_and_others_pass_through(tmp_path: Path) -> N
         open_source(tmp_path / "hf")
 
 
-def test_a_language_model_beside_a_vision_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForImageTextToText, Mistral3Config
+def test_a_language_model_beside_a_vision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Mistral3Config
 
     sizes = {"intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
     text = {"model_type": "ministral3", "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, **sizes}
@@ -86,18 +91,43 @@ def test_a_language_model_beside_a_vision_model(tmp_path: Path) -> None:
     config = Mistral3Config(
         text_config={**text, "vocab_size": 99}, vision_config={**vision, "patch_size": 14}, tie_word_embeddings=False
     )
-    model = AutoModelForImageTextToText.from_config(config)
-    model.save_pretrained(tmp_path / "hf")
-    source = open_source(tmp_path / "hf")
-    state = model.state_dict()
-    for name in source.tensor_names():
-        place = source.model.names.to_hf(name).name.replace("model.", "model.language_model.", 1)
-        assert torch.equal(source.read_whole(name), state[place]), name
+    monkeypatch.setattr("engine.adopted.images.refusal.sees_images", lambda hf_config: False)
+    source, state = check_in_and_out(config, tmp_path, lambda name: name.replace("model.", "model.language_model.", 1))
     assert len(source.outside_names()) == len(state) - len(source.tensor_names())
-    import_checkpoint(source, tmp_path / "base", tensor=1)
-    for name, one in (("direct", source), ("round", open_source(tmp_path / "base"))):
-        export_hf(one, tmp_path / name)
-        assert_same(stored(tmp_path / name), stored(tmp_path / "hf"))
+
+
+def test_a_model_with_its_vision_model(tmp_path: Path) -> None:
+    from transformers import LlavaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    text = {"model_type": "stablelm", "vocab_size": 99, "num_key_value_heads": 2, **sizes}
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_id=9, tie_word_embeddings=False)
+    source, state = check_in_and_out(config, tmp_path, lambda name: name, "adopted")
+    assert len(source.tensor_names()) == len(state)
+
+
+def check_in_and_out(
+    config: Any, folder: Path, place_of: Callable[[str], str], implementation: Implementation = "auto"
+) -> tuple[WeightSource, dict[str, Tensor]]:
+    """Checks that a model's tensors are read as transformers names them, and written as they were; returns both.
+
+    Args:
+        place_of: the name that a tensor has in transformers' whole model.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(folder / "hf")
+    source, state = open_source(folder / "hf", implementation), model.state_dict()
+    for name in source.tensor_names():
+        place = place_of(source.model.names.to_hf(name).name)
+        assert torch.equal(source.read_whole(name), state[place]), name
+    import_checkpoint(source, folder / "base", tensor=1)
+    for name, one in (("direct", source), ("round", open_source(folder / "base"))):
+        export_hf(one, folder / name)
+        assert_same(stored(folder / name), stored(folder / "hf"))
+    return source, state
 
 
 def test_checksums_of_whole_tensors_find_a_changed_expert(tmp_path: Path) -> None:

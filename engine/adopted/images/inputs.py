@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from engine.batch import BatchPart
@@ -28,7 +29,18 @@ class ImageInputs(BatchPart):
         """Returns the part with `change` applied to each of its tensors."""
         return replace(self, tensors=tuple(map(change, self.tensors)))
 
+    def split(self, count: int) -> list[Self]:
+        """Returns the images of so many documents that have the same number of images of the same sizes."""
+        pieces = [one.chunk(count) for one in self.tensors]
+        return [replace(self, tensors=own) for own in zip(*pieces, strict=True)]
+
     def without_input(self) -> Self:
         """Returns the part without pixels; sizes, of which positions are made, stay."""
         kept = [(name, one) for name, one in zip(self.names, self.tensors, strict=True) if not one.is_floating_point()]
         return replace(self, names=tuple(name for name, _ in kept), tensors=tuple(one for _, one in kept))
+
+
+def joined(parts: Sequence[ImageInputs]) -> ImageInputs:
+    """Returns the images of several documents; all have the same names."""
+    tensors = tuple(torch.cat(own) for own in zip(*(one.tensors for one in parts), strict=True))
+    return replace(parts[0], tensors=tensors)

@@ -61,6 +61,9 @@ WRAPPINGS = {
 ADOPTED = "engine.adopted.config:adopted_family"
 """The family of a model that has none of these and that transformers has."""
 ADOPTED_TYPES = "engine.adopted.structure:known_types"
+ADOPTED_IMAGES = "engine.adopted.images.refusal:images_are_adopted"
+IMAGES_REFUSED = "engine.adopted.images.refusal:images_refused"
+"""Whether a model is adopted with its images, and why one that sees images is not."""
 
 _BY_ARCHITECTURE = {"CogVLMForCausalLM": "cogvlm", "CogAgentForCausalLM": "cogagent"}
 """Families whose released configs have no `model_type`."""
@@ -116,14 +119,16 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
     if not isinstance(hf_config.get("model_type") or "", str):
         raise UserError(f"config.json has model_type {hf_config['model_type']!r}, but text is expected: copy it again.")
     if implementation == "adopted":
-        return _adopted(_language_part(hf_config))
+        return _adopted(_adopted_part(hf_config))
     if (wrapping := WRAPPINGS.get(hf_config.get("model_type") or "")) is not None:
         check_kinds(hf_config)
         around = resolve(wrapping)
         inner, _ = family_of(around.text_config(hf_config), "native")
         return around.family(inner, hf_config), hf_config
     if hf_config.get("model_type") not in FAMILIES:
-        text = _language_part(hf_config)
+        text = _adopted_part(hf_config) if implementation == "auto" else _language_part(hf_config)
+        if text is hf_config and resolve(ADOPTED_IMAGES)(hf_config):
+            return _adopted(text)
     model_type = text.get("model_type")
     if model_type not in FAMILIES:
         if implementation == "auto" and model_type in resolve(ADOPTED_TYPES)():
@@ -143,9 +148,14 @@ def _language_part(hf_config: dict[str, Any]) -> dict[str, Any]:
     return part_of(hf_config, "text_config") or part_of(hf_config, "llm_config") or hf_config
 
 
+def _adopted_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a config that is adopted: the whole where transformers' model sees images."""
+    return hf_config if resolve(ADOPTED_IMAGES)(hf_config) else _language_part(hf_config)
+
+
 def _adopted(text: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     """Returns what `family_of` does, of a language model that is adopted."""
-    if text.get("model_type") not in resolve(ADOPTED_TYPES)():
+    if text.get("model_type") not in resolve(ADOPTED_TYPES)() and not resolve(ADOPTED_IMAGES)(text):
         raise UserError(
             f"model_type {text.get('model_type')!r} in config.json is none of transformers' causal language models, so "
             "that it cannot be adopted: use implementation auto."
@@ -159,8 +169,12 @@ def vision_left_out(hf_config: dict[str, Any]) -> str | None:
     model_type = _with_model_type(hf_config).get("model_type")
     if model_type in FAMILIES or model_type in WRAPPINGS or "vision_config" not in hf_config:
         return None
+    if resolve(ADOPTED_IMAGES)(hf_config):
+        return None
+    refused = resolve(IMAGES_REFUSED)(hf_config)
+    reason = "its vision part is not supported" if refused is None else f"its images are not ({refused.rstrip('.')})"
     hint = "; transformers' own folder, whose name ends in -hf, has both" if "llm_config" in hf_config else ""
-    return f"model_type {model_type!r} is read as its language model alone; its vision part is not supported{hint}."
+    return f"model_type {model_type!r} is read as its language model alone; {reason}{hint}."
 
 
 def _with_model_type(hf_config: dict[str, Any]) -> dict[str, Any]:

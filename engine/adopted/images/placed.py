@@ -1,0 +1,109 @@
+"""Features of images among the tokens of a micro-batch, put there by transformers' own forward.
+
+The module that takes images is run with a stand-in for the body in it, which notes what the body would be given: the
+residual stream with features in it, positions, what later layers add. With that the body runs afterwards, layer by
+layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from engine.adopted.images.arguments import forward_arguments
+from engine.adopted.modules import Adopted
+from engine.adopted.rows import Rows
+from engine.adopted.structure import Structure
+
+
+class Noted(nn.Module):
+    """Stands in for a body: notes what it is called with, and returns the embeddings.
+
+    Args:
+        body: whose attributes are read in its place.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["body"] = body
+        self.__dict__["given"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["body"], name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        given = inspect.signature(self.__dict__["body"].forward).bind(*arguments, **named).arguments
+        given.update(given.pop("kwargs", {}))
+        self.__dict__["given"] = given
+        return BaseModelOutputWithPast(last_hidden_state=given["inputs_embeds"])
+
+
+class PlacedImages:
+    """What a part of an adopted model does with images.
+
+    Args:
+        whole: transformers' module without memory.
+        structure: its parts.
+        around: the module that takes images, with the body's stand-in in it; None where the body takes them, or on a
+            part without the embedding.
+        noted: the stand-in.
+    """
+
+    def __init__(self, whole: nn.Module, structure: Structure, around: Adopted | None, noted: Noted | None) -> None:
+        assert structure.images is not None
+        self._module = copy.copy(whole.get_submodule(structure.images))
+        """For what needs no weights; its methods may set attributes."""
+        self.around, self._noted = around, noted
+
+    def arguments(self, rows: Rows, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the arguments that the images of the rows are."""
+        found = forward_arguments(self._module, rows.tokens_BS, rows.images)
+        return {name: one.to(dtype) if one.is_floating_point() else one for name, one in found.items()}
+
+    def place(self, stream: Tensor, rows: Rows, positions: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns what the body is given where there are images.
+
+        Args:
+            stream: [B, S, hidden], of tokens alone.
+            positions: the argument that positions are, or none.
+        """
+        assert self.around is not None and self._noted is not None
+        entered = self.around.enter(stream)
+        self.around.module(
+            input_ids=rows.tokens_BS, use_cache=False, **positions, **self.arguments(rows, entered.dtype)
+        )
+        given: dict[str, Any] = self._noted.__dict__["given"]
+        self._noted.__dict__["given"] = None
+        return given
+
+    def positions(self, rows: Rows, lengths: Sequence[int]) -> Tensor | None:
+        """Returns int64 [kinds, B, S], where positions of images are in time, height and width; None where they are
+        counted as those of text.
+
+        Args:
+            lengths: of the documents in the rows.
+        """
+        compute = getattr(self._module, "compute_3d_position_ids", None)
+        if compute is None or rows.images is None:
+            return None
+        tokens = pad_sequence(list(rows.tokens_BS.flatten().split(list(lengths))), batch_first=True)
+        taken = inspect.signature(compute).parameters
+        given = forward_arguments(self._module, tokens, rows.images)
+        found = compute(
+            input_ids=tokens, inputs_embeds=None, **{name: one for name, one in given.items() if name in taken}
+        )
+        if found is None:
+            return None
+        kept = [found[:, row, :length] for row, length in enumerate(lengths)]
+        return torch.cat(kept, dim=1).view(-1, *rows.tokens_BS.shape)

@@ -47,5 +47,5 @@ def made_up_images(hf_config: dict[str, Any], model: nn.Module, *, seed: int = 0
         features = model.model.get_image_features(**given).pooler_output
         whole = torch.cat([*features]) if isinstance(features, (list, tuple)) else features
         count, images = whole[..., 0].numel(), ImageInputs(names=tuple(given), tensors=tuple(given.values()))
-    text = torch.randint(20, 250, (_TEXT,), generator=drawn)
+    text = torch.randint(15, model.get_input_embeddings().num_embeddings, (_TEXT,), generator=drawn)
     return MadeUpImages(torch.cat([text[:3], torch.full((count,), image_token(model.config)), text[3:]]), images)

@@ -378,8 +378,9 @@ class AdoptedBody(Decoder):
         if images.around is None:  # the body takes them
             return {"input_ids": rows.tokens_BS, **positions, **images.arguments(rows, self.dtype)}
         nowhere = context.of_tokens(context.token_index[:0])  # rows of a tower have no coordinates
+        self._stream.now = images.around.enter(stream)
         with self._image_run.within(nowhere):
-            return images.place(stream, rows, positions)
+            return images.place(rows, positions, self.dtype)
 
     @property
     def reruns_rows(self) -> str | None:

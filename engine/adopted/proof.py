@@ -25,6 +25,7 @@ from engine.adopted.images.arguments import forward_arguments
 from engine.adopted.images.inputs import ImageInputs, joined
 from engine.adopted.structure import FAULTS, first_line, quiet
 from engine.batch import IGNORE_LABEL, Batch
+from engine.choices import VISION
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
 from engine.distributed.sharding import ShardSpec
@@ -154,7 +155,9 @@ class Trained:
 
     def adapts(self, module: str) -> bool:
         """Returns whether a module has an adapter."""
-        return self.adapters is None or _LAYER.sub(r"\1*\2", module) in self.adapters
+        if self.adapters is None:
+            return not module.startswith(VISION)
+        return _LAYER.sub(r"\1*\2", module) in self.adapters
 
     def trains(self, name: str) -> bool:
         """Returns whether a parameter trains itself."""
@@ -307,7 +310,7 @@ def _adaptable(decoder: DecoderConfig, names: NameMap, model: nn.Module) -> list
         for index, layer in layers.named_children()
         for name, module in layer.named_modules()
         if is_linear(module) or isinstance(module, Conv1D)
-    ]
+    ] + [*decoder.vision_linears()]
 
 
 def _adapt(module: nn.Module, factors: dict[str, Tensor], name: str) -> None:

@@ -71,18 +71,15 @@ class PlacedImages:
         found = forward_arguments(self._module, rows.tokens_BS, rows.images)
         return {name: one.to(dtype) if one.is_floating_point() else one for name, one in found.items()}
 
-    def place(self, stream: Tensor, rows: Rows, positions: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns what the body is given where there are images.
+    def place(self, rows: Rows, positions: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+        """Returns what the body is given where there are images. Embeddings of the tokens are looked up.
 
         Args:
-            stream: [B, S, hidden], of tokens alone.
             positions: the argument that positions are, or none.
+            dtype: of pixels.
         """
         assert self.around is not None and self._noted is not None
-        entered = self.around.enter(stream)
-        self.around.module(
-            input_ids=rows.tokens_BS, use_cache=False, **positions, **self.arguments(rows, entered.dtype)
-        )
+        self.around.module(input_ids=rows.tokens_BS, use_cache=False, **positions, **self.arguments(rows, dtype))
         given: dict[str, Any] = self._noted.__dict__["given"]
         self._noted.__dict__["given"] = None
         return given

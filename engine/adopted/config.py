@@ -169,6 +169,11 @@ class AdoptedConfig(DecoderConfig):
                 f"parallel.context is {size}, but layers of {self.family} models remember tokens in a way of their "
                 "own, which does not reach other ranks: set parallel.context to 1."
             )
+        if self.sees_images:
+            raise UserError(
+                f"parallel.context is {size}, but features of images of {self.family} models are not divided over "
+                "context ranks: set parallel.context to 1."
+            )
         masked = resolve("engine.adopted.proof:masked_attention")(self.hf_config) if method == "ring" else None
         if masked is not None:
             raise UserError(

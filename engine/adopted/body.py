@@ -25,7 +25,7 @@ from engine.adopted.modules import Adopted
 from engine.adopted.rows import Rows, WholeRows, documents_of
 from engine.adopted.small import LAYER_COUNTS, list_of_layers
 from engine.adopted.stage_ends import stage_ends, with_tokens
-from engine.adopted.structure import around_body, skeleton, stem_of, whole_module
+from engine.adopted.structure import after_table, around_body, skeleton, stem_of, whole_module
 from engine.adopted.tensor_plan import ExpertPlan, TensorPlan
 from engine.batch import Batch
 from engine.choices import VISION
@@ -70,9 +70,13 @@ class _Layer(nn.Module):
         self.keeps_out = False
         """Whether `out` is kept, which is what the layer gave last."""
         self.out: Tensor | None = None
-        for name, value in vars(layer.module).items():  # transformers' forward reads some of a layer's attributes
-            if isinstance(value, (str, int, float, bool, type(None))) and not hasattr(self, name):
-                self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of transformers' layer that its body's forward reads, if it is a word or number."""
+        value = getattr(self.__dict__["adopted"].module, name) if "adopted" in self.__dict__ else self
+        if isinstance(value, (str, int, float, bool, type(None))):
+            return value
+        raise AttributeError(f"the body reads {name} of its layers, which is more than a word or a number")
 
     def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Any:
         rest: list[Any] = []
@@ -107,16 +111,23 @@ class _Layer(nn.Module):
 
 
 class _Stream(nn.Module):
-    """Stands in for the table of tokens: what the engine looked up. Bodies look at a table's dtype."""
+    """Stands in for the table of tokens: what the engine looked up. Bodies look at a table's dtype.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Args:
+        table: whose modules are this one's too.
+    """
+
+    def __init__(self, table: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
+        for name, module in table.named_children():
+            self.add_module(name, copy.deepcopy(module))
         self.weight = torch.empty(0, dtype=dtype)
         self.now: Tensor | None = None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         assert self.now is not None, "a body looks tokens up outside of a run"
-        return self.now
+        x: Tensor = after_table(self, self.now)
+        return x
 
 
 class _Absent(nn.Identity):
@@ -205,7 +216,8 @@ class AdoptedBody(Decoder):
         if parts.norm is not None:
             norm = body.get_submodule(parts.norm)
             replace_module(body, parts.norm, _Absent(build.dtype))
-        self._stream = _Stream(build.dtype)
+        table = whole.get_submodule(parts.embedding_path) if self.part.first == 0 else nn.Identity()
+        self._stream = _Stream(table, build.dtype)
         replace_module(body, parts.embedding, self._stream)
         self._rest = Adopted("", body, build=build, run=self._run)
         replace_module(body, parts.layers, wrapped)
@@ -349,6 +361,8 @@ class AdoptedBody(Decoder):
             for layer in self._wrapped:
                 layer.tokens_BS = rows.tokens_BS
             self._wrapped[0].stream = stream.unflatten(-1, (ends.copies, -1)) if ends.apart else stream
+        else:
+            taken["inputs_embeds"] = after_table(self._stream, stream)
         try:
             if self.part.embedding and self._images is not None and rows.images is not None:
                 taken = self._with_images(self._images, stream, rows, context, positions)

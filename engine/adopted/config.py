@@ -207,7 +207,7 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
     config = read_config(hf_config).get_text_config()
     parts = structure_of(text)
     table, head = _weight_shape(text, parts.embedding_path), _weight_shape(text, parts.head)
-    tied = bool(hf_config.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", True)))
+    tied = f"{parts.head}.weight" in (getattr(whole_module(text), "all_tied_weights_keys", None) or {})
     hidden, heads = (
         hidden_size(config, table[1]),
         int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads") or 1),
@@ -224,7 +224,7 @@ def adopted_config(hf_config: dict[str, Any], attention: Attention | None = None
         vocab_size=head[0],
         norm_eps=1e-6,
         ropes=(Rope(theta=None),),
-        tied_embeddings=tied and table == head,
+        tied_embeddings=tied,
         max_row_length=_row_limit(config),
         max_length=int(_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048),
         multipliers=Multipliers(embedding=forms.embedding, logits_divisor=1 / forms.logits),
@@ -373,7 +373,7 @@ class AdoptedNames(NameMap):
         first, dot, rest = module.partition(".")
         if first == "lm_head":
             return self.head
-        if first == "embed_tokens":
+        if module == "embed_tokens":
             return f"{self.body}{parts.embedding}"
         if first == "layers":
             inside = f"{rest}.".replace(f".{INSIDE}", ".", 1).rstrip(".")

@@ -21,6 +21,7 @@ from engine.adopted.small import divided_config, small_config
 from engine.adopted.structure import (
     FAULTS,
     Structure,
+    after_table,
     causal_model,
     find_structure,
     first_line,
@@ -119,7 +120,7 @@ def _found_forms(hf_config: dict[str, Any], refusal: str) -> Forms:
     ids = torch.arange(3, 3 + _TOKENS)[None]
     with quiet():
         table = model.get_submodule(parts.embedding_path)
-        embedding = _ratio(table(ids), table.weight[ids])
+        embedding = _ratio(table(ids), after_table(table, table.weight[ids]))
         stream, logits = _ends(model, parts, ids)
         head = model.get_submodule(parts.head)
         streams = [(False, stream)]
@@ -132,7 +133,7 @@ def _found_forms(hf_config: dict[str, Any], refusal: str) -> Forms:
             "is_decoder to true in config.json."
         )
     if embedding is None:
-        raise UserError(f"{refusal}its embedding is not a table of tokens times a number.")
+        raise UserError(f"{refusal}its embedding is not a table of tokens times a number, nor a norm of that.")
     for has_stem, taken in streams:
         if taken.shape[-1] == head.in_features and (found := _of_head(model, taken, head, logits)) is not None:
             return Forms(embedding=embedding, logits=found[0], softcap=found[1], has_stem=has_stem)

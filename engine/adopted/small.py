@@ -7,6 +7,8 @@ from math import gcd, lcm
 from typing import Any
 
 SIZES: dict[str, int] = {
+    "adapter_input_size": 64,
+    "adapter_out_dim": 64,
     "attention_chunk_size": 8,
     "attention_head_dim": 32,
     "attention_head_size": 16,
@@ -51,6 +53,7 @@ SIZES: dict[str, int] = {
     "intermediate_size_mlp": 96,
     "kv_channels": 16,
     "kv_lora_rank": 16,
+    "kv_n_heads": 2,
     "laurel_rank": 8,
     "linear_head_dim": 16,
     "linear_key_head_dim": 16,
@@ -153,6 +156,7 @@ _RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     ("mamba_headdim", lambda c: c["hidden_size"] * c["mamba_expand"] / c["n_mamba_heads"]),
     ("attention_hidden_size", lambda c: c["hidden_size"]),
     ("attention_head_dim", lambda c: c["attention_hidden_size"] / c["num_attention_heads"]),
+    ("adapter_in_dim", lambda c: c["hidden_size"]),
     ("embedding_size", lambda c: c["hidden_size"]),
     ("word_embed_proj_dim", lambda c: c["hidden_size"]),
     ("time_step_rank", lambda c: c["hidden_size"] / 16),

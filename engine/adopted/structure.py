@@ -157,8 +157,9 @@ def causal_model(hf_config: dict[str, Any], attention: str) -> Any:
         by_part = {name: attention if getattr(config, name, None) is text else others for name in config.sub_configs}
         return model_class._from_config(config, attn_implementation={"": attention, **by_part})
     model_class = getattr(transformers, known_types()[hf_config["model_type"]])
-    if model_class.config_class is config.sub_configs.get("text_config"):
-        config = config.get_text_config()
+    inside = [name for name, made in config.sub_configs.items() if made is model_class.config_class]
+    for name in inside[:1]:  # the decoder's own, of a model of several
+        config = getattr(config, name)
     return model_class._from_config(config, attn_implementation=attention)
 
 
@@ -242,6 +243,8 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
     while True:
         inside = model.get_submodule(body)
         lists = [(name, len(found)) for name, found in _outer_lists(inside) if len(found) in counts]
+        depth = min((name.count(".") for name, _ in lists), default=0)  # a tower's layers are further inside
+        lists = [(name, count) for name, count in lists if name.count(".") == depth]
         if len(lists) == 1 and "inputs_embeds" in inspect.signature(inside.forward).parameters:
             break
         if not body:
@@ -345,6 +348,13 @@ def around_body(model: nn.Module, structure: Structure, body: nn.Module) -> nn.M
         id(model.get_submodule(structure.head)): nn.Identity(),
     }
     return copy.deepcopy(model.get_submodule(structure.images), memo)
+
+
+def after_table(table: nn.Module, x: Any) -> Any:
+    """Returns what the modules inside a table of tokens, a norm in some, make of looked-up embeddings."""
+    for module in table.children():
+        x = module(x)
+    return x
 
 
 def stem_of(model: nn.Module, structure: Structure) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,6 +40,11 @@ Result = dict[str, Any]
 _PACKED, _SINGLE = (11, 13), (16,)
 
 
+text_alone = patch("engine.adopted.structure.sees_images", lambda hf_config: False)
+"""Has a type of both of transformers' mappings built as its causal language model."""
+
+
+@text_alone
 def one_process(model_type: str) -> Result:
     """Runs what one process shows; returns what was found, or under "refused" or "failed" a sentence."""
     try:
@@ -107,6 +113,7 @@ def _by_peft(config: dict[str, Any], small: Small, batch: Batch) -> Computed:
     return Computed(whole.detach(), gradients)
 
 
+@text_alone
 def two_tensor_ranks(model_type: str) -> Result:
     """Runs a rank of two tensor ranks; collective."""
     mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
@@ -121,6 +128,7 @@ def two_tensor_ranks(model_type: str) -> Result:
     return {"tensor": _tried(compare)}
 
 
+@text_alone
 def two_expert_ranks(model_type: str) -> Result:
     """Runs a rank of two expert ranks; collective. Returns None for a type without an expert plan."""
     layout = TensorLayout.over(build_mesh(RankGrid(dp=2, ep=2), device_type="cpu", num_kv_heads=2))

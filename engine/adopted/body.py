@@ -187,12 +187,15 @@ class AdoptedBody(Decoder):
         for name, stand_in in self._left_out():
             replace_module(body, name, stand_in)
         shares_heads = config.attention == "engine"
-        plan = TensorPlan.of(config.family, body, shares_heads=shares_heads) if self.layout.tp.size > 1 else None
-        if plan is None and self.layout.tp.size > 1:
-            raise UserError(
-                f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "
-                f"{config.family} models: set parallel.tensor to 1."
-            )
+        plan = None
+        if self.layout.tp.size > 1:
+            intact = whole.get_submodule(parts.body)
+            plan = TensorPlan.of(config.family, intact, parts.layers, shares_heads=shares_heads)
+            if plan is None:
+                raise UserError(
+                    f"parallel.tensor is {self.layout.tp.size}, but transformers declares no tensor plan for "
+                    f"{config.family} models, and their linears have no names that say one: set parallel.tensor to 1."
+                )
         experts = ExpertPlan.of(body.config)
         if self.part.embedding:
             yield self._build_embedding(build)
@@ -267,9 +270,10 @@ class AdoptedBody(Decoder):
         return []
 
     def _left_out(self) -> Iterator[tuple[str, nn.Module]]:
-        if self.part.embedding and self._ends_layers:
+        is_first = self.part.first == 0  # also of a part that another one's embedding goes before
+        if is_first and self._ends_layers:
             return iter(())
-        return stage_ends(self.config.hf_config).left_out(is_first=self.part.embedding, is_last=self._ends_layers)
+        return stage_ends(self.config.hf_config).left_out(is_first=is_first, is_last=self._ends_layers)
 
     @property
     def _ends_layers(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a model's tensor plan, as transformers declares it, splits modules over tensor-parallel ranks.
+"""How a model's tensor plan, in transformers' words, splits modules over tensor-parallel ranks.
 
 | style of the plan               | here                                                              |
 |---------------------------------|-------------------------------------------------------------------|
@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from engine.adopted.plain_plan import plain_styles
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
@@ -54,7 +55,7 @@ class TensorPlan:
 
     Args:
         family: of the model, for errors.
-        styles: of transformers' plan, by names inside the body with * in place of numbers.
+        styles: of the plan, as transformers calls them, by names inside the body with * in place of numbers.
         rope_width: features of a key that are rotated and shared by all heads, in latent attention; else None.
         shares_heads: attention takes a rank's heads of queries with as many of keys and values as there are.
     """
@@ -65,9 +66,16 @@ class TensorPlan:
     shares_heads: bool = False
 
     @classmethod
-    def of(cls, family: str, body: nn.Module, *, shares_heads: bool) -> TensorPlan | None:
-        """Returns the plan that a body declares; None where it has none."""
-        styles = _declared(body.config, "base_model_tp_plan")
+    def of(cls, family: str, body: nn.Module, layers: str, *, shares_heads: bool) -> TensorPlan | None:
+        """Returns the plan that transformers declares, or that the names of linears say; None for neither.
+
+        Args:
+            body: of the whole model.
+            layers: the name of its list of layers.
+        """
+        styles = _declared(body.config, "base_model_tp_plan") or {
+            _INDEX.sub(".*", name): style for name, style in plain_styles(body.get_submodule(layers), layers).items()
+        }
         rope_width = getattr(body.config.get_text_config(), "qk_rope_head_dim", None)
         return cls(family, styles, rope_width, shares_heads) if styles else None
 

@@ -17,6 +17,7 @@ from torch.nn.functional import embedding, pad
 from engine.adopted import forms, proof, stage_ends, structure
 from engine.adopted.config import AdoptedConfig, adopted_config
 from engine.adopted.run_proof import prove
+from engine.conversion.live_logits import live_logits
 from engine.distributed.mesh import Axis, build_mesh
 from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
@@ -84,6 +85,17 @@ def test_stages_are_the_model_also_where_something_comes_before_the_first_layer(
     assert all(row.worst <= row.bound for row in found.rows)
     assert RunProof.of(found.record()).table() == found.table()
     assert "2 stages" in found.line() and "2 stages" in found.facts()
+
+
+def test_layers_by_themselves_have_what_comes_before_the_first() -> None:
+    small = proof.small_of(_config("gpt2"))
+    batch, (whole,) = proof.proof_batch((16,), small.config.vocab_size), small.parts()
+    held = {entry.name: entry.parameter.detach() for entry in shard_entries(whole)}
+    reader: Any = SimpleNamespace(read=lambda name, spec, out: out.copy_(held[name]))
+    with torch.no_grad():
+        found = live_logits(small.config, reader, batch.tokens_BS, small.plan())
+        wanted = small.model(input_ids=batch.tokens_BS).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_stages_that_share_what_one_begins_with_are_refused() -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adopted.attention import IMPLEMENTATION, Run, register
 from engine.adopted.config import INSIDE, STEM, AdoptedConfig
-from engine.adopted.generating import EmptyCache, one_token, rows_so_far
+from engine.adopted.generating import EmptyCache, image_positions, one_token, rows_so_far
 from engine.adopted.images.placed import Noted, PlacedImages
 from engine.adopted.modules import Adopted
 from engine.adopted.rows import Rows, WholeRows, documents_of
@@ -254,6 +254,12 @@ class AdoptedBody(Decoder):
             return None
         if not self.part.embedding or parts.images == parts.body:
             return PlacedImages(whole, parts, None, None)
+        for name in self.config.vision_linears():
+            if (adapter := build.plan.adapter(name)) is not None and adapter.dropout > 0:
+                raise UserError(
+                    f"lora.dropout is {adapter.dropout:g}, but {name} does not see tokens, so that its mask has no "
+                    "coordinates: set lora.dropout to 0, or leave vision modules out of lora.targets."
+                )
         noted = Noted(body)
         module = around_body(whole, parts, noted)
         prefix = f"{VISION}{parts.images}.".replace("..", ".")
@@ -305,6 +311,11 @@ class AdoptedBody(Decoder):
             return self._run_body(x, rows, context)
         lengths = context.documents.lengths
         if context.cache is not None:
+            if rows.images is not None:
+                raise UserError(
+                    f"text about images is not generated with {self.config.family} models, whose layers keep more of "
+                    "a row than keys and values: leave images out."
+                )
             whole = rows_so_far(f"layers.{self.part.first}", x, rows, context)
         elif len(lengths) > rows.positions_BS.shape[0]:  # such as both answers of a pair, which lie in one row
             whole = WholeRows.of(documents_of(x, rows, context), lengths, rows.images)
@@ -368,8 +379,8 @@ class AdoptedBody(Decoder):
         else:
             taken["inputs_embeds"] = after_table(self._stream, stream)
         try:
-            if self.part.embedding and self._images is not None and rows.images is not None:
-                taken = self._with_images(self._images, stream, rows, context, positions)
+            if self.part.embedding and self._images is not None:
+                taken = self._with_images(self._images, stream, rows, context, positions) or taken
             with self._run.within(context):
                 out = self.__dict__["_body"](**{**taken, "use_cache": False})
         finally:
@@ -387,12 +398,18 @@ class AdoptedBody(Decoder):
         if self._images is not None:
             lengths = context.documents.lengths if self.config.keeps_documents_apart else _row_lengths(rows)
             found = self._images.positions(rows, lengths)
+            if context.cache is not None and self._images.counts_positions:
+                found = image_positions(found, rows, context)
         return {"position_ids": rows.positions_BS if found is None else found}
 
     def _with_images(
         self, images: PlacedImages, stream: Tensor, rows: Rows, context: TokenContext, positions: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """Returns what the body is given where the micro-batch has images."""
+        """Returns what the body is given where there are images; nothing without any."""
+        if rows.images is None:
+            if images.around is not None:
+                self._stream.now = images.around.pass_by(stream)
+            return {}
         if images.around is None:  # the body takes them
             return {"input_ids": rows.tokens_BS, **positions, **images.arguments(rows, self.dtype)}
         nowhere = context.of_tokens(context.token_index[:0])  # rows of a tower have no coordinates

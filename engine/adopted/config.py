@@ -103,6 +103,7 @@ class AdoptedConfig(DecoderConfig):
         "none": f"as selective, {_RECOMPUTED}",
         "selective": _RECOMPUTED,
     }
+    images: ClassVar[str] = "engine.adopted.images.family:AdoptedImages"
     proof: ClassVar[str | None] = "engine.adopted.run_proof:prove"
     hf_config: str
     attention: Attention

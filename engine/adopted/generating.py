@@ -78,6 +78,33 @@ def rows_so_far(name: str, x_TH: Tensor, rows: Rows, context: TokenContext) -> W
     return WholeRows.of(documents, context.documents.lengths)
 
 
+def image_positions(counted_3BS: Tensor | None, rows: Rows, context: TokenContext) -> Tensor:
+    """Returns the positions of tokens where positions of images are not those of text, prompts' and of what follows.
+
+    Args:
+        counted_3BS: of prompts with images; None where there are none.
+    """
+    cache = context.cache
+    assert cache is not None
+    positions_T, lengths = rows.positions_BS.flatten(), context.documents.lengths
+    if cache.starts is None:
+        kept = [cache.kept(_BEHIND, slot) for slot in range(len(lengths))]
+        zero = positions_T.new_zeros(1)
+        behind = torch.cat([zero if one is None else one[0] for one in kept])
+        return (positions_T + behind).view(rows.positions_BS.shape)
+    start = 0
+    for length in lengths:
+        if (slot := cache.starts.get(start)) is not None:
+            last = length - 1 if counted_3BS is None else counted_3BS.flatten(1)[:, start : start + length].max()
+            cache.keep(_BEHIND, slot, (positions_T.new_zeros(1) + last + 1 - length,))
+        start += length
+    return rows.positions_BS if counted_3BS is None else counted_3BS
+
+
+_BEHIND = "positions"
+"""The name in the cache of how far positions are behind the count of a row's tokens."""
+
+
 def _longer(name: str, slot: int, new: Piece, cache: KeyValueCache) -> Piece:
     """Returns a row with its new token, and keeps it."""
     if (before := cache.kept(name, slot)) is None:  # no row, but a place that fills up the pass

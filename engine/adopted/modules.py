@@ -17,32 +17,33 @@ from engine.adopted.tensor_modules import over_ranks
 from engine.adopted.tensor_plan import ExpertPlan, Split, TensorPlan, head_split, parallel_linear, parameter_spec
 from engine.distributed.mesh import Axis
 from engine.layers.context import LayerContext
-from engine.layers.module import ShardedModule, ShardEntry
+from engine.layers.module import ShardedModule, ShardEntry, shard_entries
 from engine.layers.plain_module import linear_names, replace_module
+from engine.ops.gradients import past_unused
 
 
 class _Collected(torch.autograd.Function):
     """Identity on what enters a region: its backward, the region's last, adds the gradients that autograd has left on
-    the region's leaves to their sinks.
+    the region's leaves to their sinks, and reports all of its sinks.
 
-    The leaves are no inputs: autograd would leave their gradients only once this backward is done. `live`, of no
+    The leaves are no inputs: autograd would leave their gradients only once this backward is done. A linear's sink is
+    reported here too, because transformers' forward may call a linear more than once, or not at all. `live`, of no
     numbers, has it run where x needs no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, owned: list[ShardEntry], live: Tensor) -> Tensor:
-        ctx.owned = owned
+    def forward(ctx: Any, x: Tensor, region: Adopted, live: Tensor) -> Tensor:
+        ctx.region = region
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
-        for entry in ctx.owned:
+        for entry in ctx.region.collected:
             gradient, entry.parameter.grad = entry.parameter.grad, None
-            assert entry.sink is not None
-            if gradient is None:
-                entry.sink.added()
-            else:
+            if gradient is not None:
                 entry.sink.add(gradient)
+        for sink in ctx.region.sinks:
+            sink.settle()
         return dx, None, None
 
 
@@ -108,6 +109,10 @@ class Adopted(ShardedModule):
         attach(prefix, module, run)
         self.collected = [entry for entry in self.entries if entry.sink is not None]
         """What autograd leaves gradients on."""
+        self.sinks = [entry.sink for entry in shard_entries(self) if entry.sink is not None]
+        """Those of all that trains in it."""
+        for sink in self.sinks:
+            sink.held = True
 
     @staticmethod
     def _linears(module: nn.Module) -> list[nn.Module]:
@@ -173,6 +178,12 @@ class Adopted(ShardedModule):
 
     def enter(self, x: Tensor) -> Tensor:
         """Returns what enters the module, in whose backward the gradients of its leaves are taken."""
-        if not self.collected or not torch.is_grad_enabled():
+        if not self.sinks or not torch.is_grad_enabled():
             return x
-        return _Collected.apply(x, self.collected, torch.zeros(0, requires_grad=True))
+        return _Collected.apply(x, self, torch.zeros(0, requires_grad=True))
+
+    def pass_by(self, x: Tensor) -> Tensor:
+        """Returns x, where the module is not run, in whose backward its sinks are reported."""
+        if not self.sinks or not torch.is_grad_enabled():
+            return x
+        return past_unused(x, self.sinks, [torch.zeros(0, requires_grad=True)])

@@ -435,6 +435,8 @@ class DecoderConfig:
     """The levels of recomputation that run a region of a layer again."""
     recomputations: ClassVar[dict[Recompute, str]] = {}
     """What a level recomputes, for a run's log, where that differs from what it does in layers of the engine's own."""
+    images: ClassVar[str] = "engine.vision.data.families:vision_family"
+    """What makes the family that reads images, likewise, of config.json, the model's folder and its tokenizer."""
     proof: ClassVar[str | None] = None
     """What proves at the start that a run's layout computes the model, likewise; None where tests have."""
     family: str

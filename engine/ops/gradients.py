@@ -43,7 +43,7 @@ class GradientSink:
         shape, device: of the parameter. The buffer is made on first use unless an owner binds its own before.
     """
 
-    __slots__ = ("_buffer", "_device", "_on_ready", "_prepare", "deferred", "shape", "uses")
+    __slots__ = ("_buffer", "_device", "_on_ready", "_prepare", "deferred", "held", "shape", "uses")
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
         self.shape = shape
@@ -51,6 +51,8 @@ class GradientSink:
         """Number of ops that contribute in one backward pass (2 for a tied embedding and head)."""
         self.deferred: list[Callable[[], None]] | None = None
         """The list that takes deferred products, as in a split backward; None adds them at once."""
+        self.held = False
+        """Whether additions are not reported, but `settle` does, once a backward pass: where any number of ops add."""
         self._device = device
         self._buffer: Tensor | None = None
         self._on_ready: Callable[[], None] | None = None
@@ -122,6 +124,14 @@ class GradientSink:
 
     def added(self) -> None:
         """Reports an addition; for ops that write into the buffer themselves."""
+        if not self.held:
+            self._report()
+
+    def settle(self) -> None:
+        """Reports that nothing, or nothing more, is added in this backward pass."""
+        self._do(self._report)
+
+    def _report(self) -> None:
         if self._on_ready is not None:
             self._on_ready()
 
@@ -142,7 +152,7 @@ class _Unused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
         for sink in ctx.sinks:
-            sink.added()
+            sink.settle()
         return dx, None, *([None] * ctx.num_leaves)
 
 

@@ -12,13 +12,14 @@ from engine.data.processor_template import processor_template
 from engine.data.store_paths import is_store
 from engine.data.tokenize import ConversationReader
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
+from engine.errors import UserError
 from engine.models.families import vision_left_out
 from engine.runtime.launch import Launch
 from engine.seams import resolve
 from engine.telemetry.log import Log
 from engine.training.run_data import DataReader, RunData
 
-_IMAGE_READER = "engine.vision.data.families:image_reader"
+_IMAGE_READER = "engine.vision.data.reader:ImageReader"
 
 
 def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) -> RunData:
@@ -44,20 +45,27 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
     assert config.data.train is not None
     if (left_out := vision_left_out(model.hf_config)) is not None:
         log.warning(left_out)
-    images = _image_reader(config, model, tokenizer)
+    images = _image_reader(config, model, tokenizer, log)
     if images is not None and images.family.remark is not None:
         log.info(images.family.remark)
     read: DataReader = resolve(config.objective.kind.data)
     return read(config, launch, model, tokenizer, log, images=images)
 
 
-def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer) -> ConversationReader | None:
-    """Returns the reader of conversations for a model with a vision tower."""
+def _image_reader(config: RunConfig, model: ModelFolder, tokenizer: Tokenizer, log: Log) -> ConversationReader | None:
+    """Returns the reader of conversations for a model that sees images."""
     if not model.decoder.sees_images:
         return None
-    reader: ConversationReader | None = resolve(_IMAGE_READER)(
-        model.hf_config, model.path, tokenizer, config.data.image_folder
-    )
+    try:
+        family = resolve(model.decoder.images)(model.hf_config, model.path, tokenizer)
+    except UserError as refusal:
+        if model.implementation != "adopted":
+            raise
+        log.warning(f"records with images are refused: {refusal}")  # others can be trained on
+        return None
+    if family is None:
+        return None
+    reader: ConversationReader = resolve(_IMAGE_READER)(family, config.data.image_folder)
     return reader
 
 

@@ -12,15 +12,16 @@ from typing import Any
 from engine.data.tokenizer import ChatOptions, Tokenizer, load_tokenizer
 from engine.distributed.collectives import broadcast_object
 from engine.errors import UserError
+from engine.files.documents import read_json
 from engine.inference.generate import Answer, Generator, Request, Speed, check_requests, context_limit
 from engine.inference.model_part import InferenceStage
 from engine.inference.options import Limits
 from engine.inference.speed_report import measure, report_lines
 from engine.runtime.launch import Launch
+from engine.seams import resolve
 from engine.sentences import listed
 from engine.telemetry.log import Log
 from engine.training.generation import OpenedModel, open_for_generation, storage_bytes
-from engine.vision.data.families import read_vision_family
 from engine.vision.data.files import image_size
 from engine.vision.data.reader import ImageReader
 from rankfold.generating.options import limits, model_choice, sampling
@@ -78,7 +79,9 @@ class Session:
         """Returns the reader of conversations for a model with a vision tower."""
         if not self._model.config.sees_images:
             return None
-        family = read_vision_family(self._model.folder, tokenizer)
+        folder = self._model.folder
+        config = read_json(folder / "config.json", "copy it again") if (folder / "config.json").is_file() else None
+        family = None if config is None else resolve(self._model.config.images)(config, folder, tokenizer)
         if family is None and image is not None:
             raise UserError(
                 f"{image} names an image, but text about images is not generated with {self._model.config.family} "

@@ -13,7 +13,7 @@ FOLDERS = ("engine", "rankfold", "triton_kernels")
 WINGS: dict[str, tuple[str, ...]] = {
     "engine.vision": (),
     "engine.experts": (),
-    "engine.adopted": (),
+    "engine.adopted": ("engine.vision",),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "rankfold.migrating": (),

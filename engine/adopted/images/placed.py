@@ -84,6 +84,11 @@ class PlacedImages:
         self._noted.__dict__["given"] = None
         return given
 
+    @property
+    def counts_positions(self) -> bool:
+        """Whether positions of images are in time, height and width."""
+        return hasattr(self._module, "compute_3d_position_ids")
+
     def positions(self, rows: Rows, lengths: Sequence[int]) -> Tensor | None:
         """Returns int64 [kinds, B, S], where positions of images are in time, height and width; None where they are
         counted as those of text.
@@ -91,9 +96,9 @@ class PlacedImages:
         Args:
             lengths: of the documents in the rows.
         """
-        compute = getattr(self._module, "compute_3d_position_ids", None)
-        if compute is None or rows.images is None:
+        if not self.counts_positions or rows.images is None:
             return None
+        compute = self._module.compute_3d_position_ids
         tokens = pad_sequence(list(rows.tokens_BS.flatten().split(list(lengths))), batch_first=True)
         taken = inspect.signature(compute).parameters
         given = forward_arguments(self._module, tokens, rows.images)

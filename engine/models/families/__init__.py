@@ -123,6 +123,8 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
     if (wrapping := WRAPPINGS.get(hf_config.get("model_type") or "")) is not None:
         check_kinds(hf_config)
         around = resolve(wrapping)
+        if implementation == "auto" and not around.knows_text(hf_config) and resolve(ADOPTED_IMAGES)(hf_config):
+            return _adopted(hf_config)
         inner, _ = family_of(around.text_config(hf_config), "native")
         return around.family(inner, hf_config), hf_config
     if hf_config.get("model_type") not in FAMILIES:

@@ -15,7 +15,6 @@ from engine.vision.data.family import VisionFamily
 from engine.vision.data.minicpm_v import MiniCPMV
 from engine.vision.data.omnilmm import OmniLMM
 from engine.vision.data.processors import PROCESSOR_FAMILIES
-from engine.vision.data.reader import ImageReader
 
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
 _COGVLM_TYPES = ("cogvlm", "cogvlm2", "cogagent")
@@ -54,22 +53,6 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
             "copy it again."
         ) from error
     return None
-
-
-def image_reader(
-    config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer, image_folder: str | None
-) -> ImageReader | None:
-    """Returns what reads the conversations of a vision-language model; None where there is no family here.
-
-    Args:
-        config, folder, tokenizer: as for `vision_family`.
-        image_folder: that paths of images are relative to; None for the folder of the records' file.
-
-    Raises:
-        UserError: as for `vision_family`.
-    """
-    family = vision_family(config, folder, tokenizer)
-    return None if family is None else ImageReader(family, image_folder)
 
 
 def read_vision_family(folder: Path, tokenizer: Tokenizer) -> VisionFamily | None:

@@ -97,13 +97,15 @@ class ProcessorFamily(VisionFamily):
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
         chat, counts = with_image_first(chat, len(sizes)), self._counts(sizes)
-        ids, targets = self._tokenizer.apply_chat(_messages(chat), learn=learn, images=self._placeholders(chat, counts))
+        ids, targets = self._tokenizer.apply_chat(
+            template_messages(chat), learn=learn, images=self._placeholders(chat, counts)
+        )
         bos = self._bos(ids)
         yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
         chat, counts = with_image_first(chat, len(sizes)), self._counts(sizes)
-        ids = self._tokenizer.chat_prompt(_messages(chat), images=self._placeholders(chat, counts))
+        ids = self._tokenizer.chat_prompt(template_messages(chat), images=self._placeholders(chat, counts))
         ids = self._bos(ids) + ids
         return self._placed(chat, ids, [False] * len(ids), counts)
 
@@ -142,7 +144,9 @@ class ProcessorFamily(VisionFamily):
         return [bos] if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos] else []
 
     def _placeholders(self, chat: Conversation, counts: Sequence[int]) -> Placeholders:
-        return Placeholders(self.stand_in.mark, tuple(self.stand_in.text(counts[number]) for number in _order(chat)))
+        return Placeholders(
+            self.stand_in.mark, tuple(self.stand_in.text(counts[number]) for number in image_order(chat))
+        )
 
     def _placed(self, chat: Conversation, ids: list[int], targets: list[bool], counts: Sequence[int]) -> EncodedChat:
         """Returns the tokens with the places of features, which are no targets."""
@@ -154,7 +158,7 @@ class ProcessorFamily(VisionFamily):
             )
         spans: list[list[Span]] = [[] for _ in counts]
         first = 0
-        for number in _order(chat):
+        for number in image_order(chat):
             own = places[first : first + counts[number]]
             assert own[-1] - own[0] + 1 == len(own), "features of an image are side by side"
             spans[number] = [(own[0], own[-1] + 1)]
@@ -417,12 +421,13 @@ def _side(vision: Mapping[str, Any], key: str) -> int:
     return side
 
 
-def _order(chat: Conversation) -> list[int]:
+def image_order(chat: Conversation) -> list[int]:
     """Returns the images of a conversation in the order of its text."""
     return [number for turn in chat.turns for number in turn.images]
 
 
-def _messages(chat: Conversation) -> list[Message]:
+def template_messages(chat: Conversation) -> list[Message]:
+    """Returns a conversation as chat templates read it; line breaks beside an image are its mark's."""
     return [{"role": turn.role, "content": _content(turn, chat)} for turn in chat.turns]
 
 

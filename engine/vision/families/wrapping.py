@@ -76,7 +76,7 @@ class Wrapping(NamedTuple):
     def knows_text(self, hf: dict[str, Any]) -> bool:
         """Returns whether the language model of a config is of a type that these models are supported with."""
         given = part_of(hf, "text_config")
-        return given is None or given.get("model_type", self.text) in self.texts
+        return given is None or given.get("model_type", self.text) in tuple(self.texts)  # which may be no text
 
     def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Returns the language model's config, with the `model_type` that the family table knows.

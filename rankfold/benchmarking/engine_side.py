@@ -16,7 +16,7 @@ from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.module import shard_entries
-from engine.models.decoder import Decoder
+from engine.models.decoder import build_decoder
 from engine.models.dtypes import TORCH_DTYPES
 from engine.models.families import family_of
 from engine.models.names import fused_parts
@@ -133,10 +133,12 @@ class EngineSide:
 
     def __init__(self, options: ModelOptions, device: torch.device, kernels: Kernels | None = None) -> None:
         self._options, self._device = options, device
-        family, text = family_of(hf_config(options))
+        family, text = family_of(hf_config(options), options.implementation)
         self._names = family.names
         settings = AdapterSettings(rank=options.rank, scale=float(LORA_ALPHA_OVER_RANK), dropout=options.dropout)
-        targets = EXPERT_TARGETS if isinstance(options, ExpertsOptions) else TARGETS
+        config = family.config_from_hf(text)
+        adopted = [name.rpartition(".")[2] for name in config.all_linears]
+        targets = EXPERT_TARGETS if isinstance(options, ExpertsOptions) else adopted or TARGETS
         plan = TrainingPlan(
             adapter=lambda module: settings if module.rpartition(".")[2] in targets else None,
             fused=lambda module: module.rpartition(".")[2] in targets,
@@ -146,8 +148,8 @@ class EngineSide:
         if kernels is None:
             kernels, self.kernels = _chosen_kernels(options, device)
         base = None if options.base_dtype == "none" else named_encoding(options.base_dtype, options.kernels, device)
-        self.model = Decoder(
-            family.config_from_hf(text),
+        self.model = build_decoder(
+            config,
             layout=TensorLayout(kernels=kernels, base=base),
             plan=plan,
             device=device,

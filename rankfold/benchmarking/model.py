@@ -49,14 +49,12 @@ class Side(Protocol):
 
 
 def hf_config(options: ModelOptions) -> dict[str, Any]:
-    """Returns the model's Hugging Face `config.json`: a Llama's, or a Qwen3-MoE's where there are experts."""
-    return _llama(options) if not isinstance(options, ExpertsOptions) else {**_llama(options), **_mixture(options)}
+    """Returns the model's Hugging Face `config.json`."""
+    return _dense(options) if not isinstance(options, ExpertsOptions) else {**_dense(options), **_mixture(options)}
 
 
 def _mixture(options: ExpertsOptions) -> dict[str, Any]:
     return {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
         "moe_intermediate_size": options.intermediate,
         "num_experts": options.experts,
         "num_experts_per_tok": options.per_token,
@@ -64,10 +62,9 @@ def _mixture(options: ExpertsOptions) -> dict[str, Any]:
     }
 
 
-def _llama(options: ModelOptions) -> dict[str, Any]:
+def _dense(options: ModelOptions) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": options.model_type,
         "hidden_size": options.hidden,
         "intermediate_size": options.intermediate,
         "num_hidden_layers": options.layers,
@@ -81,6 +78,9 @@ def _llama(options: ModelOptions) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "hidden_act": "silu",
         "use_cache": False,
+        # some types have others of their own
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0),
     }
 
 

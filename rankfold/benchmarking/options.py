@@ -10,7 +10,7 @@ import argparse
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from engine.choices import BASE_DTYPES
+from engine.choices import BASE_DTYPES, IMPLEMENTATIONS
 from engine.config.model import KERNELS, DType
 from engine.errors import UserError
 
@@ -149,6 +149,8 @@ class ModelOptions(SectionOptions):
     PEERS: ClassVar[tuple[str, ...]] = ("peft", "peft-kept-memory", "liger")
 
     preset: str = option("none", "sizes of a known model; options given beside it win", tuple(PRESETS))
+    model_type: str = option("llama", "type of the model, as config.json has it")
+    implementation: str = option("auto", "the engine's layers, as in model.implementation", IMPLEMENTATIONS)
     hidden: int = option(512, "width of the residual stream", least=1)
     layers: int = option(6, "number of layers", least=1)
     heads: int = option(8, "number of query heads; the head size is hidden / heads", least=1)
@@ -192,8 +194,8 @@ class ModelOptions(SectionOptions):
 class StepOptions(ModelOptions):
     """A whole training step against transformers + PEFT and against its matrix products alone.
 
-    A random Llama with adapters on all seven linears of a block, AdamW, gradient clipping. First all sides must give
-    the same losses; then they are timed in turn.
+    A random model with adapters on all linears of a block, AdamW, gradient clipping. First all sides must give the same
+    losses; then they are timed in turn.
     """
 
     repeats: int = option(15, "timed steps of each side", least=1)
@@ -208,12 +210,13 @@ class StepOptions(ModelOptions):
 class ExpertsOptions(StepOptions):
     """The step of a mixture of experts, with adapters on attention and all experts, against transformers + PEFT.
 
-    A random Qwen3-MoE; gate and up of an expert share one A, as PEFT's `target_parameters` have it. First all sides
-    must give the same losses and gradient norms; then they are timed in turn, beside the matrix products alone.
+    Of a random model, gate and up of an expert share one A, as PEFT's `target_parameters` have it. First all sides must
+    give the same losses and gradient norms; then they are timed in turn, beside the matrix products alone.
     """
 
     PEERS: ClassVar[tuple[str, ...]] = ("peft-experts", "peft-experts-kept-memory", "peft-experts-loop")
 
+    model_type: str = option("qwen3_moe", "type of the model, as config.json has it")
     experts: int = option(8, "number of experts", least=2)
     per_token: int = option(2, "experts that the router chooses for a token", least=1)
     rank: int = option(8, "rank of the adapters", least=1)

@@ -68,6 +68,10 @@ class Peers:
     def __contains__(self, name: str) -> bool:
         return name in self.present
 
+    def without(self, name: str, why: str) -> Peers:
+        """Returns those without one."""
+        return Peers(present=self.present - {name}, absent={name: why} | self.absent)
+
     def sentences(self) -> tuple[str, ...]:
         """Returns a sentence for each absent peer."""
         return _not_measured(self.absent)

@@ -19,7 +19,6 @@ from rankfold.benchmarking.model import (
     CLIP_GRAD_NORM,
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
-    TARGETS,
     Outcome,
     draw,
     hf_config,
@@ -62,9 +61,9 @@ class PeftSide:
             self._draw(name.removeprefix("base_model.model."), parameter)
         self.model.train()
 
-    def _targets(self) -> dict[str, list[str]]:
+    def _targets(self) -> dict[str, str | list[str]]:
         """Returns the adapted modules, as PEFT's options."""
-        return {"target_modules": list(TARGETS)}
+        return {"target_modules": "all-linear"}
 
     def _draw(self, name: str, parameter: Tensor) -> None:
         draw(name.replace(".base_layer.", ".").removesuffix(".default.weight"), parameter)
@@ -117,7 +116,7 @@ class ExpertsSide(PeftSide):
     transformers chooses the implementation of experts.
     """
 
-    def _targets(self) -> dict[str, list[str]]:
+    def _targets(self) -> dict[str, str | list[str]]:
         return {
             "target_modules": list(ATTENTION),
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],

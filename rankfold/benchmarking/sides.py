@@ -48,6 +48,8 @@ PEER_KINDS = {
 def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, SideKind], Peers]:
     """Returns the engine and the peers of this section that can run here, by name in tables; and those that cannot."""
     peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
+    if options.model_type != "llama":
+        peers = peers.without("liger", "here for a Llama alone")
     engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
     kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
     return {kind.name: kind for kind in kinds}, peers

@@ -59,8 +59,9 @@ def step_table(options: StepOptions, device: torch.device, measured: StepMeasure
     size = f"hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} heads"
     clock = measured.seconds
     return Table(
-        title=f"LoRA training step: {size}, MLP {options.intermediate}, vocabulary {options.vocab}, rank {options.rank}"
-        f" on all linears, {options.rows}x{options.length} tokens, dropout {options.dropout}, {options.dtype}",
+        title=f"LoRA training step: {options.model_type}, {size}, MLP {options.intermediate}, vocabulary "
+        f"{options.vocab}, rank {options.rank} on all linears, {options.rows}x{options.length} tokens, dropout "
+        f"{options.dropout}, {options.dtype}",
         columns=_COLUMNS,
         rows=tuple(_row(options, measured, name) for name in clock),
         findings=_findings(options, device, measured),

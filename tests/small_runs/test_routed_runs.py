@@ -86,7 +86,7 @@ def test_routers_are_balanced_where_that_is_asked_for(run: SmallRuns) -> None:
     without, balanced = routed.folder.with_name("without"), routed.folder.with_name("balanced")
     said = routed(train__steps=8, checkpoint__dir=without)
     assert "which is left out: train.router_aux_loss_coef 0.02 adds it" in said
-    assert "note: config.json has attention_dropout 0.1, and attention is trained without dropout" in said
+    assert "note: config.json has attention_dropout 0.1, and the model's own dropout is not applied" in said
     assert "router_aux_loss" not in (without / "metrics.jsonl").read_text()
     said = routed(
         train__steps=8,

@@ -93,6 +93,14 @@ def test_the_sides_of_a_mixture_compute_the_same(side: type[PeftSide]) -> None:
     assert GemmFloor(sides[step.ENGINE].products()).operations() == without - routers - below
 
 
+@pytest.mark.parametrize(("kind", "implementation"), [("glm4", "auto"), ("qwen3", "adopted")])
+def test_the_sides_of_an_adopted_model_compute_the_same(kind: str, implementation: str) -> None:
+    options = StepOptions(
+        **TINY, model_type=kind, implementation=implementation, rows=2, length=9, peers="peft", device="cpu"
+    )
+    assert "Same computation" in step.check(options, _sides(options), draw_batches(options, CPU, 3))[0]
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 def test_memory_is_measured(tables: tuple[Table, dict, list[str]]) -> None:
     _, record, sides = tables

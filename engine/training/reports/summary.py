@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.config.run import RunConfig
 from engine.distributed.ranks import RankGrid
@@ -79,6 +81,17 @@ class RunSummary:
         return [f"  {name:<{width}}  {value}" for name, value in rows]
 
 
+def _dropouts(hf_config: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the probabilities above 0 with which a `config.json` has layers drop something, by name."""
+    found: dict[str, float] = {}
+    for name, value in hf_config.items():
+        if isinstance(value, dict):
+            found |= _dropouts(value)
+        elif "drop" in name and not name.startswith(("classifier", "summary")):  # heads that are not here
+            found |= {name: value} if isinstance(value, float) and value > 0 else {}
+    return found
+
+
 def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *, num_micro_batches: int) -> None:
     """Logs the trained model and its layout."""
     grid = training.mesh.grid
@@ -97,10 +110,9 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
     if idle:
         log.info(f"note: the adapters of {listed(idle)} have no gradient: the last layer's output there is not read")
-    if probability := family_of(training.source.model.hf_config, training.source.model.implementation)[1].get(
-        "attention_dropout"
-    ):
-        log.info(f"note: config.json has attention_dropout {probability}, and attention is trained without dropout")
+    read = family_of(training.source.model.hf_config, training.source.model.implementation)[1]
+    if dropouts := [f"{name} {probability}" for name, probability in _dropouts(read).items()]:
+        log.info(f"note: config.json has {listed(dropouts)}, and the model's own dropout is not applied")
     if (reason := _peft_obstacle(config, training)) is not None:
         log.info(f"note: {reason}")
     if (line := rates_line(config.optim, training.source.model, training.plan.trained)) is not None:

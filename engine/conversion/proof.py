@@ -91,7 +91,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
     expected = live.logits(tokens)
     written = open_source(folder, source.model.implementation)
     if (obstacle := _obstacle(folder, written.model)) is None:
-        found, reader = _stock_logits(folder, _widest(written), tokens), "transformers"
+        found, reader = _stock_logits(folder, live.config, _widest(written), tokens), "transformers"
     else:
         found, reader = live_logits(written.model.decoder, written, tokens), f"the engine ({obstacle})"
     limit = SAME
@@ -132,7 +132,8 @@ def prove_adapter(
         again = live_model(model.decoder, base, written, written.scale)
         found, reader = again.logits(tokens), f"the engine (not PEFT: {unread})"
     else:
-        found, reader = _stock_logits(model.hf_path, _widest(base), tokens, adapter=folder), "PEFT"
+        found = _stock_logits(model.hf_path, model.decoder, _widest(base), tokens, adapter=folder)
+        reader = "PEFT"
     difference = _difference(found, live.logits(tokens))
     if not difference <= SAME:
         raise UserError(
@@ -186,15 +187,21 @@ def _obstacle(folder: Path, model: ModelFolder) -> str | None:
     return None
 
 
-def _stock_logits(folder: Path, dtype: torch.dtype, tokens: Tensor, adapter: Path | None = None) -> Tensor:
+def _stock_logits(
+    folder: Path, decoder: DecoderConfig, dtype: torch.dtype, tokens: Tensor, adapter: Path | None = None
+) -> Tensor:
     """Returns fp32 [B, S, V] logits by transformers, with the adapter loaded by PEFT.
+
+    Args:
+        decoder: of the model in the folder.
 
     Raises:
         UserError: transformers misses tensors, or finds some that it does not know.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    with_images = read_json(folder / CONFIG).get("model_type") in WRAPPINGS  # here only asked about text
+    # here only asked about text
+    with_images = decoder.sees_images or read_json(folder / CONFIG).get("model_type") in WRAPPINGS
     auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     with _quiet():
         # eager, the family's own arithmetic: some versions use SDPA for Gemma 2, which skips the soft cap on its scores

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.data.parts import CollatedRows, PlacedDocument
+from engine.data.parts import CollatedRows, PartCollector, PlacedDocument
 from engine.inference.prompt_coordinates import PromptCoordinates
+from engine.seams import resolve
 from engine.vision.data.columns import PlacedImage, columns_of_images
 from engine.vision.data.family import VisionFamily
-from engine.vision.data.row_images import RowImages
 
 
 def prompt_coordinates(
@@ -28,15 +28,16 @@ def prompt_coordinates(
     Raises:
         UserError: an image that cannot be read.
     """
-    columns = columns_of_images(images)
-    collector = RowImages(family, columns)  # a session refuses an image on all ranks, or on none
+    # it decodes on every rank, so that a session refuses an image on all of them, or on none
+    collector: PartCollector = resolve(family.prompt_collector)(family, columns_of_images(images))
     labels_T, positions, start = np.zeros(sum(lengths), dtype=np.int64), list[NDArray[np.int64]](), 0
     for number, length in enumerate(lengths):
         own = labels_T[start : start + length]
         placed = PlacedDocument(
             number, number=number, row=0, start=start, first_token=start, dropout_index=0, labels=own
         )
-        positions.append(collector.add(placed))
+        found = collector.add(placed)
+        positions.append(np.arange(length) if found is None else found)
         start += length
     positions_DBS = np.concatenate(positions, axis=-1).reshape(-1, 1, start)
     return PromptCoordinates(

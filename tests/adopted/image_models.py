@@ -23,6 +23,7 @@ MARKS = {
     "qwen3_vl_moe": "<|vision_start|><|image_pad|><|vision_end|>",
     "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
     "smolvlm": "<image>",
+    "llava": "<image>",
     "llava_next": "<image>",
 }
 """What a chat template writes for an image."""
@@ -35,13 +36,14 @@ TOKENS = {
         "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
         *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
     ),
+    "llava": ("<image>",),
     "llava_next": ("<image>",),
 }  # fmt: skip
 _FIRST = 262
 """The id of the first of them."""
 
 
-def save_image_model(model_type: str, folder: Path) -> nn.Module:
+def save_image_model(model_type: str, folder: Path, std: float = 0.05) -> nn.Module:
     """Saves a model of a type with all files that a user's folder has; returns it, in float32."""
     from transformers import AutoModelForImageTextToText
 
@@ -49,12 +51,15 @@ def save_image_model(model_type: str, folder: Path) -> nn.Module:
     model = AutoModelForImageTextToText.from_config(_config(model_type)).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.05)
+            nn.init.normal_(parameter, std=std)
     model.save_pretrained(folder)
     _tokenizer(model_type).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARK", MARKS[model_type]))
     kind, settings = PROCESSORS[model_type]
     (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "processor_class": kind}))
+    if model_type.startswith("llava"):
+        text = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        (folder / "processor_config.json").write_text(json.dumps(text))
     return model
 
 
@@ -109,6 +114,10 @@ def _config(model_type: str) -> Any:
             vision_config=tower, text_config={**TEXT, "model_type": "llama"}, image_token_id=_FIRST, scale_factor=2
         )
     tower = {**sizes, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": 32}
+    if model_type == "llava":
+        return transformers.LlavaConfig(
+            vision_config=tower, text_config={**TEXT, "model_type": "stablelm"}, image_token_id=_FIRST
+        )
     return transformers.LlavaNextConfig(
         vision_config=tower, text_config={**TEXT, "model_type": "stablelm"}, image_token_id=_FIRST,
         image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
@@ -130,6 +139,13 @@ PROCESSORS = {
         {
             "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 112},
             "max_image_size": {"longest_edge": 56}, "do_image_splitting": True,
+        },
+    ),
+    "llava": (
+        "LlavaProcessor",
+        {
+            "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
+            "crop_size": {"height": 28, "width": 28},
         },
     ),
     "llava_next": (

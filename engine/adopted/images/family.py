@@ -46,6 +46,7 @@ class AdoptedImages(VisionFamily):
     """
 
     collector: ClassVar[str] = "engine.adopted.images.collect:collect_images"
+    prompt_collector: ClassVar[str] = "engine.adopted.images.collect:DocumentImages"
     patch_features = 0
     turns_upright = True
 

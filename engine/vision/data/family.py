@@ -116,6 +116,8 @@ class VisionFamily(ABC):
     cross_patch_features: int | None = None
     collector: ClassVar[str] = "engine.vision.data.row_images:collect_images"
     """Collects the images of micro-batches; see `engine.data.parts.collectors`."""
+    prompt_collector: ClassVar[str] = "engine.vision.data.row_images:RowImages"
+    """Collects those of prompts: takes the family, and their columns, None where no prompt has images."""
     has_experts: ClassVar[bool] = False
     rotates_by_grid: bool = False
     is_bidirectional: bool = False

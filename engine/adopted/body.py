@@ -262,9 +262,8 @@ class AdoptedBody(Decoder):
                 )
         noted = Noted(body)
         module = around_body(whole, parts, noted)
-        prefix = f"{VISION}{parts.images}.".replace("..", ".")
         self._around = Adopted(
-            prefix,
+            VISION,
             module,
             build=replace(build, layout=replace(build.layout, base=None)),
             run=self._image_run,

@@ -133,7 +133,7 @@ class AdoptedConfig(DecoderConfig):
         above, inside = (f"{place}." if place else "" for place in (parts.images, parts.body))
         names = linear_names(whole_module(self.hf_config))
         return tuple(
-            f"{VISION}{name}"
+            f"{VISION}{name[len(above) :]}"
             for name in names
             if name.startswith(above) and not name.startswith(inside) and name != parts.head
         )
@@ -380,7 +380,7 @@ class AdoptedNames(NameMap):
             inside = f"{rest}.".replace(f".{INSIDE}", ".", 1).rstrip(".")
             return f"{self.body}{parts.layers}{dot}{inside}"
         if first == VISION.rstrip("."):
-            return rest
+            return f"{parts.images}.{rest}".strip(".")
         if first == STEM:
             return f"{parts.stem}{dot}{rest}"
         return self.body + module
@@ -404,7 +404,7 @@ class AdoptedNames(NameMap):
         images = self.structure.images
         if images is None or not (images == "" or f"{hf_module}.".startswith(f"{images}.")):
             return None
-        return f"{VISION}{hf_module}".rstrip(".")
+        return f"{VISION}{hf_module[len(images) :].lstrip('.')}".rstrip(".")
 
     def stack_shapes(self) -> Mapping[str, tuple[int, int, int]]:
         return stack_shapes(self.config_text)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
 from typing import Any
 
+from engine.adopted.images.sizes import TOWER_SIZES, TOWERS, distinct_tokens, relate_parts, relate_tower, small_size
+
 SIZES: dict[str, int] = {
     "adapter_input_size": 64,
     "adapter_out_dim": 64,
@@ -43,6 +45,7 @@ SIZES: dict[str, int] = {
     "hidden_size": 64,
     "hidden_size_per_layer_input": 16,
     "index_head_dim": 16,
+    "index_kpool": 4,
     "index_n_heads": 16,
     "index_topk": 8,
     "indexer_budget": 8,
@@ -165,17 +168,19 @@ _RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
 """Sizes that follow from others in some families: what holds of a config is made to hold of the small one."""
 
 
-def small_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+def small_config(hf_config: dict[str, Any], sizes: Mapping[str, int] = SIZES) -> dict[str, Any]:
     """Returns the `config.json` of a small model that is made as this one is.
 
     Args:
         hf_config: with all of its keys, as transformers' own record of it writes them.
+        sizes: by key, what the small one has.
     """
-    small = {key: _small(key, value) for key, value in hf_config.items()}
-    count = next((hf_config[key] for key in LAYER_COUNTS if isinstance(hf_config.get(key), int)), None)
+    small = {key: _small(key, value, sizes) for key, value in hf_config.items()}
+    counts = LAYER_COUNTS if sizes is SIZES else _TOWER_COUNTS
+    count = next((hf_config[key] for key in counts if isinstance(hf_config.get(key), int)), None)
     if count:
         indices = _chosen_layers(hf_config, count)
-        for key in LAYER_COUNTS:
+        for key in counts:
             if key in small and isinstance(small[key], int):
                 small[key] = len(indices)
         for key, value in hf_config.items():
@@ -183,25 +188,36 @@ def small_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(shared := hf_config.get("num_kv_shared_layers"), int):
             small["num_kv_shared_layers"] = sum(index >= count - shared for index in indices)
     _relate(hf_config, small)
-    for layer, sizes in (small.get("per_layer_config") or {}).items():
-        related = {**small, **sizes}
+    _relate_positions(hf_config, small)
+    for layer, own in (small.get("per_layer_config") or {}).items():
+        related = {**small, **own}
         _relate({**hf_config, **_entry(hf_config["per_layer_config"], indices[int(layer)])}, related)
-        sizes.update({key: value for key, value in related.items() if key in sizes or value != small[key]})
+        own.update({key: value for key, value in related.items() if key in own or value != small[key]})
     for key, value in hf_config.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[key] = small_config(value)
+            small[key] = small_config(value, TOWER_SIZES if key in TOWERS else SIZES)
+    if sizes is not SIZES:
+        relate_tower(hf_config, small)
+    elif any(isinstance(hf_config.get(key), dict) for key in TOWERS):
+        relate_parts(hf_config, small)
+        distinct_tokens(hf_config, small, SIZES["vocab_size"])
     for key, value in small.items():
         if key.endswith("_token_id") and isinstance(value, int):
             small[key] = min(value, SIZES["vocab_size"] - 1)
     return small
 
 
-def _small(key: str, value: Any) -> Any:
-    if key not in SIZES or not isinstance(value, int) or isinstance(value, bool):
+_TOWER_COUNTS = ("depth", *LAYER_COUNTS)
+
+
+def _small(key: str, value: Any, sizes: Mapping[str, int] = SIZES) -> Any:
+    if sizes is not SIZES:
+        value = small_size(key, value, sizes)
+    if key not in sizes or not isinstance(value, int) or isinstance(value, bool):
         return value
     if key.endswith("num_key_value_heads") and value == 1:
         return 1
-    return min(value, SIZES[key]) if value > 0 else value
+    return min(value, sizes[key]) if value > 0 else value
 
 
 _DIVIDED = tuple(
@@ -264,6 +280,22 @@ def _relate(full: Sizes, small: dict[str, Any]) -> None:
     for key, relation in _RELATIONS:
         if _holds(full, key, relation):
             small[key] = int(relation(small))
+
+
+def _relate_positions(full: Sizes, small: dict[str, Any]) -> None:
+    """Divides the rotated features of a small head among time, height and width as those of the whole one are."""
+    rope = full.get("rope_parameters")
+    if not isinstance(rope, dict) or not isinstance(sections := rope.get("mrope_section"), list):
+        return
+    part = rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1
+    if isinstance(full.get("head_dim"), int):
+        small["head_dim"] = int(16 / part)
+    widths = [one.get("head_dim") or one["hidden_size"] // one["num_attention_heads"] for one in (full, small)]
+    if sum(sections) * 2 == int(widths[0] * part):
+        rotated = int(widths[1] * part) // 2
+        found = [one * rotated // sum(sections) for one in sections]
+        found[-1] += rotated - sum(found)
+        small["rope_parameters"] = {**rope, "mrope_section": found}
 
 
 def _entry(table: dict[Any, Any], layer: int) -> Any:

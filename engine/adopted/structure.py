@@ -230,7 +230,7 @@ def structure_of(config_text: str) -> Structure:
 def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
     """Returns the parts of a model; see `structure_of`."""
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), _head(model)
     refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise UserError(f"{refusal}its tokens' embedding or its head is not a plain table or linear.")
@@ -262,6 +262,15 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
         images=_images(model, body) if sees_images(hf_config) else None,
         count=count,
     )
+
+
+def _head(model: Any) -> nn.Module | None:
+    """Returns the linear that makes logits, of the model or of the language model inside it."""
+    found: nn.Module | None = model.get_output_embeddings()
+    inside: Any = getattr(model, "language_model", None)
+    if found is None and hasattr(inside, "get_output_embeddings"):
+        found = inside.get_output_embeddings()
+    return found
 
 
 def _outer_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:

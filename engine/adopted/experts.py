@@ -238,7 +238,7 @@ class StackedExperts(nn.Module):
         own: Any = self.experts
         weights = getattr(own, leaf).unbind()  # one gradient for the stack, not one for each expert
         biases = getattr(own, f"{leaf}_bias").unbind() if own.has_bias else (None,) * len(weights)
-        adapter = self._adapters.get(leaf)
+        adapter = self._adapters.get(leaf) if self._run.now.adapters else None
         a, b = ((), ()) if adapter is None else adapter.factors()
         low = x_NI if adapter is None else self._dropped(x_NI, adapter.dropout, coordinates_N)
         out = []

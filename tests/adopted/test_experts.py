@@ -14,6 +14,7 @@ from engine.adopted.config import adopted_config, adopted_family
 from engine.adopted.experts import StackedExperts
 from engine.adopted.forms import small_model
 from engine.adopted.proof import Trained, computed, difference, proof_batch, reference, small_of
+from engine.batch import Batch
 from engine.conversion.peft_read import AdapterSource
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
@@ -62,6 +63,13 @@ def _ours(config: dict[str, Any], plan: TrainingPlan, number: Callable[[str], Te
     return model
 
 
+@torch.no_grad()
+def _without_adapters(model: Decoder, batch: Batch) -> Tensor:
+    """Returns the losses of the base, as the reference of preferences is computed."""
+    context = model.context(batch, torch.zeros((), dtype=torch.int64), training=False, adapters=False)
+    return model.token_losses(model.run_layers(model.embed(batch, adapters=False), context), batch, context)
+
+
 def _expert_factor(stock: dict[str, Tensor], place: str, leaf: str, experts: int) -> Tensor:
     """Returns PEFT's factor of a stack in the engine's shape: A [rank, experts, in], B [out, experts, rank]."""
     module, _, stack = place.rpartition(".")
@@ -100,7 +108,12 @@ def test_adapters_of_stacks_are_those_of_peft(model_type: str) -> None:
         is_stack = ".experts." in module and module.endswith(LEAVES)
         return SETTINGS if is_stack or module.endswith("q_proj") else None
 
-    losses, gradients = computed([_ours(config, TrainingPlan(adapter=adapter), number)], batch)
+    ours = _ours(config, TrainingPlan(adapter=adapter), number)
+    with adapted.disable_adapter():
+        without = losses_alone(adapted, batch).detach()
+    assert (without - wanted).abs().max() > 1e-2
+    torch.testing.assert_close(_without_adapters(ours, batch), without, rtol=1e-5, atol=1e-5)
+    losses, gradients = computed([ours], batch)
     torch.testing.assert_close(losses, wanted.detach(), rtol=1e-5, atol=1e-5)
     assert sum(".experts." in name for name in gradients) >= 4
     taken = {name: parameter.grad for name, parameter in stock.items() if parameter.grad is not None}

@@ -21,7 +21,8 @@ from engine.config.paths import path_text
 from engine.telemetry.processors import available_processors
 
 if TYPE_CHECKING:
-    from engine.data.tokenizer import ChatOptions
+    from engine.data.tokenizer import ChatOptions, Tokenizer
+    from engine.vision.data.family import VisionFamily
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -147,13 +148,12 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
     from engine.data.preview import first_documents, preview
     from engine.data.tokenizer import load_tokenizer
     from engine.telemetry.format import counted
-    from engine.vision.data.families import read_vision_family
     from engine.vision.data.reader import ImageReader
 
     tokenizer = load_tokenizer(arguments.tokenizer, chat)
     for warning in tokenizer.chat_warnings(training=True):
         print(f"warning: {warning}", file=sys.stderr)
-    family = read_vision_family(arguments.tokenizer, tokenizer)
+    family = _image_family(arguments.tokenizer, tokenizer)
     images = None if family is None else ImageReader(family, arguments.image_folder)
     settings = {
         "data_format": arguments.format,
@@ -167,3 +167,24 @@ def _show(arguments: argparse.Namespace, files: list[Path], chat: ChatOptions) -
         spans = [span for extra in document.extras for span in extra.spans]
         print(preview(document.tokens, document.targets, tokenizer, colour=colour, images=spans))
         print()
+
+
+def _image_family(folder: Path, tokenizer: Tokenizer) -> VisionFamily | None:
+    """Returns what reads the images of the model in a folder, as training does; None where its records are text."""
+    from engine.errors import UserError
+    from engine.files.documents import read_json
+    from engine.models.families import ADOPTED_IMAGE_FAMILY, ADOPTED_IMAGES, family_of
+    from engine.seams import resolve
+    from engine.vision.data.families import read_vision_family
+
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json", "copy it again")
+    try:
+        is_adopted = family_of(config)[0].is_adopted and resolve(ADOPTED_IMAGES)(config)
+    except UserError:  # a tokenizer of a model that is not trained here
+        is_adopted = False
+    if not is_adopted:
+        return read_vision_family(folder, tokenizer)
+    family: VisionFamily = resolve(ADOPTED_IMAGE_FAMILY)(config, folder, tokenizer)
+    return family

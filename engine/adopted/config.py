@@ -31,6 +31,7 @@ from engine.choices import VISION, Recompute
 from engine.errors import UserError
 from engine.layers.plain_module import linear_names
 from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
+from engine.models.families import ADOPTED_IMAGE_FAMILY
 from engine.models.families.family import Family
 from engine.models.names import HfLocation, NameMap
 from engine.ops.attention.context_parallel import Method
@@ -103,7 +104,7 @@ class AdoptedConfig(DecoderConfig):
         "none": f"as selective, {_RECOMPUTED}",
         "selective": _RECOMPUTED,
     }
-    images: ClassVar[str] = "engine.adopted.images.family:AdoptedImages"
+    images: ClassVar[str] = ADOPTED_IMAGE_FAMILY
     proof: ClassVar[str | None] = "engine.adopted.run_proof:prove"
     hf_config: str
     attention: Attention

@@ -3,6 +3,7 @@ by token, with its log-probabilities."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from engine.training.generation import open_for_generation
 from engine.vision.data.reader import ImageReader
 from rankfold.generating.prompts import Writer, requests_of
 from tests.adopted.image_models import MARKS, save_image_model
+from tests.support.commands import run_tool
 from tests.support.generation import Ids
 
 CPU = torch.device("cpu")
@@ -83,6 +85,15 @@ def _stock(model: nn.Module, folder: Path, images: dict[str, Path], mark: str) -
         found.append(out.sequences[0, inputs["input_ids"].shape[1] :].tolist())
         logps.append(torch.cat(out.logits).log_softmax(-1).amax(-1))  # the chosen are the most probable
     return found, torch.stack(logps)
+
+
+def test_records_are_shown_with_their_images(tmp_path: Path) -> None:
+    save_image_model("qwen3_vl_moe", tmp_path)
+    Image.new("RGB", (84, 56)).save(tmp_path / "a.png")
+    answered = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "Black."}]
+    (tmp_path / "records.jsonl").write_text(json.dumps({"images": ["a.png"], "messages": answered}))
+    shown = run_tool("preprocess", "--tokenizer", tmp_path, "--show", 1, tmp_path / "records.jsonl").stdout
+    assert "<|vision_start|>⟨6 features⟩<|vision_end|>What?" in shown
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v"])

@@ -64,6 +64,8 @@ ADOPTED_TYPES = "engine.adopted.structure:known_types"
 ADOPTED_IMAGES = "engine.adopted.images.refusal:images_are_adopted"
 IMAGES_REFUSED = "engine.adopted.images.refusal:images_refused"
 """Whether a model is adopted with its images, and why one that sees images is not."""
+ADOPTED_IMAGE_FAMILY = "engine.adopted.images.family:AdoptedImages"
+"""What reads the images of one that is; see `DecoderConfig.images`."""
 
 _BY_ARCHITECTURE = {"CogVLMForCausalLM": "cogvlm", "CogAgentForCausalLM": "cogagent"}
 """Families whose released configs have no `model_type`."""

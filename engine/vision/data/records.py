@@ -60,7 +60,8 @@ class ImageSample(FamilySample):
         models = resolve("engine.vision.data.families:IMAGE_MODELS")
         return (
             f"{named}, but only text is read here: images are read in training, by models of type "
-            f"{', '.join(models)} (of InternVL the folder that ends in -hf); use one of these, or remove the images."
+            f"{', '.join(models)} (of InternVL the folder that ends in -hf), and by other models of images and text of "
+            "the installed transformers; use one of these, or remove the images."
         )
 
 

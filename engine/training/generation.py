@@ -102,6 +102,11 @@ def open_for_generation(choice: ModelChoice, launch: Launch, log: Log, *, image:
         parallel=ParallelOptions(tensor=tensor, pipeline=choice.pipeline, expert=choice.expert),
     )
     parallel = options.parallel
+    if choice.expert > 1 and not live.config.splits_tokens:
+        raise UserError(
+            f"--expert is {choice.expert}, but the experts of this {live.config.family} model, whose layers are "
+            "transformers' own modules, are cut by the ranks of --tensor alone: leave --expert out."
+        )
     check_expert_ranks(live.config, expert=parallel.expert, tensor=tensor, folds=parallel.has_expert_mesh)
     check_base(options, live.config, live.plan)
     cuts = options.parallel.shards_experts

@@ -112,15 +112,17 @@ def test_mixture(tmp_path: Path) -> None:
     [
         pytest.param("model", ("self_attn", "mlp.gate_up_proj", "mlp.down_proj"), marks=pytest.mark.slow),
         ("mixture", ("experts.7.gate_proj", "experts.7.down_proj", "self_attn", "shared_experts", "mlp.")),
+        pytest.param("images", (".experts.", "self_attn", "visual.merger"), marks=pytest.mark.slow),
     ],
 )
 def test_types_without_a_family(name: str, changed: tuple[str, ...], tmp_path: Path) -> None:
-    """Linears of the layers and, as asked, experts; no router and no norm."""
+    """Linears of the layers and, as asked, experts and the merger of images; no router and no norm."""
     from examples.released_yesterday.make_small import write
 
     folder = tmp_path / "in"
     write(folder)
-    _check_what_trains("released_yesterday", tmp_path, 1e-2, changed, config=f"{name}.yaml", model=folder / name)
+    records = folder / "pictures" if name == "images" else folder
+    _check_what_trains("released_yesterday", tmp_path, 1e-2, changed, f"{name}.yaml", folder / name, records)
 
 
 def _check_what_trains(
@@ -130,12 +132,14 @@ def _check_what_trains(
     changed: tuple[str, ...],
     config: str = "run.yaml",
     model: Path | None = None,
+    records: Path | None = None,
 ) -> None:
     """Runs `config` on the model and records in `tmp_path`/in: the merged model differs where one of `changed` is."""
     run, out, model = tmp_path / "run", tmp_path / "merged", model or tmp_path / "in" / "model"
+    records = records or tmp_path / "in"
     own = {
-        "model.path": model, "model.dtype": "float32", "data.train": tmp_path / "in" / "train.json",
-        "data.validation": tmp_path / "in" / "validation.json", "data.seq_length": 192, "optim.lr": lr,
+        "model.path": model, "model.dtype": "float32", "data.train": records / "train.json",
+        "data.validation": records / "validation.json", "data.seq_length": 192, "optim.lr": lr,
         "optim.schedule": "constant", "optim.warmup_ratio": "null", "train.epochs": "null", "train.steps": 6,
         "train.micro_batch_size": 8, "train.eval_every": 0, "parallel.tensor": 1, "checkpoint.dir": run,
     }  # fmt: skip

@@ -295,6 +295,10 @@ class NameMap:
         each expert, where they are so in the engine too."""
         return {}
 
+    def is_stack(self, name: str) -> bool:
+        """Returns whether a logical tensor is one of `stack_shapes`."""
+        return bool(stacks := self.stack_shapes()) and self.to_hf(name).name in stacks
+
     def is_unused(self, hf_name: str) -> bool:
         """Returns whether a tensor of the checkpoint is one of `unused`."""
         return any(fnmatchcase(hf_name, pattern) for pattern in self.unused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -16,6 +16,7 @@ from engine.distributed.sharding import NamedShard
 from engine.errors import UserError
 from engine.layers.context import TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
+from engine.layers.module import shard_entries
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -106,6 +107,7 @@ def fill_base(
     Raises:
         UserError: a weight is absent, damaged or not finite.
     """
+    parts = list(parts)
     entries = [entry for part in parts for entry in encoded_entries(part)]
     if not entries:
         return
@@ -123,6 +125,23 @@ def fill_base(
         with Progress(log, f"encoding weights as {config.model.base_dtype}", total, "bytes") as progress:
             load_encoded(entries, source, holding=weights.materialize, progress=progress.advance)
     log.info(base_sentence(config, entries, weights))
+    shapes = [
+        entry.spec.local_shape
+        for part in parts
+        for entry in shard_entries(part)
+        if entry.sink is None and model.names.is_stack(entry.name)
+    ]
+    if shapes:
+        log.info(stacks_sentence(config, shapes))
+
+
+def stacks_sentence(config: RunConfig, shapes: Sequence[tuple[int, ...]]) -> str:
+    """Returns the line on stacks of experts' weights, of these shapes, which no encoding is applied to."""
+    size = sum(map(prod, shapes)) * (4 if config.model.dtype == "float32" else 2)
+    return (
+        f"experts: {counted(len(shapes), 'stack')} of their weights, {format_bytes(size)}, stay {config.model.dtype}, "
+        f"since model.base_dtype {config.model.base_dtype} encodes linears"
+    )
 
 
 def base_sentence(config: RunConfig, entries: list[EncodedEntry], weights: WeightPlacement) -> str:

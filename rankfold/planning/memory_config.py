@@ -26,6 +26,7 @@ from engine.planning.search import Candidate
 from engine.planning.step_time import predict_time
 from engine.runtime.launch import Launch
 from engine.telemetry.format import counted
+from engine.training.base_encoding import stacks_sentence
 from engine.training.module_plan import decoder_in_training, training_plan
 from rankfold.planning import time_by_kernel
 from rankfold.planning.memory_measure import measure
@@ -51,6 +52,7 @@ def report(arguments: argparse.Namespace) -> str:
         f"predicted: step {time.step:.3g} s, {time.tokens_per_second / arguments.gpus:,.0f} tokens/s per GPU with the "
         f"speeds of {machine.name}",
         *_images(candidate.workload, arguments.tiles),
+        *_stacks(config),
         "",
         part_table(candidate),
     ]
@@ -72,6 +74,13 @@ def _images(workload: Workload, tiles: int) -> list[str]:
         return []
     rows, columns = workload.decoder.fronts[0].usual_tile
     return [f"images: {counted(tiles, 'tile')} of {rows} x {columns} patches in a row (--tiles; no data is read)"]
+
+
+def _stacks(config: RunConfig) -> list[str]:
+    """Returns the line that says what of a mixture an encoding of the base leaves out, where there is such."""
+    family, _ = family_of(read_config(config.model.path)[0], config.model.implementation)
+    shapes = family.names.stack_shapes()
+    return [stacks_sentence(config, list(shapes.values()))] if shapes and config.model.base_dtype is not None else []
 
 
 def _read(arguments: argparse.Namespace) -> RunConfig:
@@ -101,7 +110,7 @@ def _predicted(config: RunConfig, arguments: argparse.Namespace) -> tuple[Candid
 
 def _workload(config: RunConfig, device_type: str) -> Workload:
     hf_config, _ = read_config(config.model.path)
-    family, text = family_of(hf_config)
+    family, text = family_of(hf_config, config.model.implementation)
     decoder = decoder_in_training(config, family.config_from_hf(text), family.names)
     return workload_of(config, decoder, training_plan(config, decoder, family.names), device_type=device_type)
 

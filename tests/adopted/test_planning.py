@@ -16,16 +16,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.adopted.config import adopted_config
 from engine.adopted.forms import small_model
 from engine.adopted.structure import quiet
+from engine.checkpoint.model_weights import open_source
 from engine.config.load import from_yaml
+from engine.distributed.mesh import Axis
 from engine.errors import UserError
+from engine.layers.context import TensorLayout, TrainingPlan
+from engine.layers.module import shard_entries
+from engine.layers.storage import WeightPlacement
+from engine.models.decoder import build_decoder
 from engine.models.flops import forward_flops, step_flops, trained_work
 from engine.planning.peak import PeakEstimate
 from engine.planning.predict import predict_peak
 from engine.runtime.launch import Launch
+from engine.telemetry.log import Log
+from engine.training.base_encoding import fill_base, named_encoding
 from engine.training.device_choices import choose_for_device
 from engine.training.start_model import check_model, model_source
 from rankfold.planning.memory_measure import measure
 from rankfold.planning.memory_question import answer_for
+from tests.adopted.saved_models import save_small
 from tests.support.fake_world import fake_world
 from tests.support.sweeps import sampled
 
@@ -185,3 +194,24 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Glm4DecoderLayer, "forward", looking)
     with pytest.raises(UserError, match="the planner cannot follow"):
         Case(model_type="glm4", lora="{rank: 4}").compare(tmp_path)
+
+
+def test_the_log_says_that_stacks_of_experts_are_not_encoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_small("qwen3_moe", tmp_path, dtype="float32")
+    config = from_yaml(
+        f"model: {{path: '{tmp_path}', dtype: float32, base_dtype: int8, implementation: adopted}}\n"
+        "data: {train: x}\n"
+    )
+    source = open_source(tmp_path, "adopted")
+    model = build_decoder(
+        source.model.decoder,
+        layout=TensorLayout(base=named_encoding("int8", "reference", torch.device("cpu"))),
+        plan=TrainingPlan(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    fill_base(config, source.model, source, [model], WeightPlacement(Axis("dp_cp")), Log(0))
+    count = sum(entry.parameter.dim() == 3 for entry in shard_entries(model))
+    assert f"experts: {count} stacks of their weights, " in capsys.readouterr().err

@@ -196,9 +196,7 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         Case(model_type="glm4", lora="{rank: 4}").compare(tmp_path)
 
 
-def test_the_log_says_that_stacks_of_experts_are_not_encoded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_names_stacks_that_are_not_encoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small("qwen3_moe", tmp_path, dtype="float32")
     config = from_yaml(
         f"model: {{path: '{tmp_path}', dtype: float32, base_dtype: int8, implementation: adopted}}\n"

@@ -71,7 +71,8 @@ def report(arguments: argparse.Namespace) -> str:
 def _images(workload: Workload, tiles: int) -> list[str]:
     """Returns the line that says which images are counted, for a model with a vision model."""
     if not workload.decoder.fronts:
-        return []
+        uncounted = "images: of the tower only weights are counted, not what images take"
+        return [uncounted] if workload.decoder.sees_images else []
     rows, columns = workload.decoder.fronts[0].usual_tile
     return [f"images: {counted(tiles, 'tile')} of {rows} x {columns} patches in a row (--tiles; no data is read)"]
 

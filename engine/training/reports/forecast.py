@@ -51,7 +51,10 @@ class MemoryForecast(Observer):
     ) -> None:
         self._say, self._memory = say, 0
         self._rank, self._device = launch.rank, launch.device.type
-        self._graphs = config.memory.cuda_graph != "none"
+        decoder = training.source.model.decoder
+        missing = [("the memory of graphs", config.memory.cuda_graph != "none")]
+        missing.append(("what images take", decoder.sees_images and not decoder.fronts))  # transformers' modules
+        self._missing = [what for what, is_missing in missing if is_missing]
         self._spoken = False
         self._reason = ""
         self.estimate: PeakEstimate | None = None
@@ -73,10 +76,10 @@ class MemoryForecast(Observer):
         name = largest_part(parts)
         if estimate.host:
             host = f", and {format_bytes(estimate.host)} in host memory"
-        graphs = "; the memory of graphs comes on top" if self._graphs else ""
+        missing = f"; {' and '.join(self._missing)} comes on top" if self._missing else ""
         return (
             f"memory: {format_bytes(estimate.peak)} of tensors predicted for rank 0{host}, fullest in {moment}, the "
-            f"largest part {name} with {format_bytes(parts[name])}{graphs}"
+            f"largest part {name} with {format_bytes(parts[name])}{missing}"
         )
 
     def read(self, report: StepReport) -> None:
@@ -103,7 +106,7 @@ class MemoryForecast(Observer):
         Returns:
             A warning, once, where it differs by more than TOLERANCE.
         """
-        if self.estimate is None or self._spoken or self._graphs or self._device != "cuda":
+        if self.estimate is None or self._spoken or self._missing or self._device != "cuda":
             return None
         predicted = self.estimate.peak
         over, under = measured > predicted * (1 + TOLERANCE), last and measured < predicted * (1 - TOLERANCE)

@@ -171,7 +171,7 @@ class Adopted(ShardedModule):
             trains &= parameter.requires_grad  # some never train in transformers either
             module.register_parameter(leaf, own(leaf, parameter.shape, trainable=trains).parameter)
         for leaf, buffer in list(module.named_buffers(recurse=False)):
-            if leaf in module._non_persistent_buffers_set:
+            if leaf in module._non_persistent_buffers_set or not buffer.is_floating_point():
                 module.register_buffer(leaf, buffer.to(build.device), persistent=False)
             else:
                 module.register_buffer(leaf, own(leaf, buffer.shape, trainable=False).parameter.data)

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.adopted.config import INSIDE, AdoptedConfig, Attention, adopted_config, adopted_family
 from engine.adopted.forms import seeded, small_model, small_record
-from engine.adopted.images.arguments import forward_arguments
+from engine.adopted.images.arguments import forward_arguments, image_token
 from engine.adopted.images.inputs import ImageInputs, joined
 from engine.adopted.structure import FAULTS, first_line, quiet
 from engine.batch import IGNORE_LABEL, Batch
@@ -33,6 +33,7 @@ from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.layers.plain_module import is_linear
+from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
 from engine.models.decoder_config import DecoderConfig
 from engine.models.names import NameMap
@@ -202,7 +203,8 @@ class Small:
                 f"no images can be made up for a small {self.config.family} model: {raised(error)}."
             ) from None
         device = next(self.model.parameters()).device
-        return packed([one.tokens for one in found]).with_parts(joined([one.images for one in found])).to(device)
+        batch = packed([one.tokens for one in found], image_token(self.model.config))
+        return batch.with_parts(joined([one.images for one in found])).to(device)
 
     def plan(self) -> TrainingPlan:
         """Returns the plan that trains the adapters and weights."""
@@ -213,19 +215,27 @@ class Small:
             trains=lambda name: name in owners,
         )
 
-    def parts(self, layers: tuple[int, ...] | None = None, layout: TensorLayout | None = None) -> list[Decoder]:
+    def parts(
+        self,
+        layers: tuple[int, ...] | None = None,
+        layout: TensorLayout | None = None,
+        spread: WeightPlacement | None = None,
+    ) -> list[Decoder]:
         """Returns the engine's model, or its parts with so many layers each, with the small model's weights.
 
         Args:
             layout: over tensor ranks; None for one.
+            spread: spreads the weights over ranks; None keeps all of them here.
         """
         whole = layers or (self.config.num_layers,)
         found: list[Decoder] = []
         for part in split_parts(whole):
-            found.append(self._filled(part, found, layout or TensorLayout()))
+            found.append(self._filled(part, found, layout or TensorLayout(), spread))
         return found
 
-    def _filled(self, part: Part, before: list[Decoder], layout: TensorLayout) -> Decoder:
+    def _filled(
+        self, part: Part, before: list[Decoder], layout: TensorLayout, spread: WeightPlacement | None
+    ) -> Decoder:
         first = before[0].embedding if before else None
         weights = self.model.state_dict()
         model = build_decoder(
@@ -236,12 +246,22 @@ class Small:
             dtype=torch.float32,
             part=part,
             embedding_weight=None if first is None else first.weight,
+            weights=spread,
         )
+        entries = list(shard_entries(model))
+        found = () if spread is None else (spread.storage(entry.parameter) for entry in entries)
+        storages = {id(one): one for one in found if one is not None}.values()
+        for storage in storages:
+            storage.make()
+            storage.whole.zero_()  # between rows of a weight and its adapter's lies what fills them up
         with torch.no_grad():
-            for entry in shard_entries(model):
+            for entry in entries:
                 source = self.factors.get(entry.name)
-                found = self._weight(weights, entry.name) if source is None else source
-                entry.parameter.copy_(shard_of(found, entry.spec))
+                whole = self._weight(weights, entry.name) if source is None else source
+                entry.parameter.copy_(shard_of(whole, entry.spec))
+        for storage in storages:
+            storage.keep()
+            storage.free()
         return model
 
     def _weight(self, weights: dict[str, Tensor], name: str) -> Tensor:
@@ -361,12 +381,17 @@ def proof_batch(lengths: tuple[int, ...], vocabulary: int, seed: int = 2) -> Bat
     return packed(tokens.split(list(lengths)))
 
 
-def packed(documents: Sequence[Tensor]) -> Batch:
-    """Returns a row that packs documents, given their tokens' int64 ids."""
+def packed(documents: Sequence[Tensor], unlearned: int | None = None) -> Batch:
+    """Returns a row that packs documents, given their tokens' int64 ids.
+
+    Args:
+        unlearned: the token that is no label.
+    """
     lengths, tokens = tuple(map(len, documents)), torch.cat([*documents])[None]
     total, ends = sum(lengths), torch.tensor(lengths).cumsum(0)
     labels = tokens.roll(-1, 1)
     labels[0, ends - 1] = IGNORE_LABEL
+    labels[labels == unlearned] = IGNORE_LABEL
     return Batch(
         tokens_BS=tokens,
         labels_BS=labels,

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
 from typing import Any
 
-from engine.adopted.images.sizes import TOWER_SIZES, TOWERS, distinct_tokens, relate_parts, relate_tower, small_size
+from engine.adopted.images.sizes import (
+    TOWER_SIZES,
+    TOWERS,
+    distinct_tokens,
+    features_of_layers,
+    relate_parts,
+    relate_tower,
+    small_size,
+)
 
 SIZES: dict[str, int] = {
     "adapter_input_size": 64,
@@ -168,18 +176,22 @@ _RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
 """Sizes that follow from others in some families: what holds of a config is made to hold of the small one."""
 
 
-def small_config(hf_config: dict[str, Any], sizes: Mapping[str, int] = SIZES) -> dict[str, Any]:
+def small_config(
+    hf_config: dict[str, Any], sizes: Mapping[str, int] = SIZES, fewest: int | None = None
+) -> dict[str, Any]:
     """Returns the `config.json` of a small model that is made as this one is.
 
     Args:
         hf_config: with all of its keys, as transformers' own record of it writes them.
         sizes: by key, what the small one has.
+        fewest: layers that are kept, where it has as many; None for the usual number.
     """
+    fewest = fewest or _fewest_layers(hf_config)
     small = {key: _small(key, value, sizes) for key, value in hf_config.items()}
     counts = LAYER_COUNTS if sizes is SIZES else _TOWER_COUNTS
     count = next((hf_config[key] for key in counts if isinstance(hf_config.get(key), int)), None)
     if count:
-        indices = _chosen_layers(hf_config, count)
+        indices = _chosen_layers(hf_config, count, fewest)
         for key in counts:
             if key in small and isinstance(small[key], int):
                 small[key] = len(indices)
@@ -195,7 +207,7 @@ def small_config(hf_config: dict[str, Any], sizes: Mapping[str, int] = SIZES) ->
         own.update({key: value for key, value in related.items() if key in own or value != small[key]})
     for key, value in hf_config.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[key] = small_config(value, TOWER_SIZES if key in TOWERS else SIZES)
+            small[key] = small_config(value, TOWER_SIZES) if key in TOWERS else small_config(value, SIZES, fewest)
     if sizes is not SIZES:
         relate_tower(hf_config, small)
     elif any(isinstance(hf_config.get(key), dict) for key in TOWERS):
@@ -256,7 +268,12 @@ def divided_config(small: dict[str, Any], whole: dict[str, Any], ranks: int) -> 
 
 def chosen_layers(hf_config: dict[str, Any]) -> list[int]:
     """Returns the layers of a model that the small one has."""
-    return _chosen_layers(*_with_layers(hf_config))
+    return _chosen_layers(*_with_layers(hf_config), _fewest_layers(hf_config))
+
+
+def _fewest_layers(hf_config: dict[str, Any]) -> int:
+    """Returns how many layers are kept: where the first ones are given features of a tower's layers, two more."""
+    return max(_KEEP_LAYERS, 2 + features_of_layers(hf_config))
 
 
 def layer_kind(hf_config: dict[str, Any], index: int) -> str:
@@ -357,7 +374,7 @@ def _kinds(hf_config: dict[str, Any], count: int) -> list[Any]:
     ]
 
 
-def _chosen_layers(hf_config: dict[str, Any], count: int) -> list[int]:
+def _chosen_layers(hf_config: dict[str, Any], count: int, fewest: int = _KEEP_LAYERS) -> list[int]:
     """Returns the first layers of each kind, and as many of the first ones beside them as make up the least number."""
     kinds: dict[str, list[int]] = {}
     for index, kind in enumerate(_kinds(hf_config, count)):
@@ -365,7 +382,7 @@ def _chosen_layers(hf_config: dict[str, Any], count: int) -> list[int]:
     each = 2 if 1 < len(kinds) <= _MOST_PAIRS else 1
     chosen = {index for found in kinds.values() for index in found[:each]}
     for index in range(count):
-        if len(chosen) >= min(_KEEP_LAYERS, count):
+        if len(chosen) >= min(fewest, count):
             break
         chosen.add(index)
     return sorted(chosen)

@@ -351,7 +351,7 @@ def around_body(model: nn.Module, structure: Structure, body: nn.Module) -> nn.M
     Args:
         model: of `build_module`; stays as it is.
     """
-    assert structure.images
+    assert structure.images is not None
     memo: dict[int, Any] = {
         id(model.get_submodule(structure.body)): body,
         id(model.get_submodule(structure.head)): nn.Identity(),

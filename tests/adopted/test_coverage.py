@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.adopted.structure import known_types
+from engine.adopted.structure import image_types, known_types
+from tests.coverage import image_page
 from tests.coverage.apart import run_apart
 from tests.coverage.checks import one_process
 from tests.coverage.page import EXACT, JSON, PAGE, counts, page, sentences, trains
@@ -36,6 +37,18 @@ def test_the_counts_are_said():
     of = counts(_FOUND)
     said = f"({of['train']} of\nits [{of['types']} types](docs/models.md)"
     assert said in (PAGE.parents[1] / "README.md").read_text()
+
+
+def test_the_page_of_models_with_images_is_made_of_the_results():
+    found: dict[str, Any] = json.loads(image_page.JSON.read_text())
+    text = image_page.PAGE.read_text()
+    assert text == image_page.page(found)
+    assert found.keys() == image_types().keys()
+    silent = [name for name, one in found.items() if not image_page.trains(one) and not image_page.reason(one)]
+    assert not silent
+    of = image_page.counts(found)
+    said = f"{of['train']} of its [{of['types']} image types](docs/models_images.md)"
+    assert said in " ".join((PAGE.parents[1] / "README.md").read_text().split())
 
 
 @pytest.mark.slow

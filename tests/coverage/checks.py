@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from engine.adopted.config import adopted_config
 from engine.adopted.expert_proof import expert_difference
 from engine.adopted.forms import small_model, small_record
+from engine.adopted.images.arguments import forward_arguments
+from engine.adopted.images.inputs import ImageInputs
 from engine.adopted.proof import (
     Computed,
     Difference,
@@ -37,7 +39,7 @@ from engine.models.decoder_config import check_expert_ranks
 from tests.coverage.made import config_of
 
 Result = dict[str, Any]
-_PACKED, _SINGLE = (11, 13), (16,)
+PACKED, SINGLE = (11, 13), (16,)
 
 
 text_alone = patch("engine.adopted.structure.sees_images", lambda hf_config: False)
@@ -56,7 +58,7 @@ def one_process(model_type: str) -> Result:
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
     small = small_of(config)
     small = replace(small, config=replace(small.config, attention=decoder.attention))
-    batch = proof_batch(_PACKED if decoder.keeps_documents_apart else _SINGLE, decoder.vocab_size)
+    batch = proof_batch(PACKED if decoder.keeps_documents_apart else SINGLE, decoder.vocab_size)
     found: Result = {"packed": decoder.keeps_documents_apart}
     packed = attention_proof(decoder.hf_config).packed
     if packed is not None:
@@ -65,15 +67,16 @@ def one_process(model_type: str) -> Result:
     wanted = reference(small, batch)
     found["autograd"] = difference(whole, wanted).worst
     try:
-        found["peft"] = difference(whole, _by_peft(config, small, batch)).worst
+        found["peft"] = difference(whole, by_peft(config, small, batch)).worst
     except FAULTS as error:
         found["peft_reason"] = f"{type(error).__name__}: {first_line(error)}"
     count = small.config.num_layers
-    found["stages"] = _tried(lambda: difference(computed(small.parts((count // 2, count - count // 2)), batch), wanted))
+    found["stages"] = tried(lambda: difference(computed(small.parts((count // 2, count - count // 2)), batch), wanted))
     return found
 
 
-def _tried(compare: Any) -> float | str:
+def tried(compare: Any) -> float | str:
+    """Returns how far apart a comparison finds two computations, or a phrase on what was raised."""
     try:
         found: Difference = compare()
     except FAULTS as error:
@@ -81,8 +84,13 @@ def _tried(compare: Any) -> float | str:
     return found.worst
 
 
-def _by_peft(config: dict[str, Any], small: Small, batch: Batch) -> Computed:
-    """Returns the losses of transformers' model with PEFT's adapters, and the gradients of their factors."""
+def by_peft(config: dict[str, Any], small: Small, batch: Batch) -> Computed:
+    """Returns the losses of transformers' model with PEFT's adapters, and the gradients of their factors.
+
+    Args:
+        small: of `config`, with adapters on linears alone.
+        batch: of documents, each with images where it has any.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     model = small_model(config)
@@ -99,11 +107,15 @@ def _by_peft(config: dict[str, Any], small: Small, batch: Batch) -> Computed:
             weight = factors["default"].weight
             weight.data.copy_(small.factors[f"{name}.{leaf}"])
             leaves[f"{name}.{leaf}"] = weight
-    losses, first = [], 0
+    losses, first, lengths = [], 0, batch.document_lengths
+    images = batch.part(ImageInputs)
+    of_documents = [None] * len(lengths) if images is None else images.split(len(lengths))
     with quiet():
-        for length in batch.document_lengths:
+        for length, own in zip(lengths, of_documents, strict=True):
             piece = slice(first, first + length)
-            logits = model(input_ids=batch.tokens_BS[:, piece], use_cache=False).logits.float()[0]
+            tokens = batch.tokens_BS[:, piece]
+            given = {} if own is None else forward_arguments(model, tokens, own)
+            logits = model(input_ids=tokens, use_cache=False, **given).logits.float()[0]
             labels = batch.labels_BS[0, piece]
             losses.append(cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_LABEL))
             first += length
@@ -120,12 +132,12 @@ def two_tensor_ranks(model_type: str) -> Result:
 
     def compare() -> Difference:
         small = _of_two_ranks(model_type)
-        lengths = _PACKED if small.config.keeps_documents_apart else _SINGLE
+        lengths = PACKED if small.config.keeps_documents_apart else SINGLE
         batch = proof_batch(lengths, small.config.vocab_size)
         parts = small.parts(layout=TensorLayout.over(mesh))
         return difference(computed(parts, batch, mesh), reference(small, batch), parts)
 
-    return {"tensor": _tried(compare)}
+    return {"tensor": tried(compare)}
 
 
 @text_alone
@@ -140,7 +152,7 @@ def two_expert_ranks(model_type: str) -> Result:
         check_expert_ranks(small.config, expert=2, tensor=1, folds=True)
         return expert_difference(small, small.parts(layout=layout), layout)
 
-    return {"expert": _tried(compare)}
+    return {"expert": tried(compare)}
 
 
 def _of_two_ranks(model_type: str) -> Small:

@@ -55,7 +55,7 @@ def made_up_images(hf_config: dict[str, Any], model: nn.Module, *, seed: int = 0
     maker = _maker(module, model)
     given, count = _features(maker, _layouts(module, maker, model.config, drawn))
     token, own = image_token(model.config), _own_tokens(model.config)
-    known = [one for one in range(_FIRST_TOKEN, model.get_input_embeddings().num_embeddings) if one not in own]
+    known = [one for one in range(_FIRST_TOKEN, model.config.get_text_config().vocab_size) if one not in own]
     text = torch.tensor(known)[torch.randint(len(known), (_TEXT,), generator=drawn)]
     images = ImageInputs(names=tuple(given), tensors=tuple(given.values()))
     return MadeUpImages(torch.cat([text[:3], torch.full((count,), token), text[3:]]), images)

@@ -41,12 +41,22 @@ class Noted(nn.Module):
             return getattr(self.__dict__["body"], name)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
         given = inspect.signature(self.__dict__["body"].forward).bind(*arguments, **named).arguments
         given.update(given.pop("kwargs", {}))
         self.__dict__["given"] = given
-        return BaseModelOutputWithPast(last_hidden_state=given["inputs_embeds"])
+        return _output(given["inputs_embeds"])
+
+
+def _output(x: Tensor) -> Any:
+    """Returns what a body would, with nothing beside the residual stream, whatever a module looks for in it."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Output(BaseModelOutputWithPast):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return Output(last_hidden_state=x)
 
 
 class PlacedImages:
@@ -101,10 +111,9 @@ class PlacedImages:
         compute = self._module.compute_3d_position_ids
         tokens = pad_sequence(list(rows.tokens_BS.flatten().split(list(lengths))), batch_first=True)
         taken = inspect.signature(compute).parameters
-        given = forward_arguments(self._module, tokens, rows.images)
-        found = compute(
-            input_ids=tokens, inputs_embeds=None, **{name: one for name, one in given.items() if name in taken}
-        )
+        given: dict[str, Any] = {"input_ids": tokens, **forward_arguments(self._module, tokens, rows.images)}
+        needed = [name for name, one in taken.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+        found = compute(**{**dict.fromkeys(needed), **{name: one for name, one in given.items() if name in taken}})
         if found is None:
             return None
         kept = [found[:, row, :length] for row, length in enumerate(lengths)]

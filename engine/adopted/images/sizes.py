@@ -103,7 +103,7 @@ def relate_tower(full: Sizes, small: dict[str, Any]) -> None:
             small[key] = [1, 3]
     for key in _DEEP:
         if isinstance(found := full.get(key), list):
-            small[key] = list(range(min(len(found), 3)))
+            small[key] = list(range(min(len(found), TOWER_SIZES["depth"])))
     if "insert_layer_id" in full:
         small["insert_layer_id"] = 1
     if isinstance(channels := full.get("downsample_channels"), list):
@@ -155,6 +155,12 @@ def relate_parts(full: Sizes, small: dict[str, Any]) -> None:
         if isinstance(rate := full.get("downsample_rate"), str):  # of queries and features of a side of a window
             queries, features = map(int, rate.split("/"))
             small["downsample_rate"] = f"{4 * queries // features}/4"
+
+
+def features_of_layers(config: Sizes) -> int:
+    """Returns how many of a tower's layers give features to layers of the text, one to each."""
+    parts = [one for name in TOWERS if isinstance(one := config.get(name), dict)]
+    return max((len(one.get(key) or ()) for one in parts for key in _DEEP), default=0)
 
 
 def _both(tower: Sizes, config: Sizes) -> Sizes:

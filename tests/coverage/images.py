@@ -1,0 +1,45 @@
+"""Runs every type of transformers that sees images, or those named, and writes docs/models_images.json and its page.
+
+    python -m tests.coverage.images [TYPE ...]
+
+Each runs in processes of its own, with limits of time and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+import transformers
+
+from engine.adopted.structure import image_types
+from tests.coverage.apart import run_apart
+from tests.coverage.image_checks import images_in_one_process, images_on_spread_weights
+from tests.coverage.image_page import JSON, PAGE, page
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.coverage.images")
+    parser.add_argument("types", nargs="*")
+    asked = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    images_in_one_process("llava")  # imports what each child would import by itself
+    for model_type in asked.types or sorted(image_types()):
+        found = run_apart(images_in_one_process, model_type)
+        if "autograd" in found:
+            ran = run_apart(images_on_spread_weights, model_type, ranks=2)
+            found["spread"] = ran.get("spread") or ran["failed"]
+        print(model_type, json.dumps(found), flush=True)
+        known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
+        every = dict(sorted({**known, model_type: found}.items()))
+        JSON.write_text(json.dumps(every, indent=1) + "\n")
+        PAGE.write_text(page(every))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -71,11 +71,12 @@ def _model_rows(weights: WeightSource) -> list[tuple[str, str]]:
     model, decoder = weights.model, weights.model.decoder
     family = model.family if model.family == decoder.family else f"{model.family} with {decoder.family}"
     heads = f"{decoder.num_heads} heads ({decoder.num_kv_heads} key/value) of {decoder.head_dim}"
+    mlp = f"MLP {decoder.intermediate}, " if decoder.intermediate else ""  # transformers' modules have their own
     rows = [
         ("kind", "partitioned base checkpoint" if model.manifest else "Hugging Face model"),
         (
             "model",
-            f"{family}: {decoder.num_layers} layers, hidden {decoder.hidden}, MLP {decoder.intermediate}, "
+            f"{family}: {decoder.num_layers} layers, hidden {decoder.hidden}, {mlp}"
             f"{heads}, vocabulary {decoder.vocab_size}, {'tied' if decoder.tied_embeddings else 'untied'} head",
         ),
         *_tensor_rows(weights),

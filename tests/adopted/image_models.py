@@ -57,9 +57,8 @@ def save_image_model(model_type: str, folder: Path, std: float = 0.05) -> nn.Mod
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARK", MARKS[model_type]))
     kind, settings = PROCESSORS[model_type]
     (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "processor_class": kind}))
-    if model_type.startswith("llava"):
-        text = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        (folder / "processor_config.json").write_text(json.dumps(text))
+    if model_type in TEXT_SETTINGS:
+        (folder / "processor_config.json").write_text(json.dumps(TEXT_SETTINGS[model_type]))
     return model
 
 
@@ -157,3 +156,6 @@ PROCESSORS = {
     ),
 }  # fmt: skip
 """The processor's class, and settings of its image processor."""
+_LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+TEXT_SETTINGS = {"llava": _LLAVA, "llava_next": _LLAVA, "smolvlm": {"image_seq_len": 4}}
+"""Settings of the processor itself."""

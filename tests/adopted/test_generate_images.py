@@ -96,7 +96,7 @@ def test_records_are_shown_with_their_images(tmp_path: Path) -> None:
     assert "<|vision_start|>⟨6 features⟩<|vision_end|>What?" in shown
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v", "llava"])
 def test_answers_about_images_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = save_image_model(model_type, tmp_path, std=0.2)
     images = {name: tmp_path / f"{name}.png" for name in SIZES}

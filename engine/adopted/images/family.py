@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engine.adopted.images.arguments import image_token
-from engine.adopted.images.processor import open_processor
+from engine.adopted.images.processor import image_settings, open_processor
 from engine.adopted.structure import FAULTS, first_line, quiet, read_config
 from engine.data.chat import Learn
 from engine.data.extras import Span
@@ -86,7 +86,7 @@ class AdoptedImages(VisionFamily):
         """
         try:
             with quiet():
-                found = self.processor.image_processor([list(images) for images in documents], return_tensors="np")
+                found = self._processed([list(images) for images in documents])
         except FAULTS as error:
             raise UserError(
                 f"the image processor in {self._folder} does not take an image: {first_line(error)}; leave it out."
@@ -117,8 +117,12 @@ class AdoptedImages(VisionFamily):
         """Returns what stands in a conversation for its images of these sizes."""
         blank = [Image.new("RGB", size) for size in sizes]
         with quiet():
-            found = self.processor.image_processor([blank], return_tensors="np")
+            found = self._processed([blank])
             return tuple(self.processor.replace_image_token(found, image_idx=at) for at in range(len(sizes)))
+
+    def _processed(self, documents: list[list[Image.Image]]) -> Any:
+        """Returns what the image processor makes of images, as the processor of images and text asks it."""
+        return self.processor.image_processor(documents, **image_settings(self.processor))
 
     def _placeholders(self, chat: Conversation, sizes: Sequence[Size]) -> Placeholders:
         ordered = tuple(sizes[number] for number in image_order(chat))

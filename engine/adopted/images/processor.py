@@ -43,8 +43,18 @@ def open_processor(folder: Path, model_type: str) -> Any:
     except UserError:
         raise
     except (OSError, *FAULTS) as error:
-        missing = " Install torchvision." if "torchvision" in str(error) else " Copy the model's own files."
-        raise UserError(f"transformers cannot open the {named} in {folder}: {first_line(error)}.{missing}") from None
+        change = "Copy the model's own files."
+        if isinstance(error, ImportError) or "torchvision" in str(error):
+            change = "Install the package that it names."
+        raise UserError(f"transformers cannot open the {named} in {folder}: {first_line(error)}. {change}") from None
+
+
+def image_settings(processor: Any) -> dict[str, Any]:
+    """Returns what a processor of images and text tells its image processor by default."""
+    own = getattr(processor, "images_kwargs", None)
+    if own is None:  # before transformers 5.23 they were with its keywords
+        own = processor.valid_processor_kwargs._defaults.get("images_kwargs", {})
+    return {**own, "return_tensors": "np"}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -127,7 +127,11 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
         around = resolve(wrapping)
         if implementation == "auto" and not around.knows_text(hf_config) and resolve(ADOPTED_IMAGES)(hf_config):
             return _adopted(hf_config)
-        inner, _ = family_of(around.text_config(hf_config), "native")
+        try:
+            text = around.text_config(hf_config)
+        except UserError as refusal:
+            raise UserError(_with_images_refused(str(refusal), hf_config, implementation)) from None
+        inner, _ = family_of(text, "native")
         return around.family(inner, hf_config), hf_config
     if hf_config.get("model_type") not in FAMILIES:
         text = _adopted_part(hf_config) if implementation == "auto" else _language_part(hf_config)
@@ -137,7 +141,7 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
     if model_type not in FAMILIES:
         if implementation == "auto" and model_type in resolve(ADOPTED_TYPES)():
             return _adopted(text)
-        raise UserError(_refusal(model_type, text, implementation))
+        raise UserError(_with_images_refused(_refusal(model_type, text, implementation), hf_config, implementation))
     check_kinds(text)
     family = family_named(str(model_type))
     if all(text.get(key) is not None for key in REQUIRED):
@@ -188,6 +192,14 @@ def _with_model_type(hf_config: dict[str, Any]) -> dict[str, Any]:
     if hf_config.get("model_type") or not isinstance(first, str) or first not in _BY_ARCHITECTURE:
         return hf_config
     return {**hf_config, "model_type": _BY_ARCHITECTURE[first]}
+
+
+def _with_images_refused(refusal: str, hf_config: dict[str, Any], implementation: Implementation) -> str:
+    """Returns the refusal of a language model, with the reason why the whole model is not adopted with its images."""
+    why = resolve(IMAGES_REFUSED)(hf_config) if implementation == "auto" else None
+    if why is None:
+        return refusal
+    return f"{refusal.rstrip('.')}; nor can the whole model be adopted with its images ({why.rstrip('.')})."
 
 
 def _refusal(model_type: str | None, text: dict[str, Any], implementation: Implementation) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -27,13 +28,24 @@ from engine.layers.module import ShardedModule, ShardEntry
 from engine.ops.dropout import DropoutSite
 from engine.ops.magnitude import row_squares
 
+_LARGEST_BUFFER = 1 << 28
+"""Elements; what is larger is a parameter, such as a stack of experts."""
+
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Gives parameters no memory while modules are built, as `torch.empty` makes them; buffers are computed."""
+    """Gives parameters no memory while modules are built, as `torch.empty` makes them, and `torch.zeros` some large
+    ones; buffers are computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}
+        kwargs = {**(kwargs or {}), "device": "meta"} if _makes_parameter(func, args) else kwargs or {}
         return func(*args, **kwargs)
+
+
+def _makes_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is not torch.zeros:
+        return func is torch.empty
+    sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+    return prod(size for size in sizes if isinstance(size, int)) > _LARGEST_BUFFER
 
 
 def build_plain(make: Callable[[], nn.Module]) -> nn.Module:

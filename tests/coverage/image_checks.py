@@ -28,7 +28,7 @@ def images_in_one_process(model_type: str) -> Result:
         config = small_record(image_config_of(model_type))
         if not sees_images(config):
             return {"refused": "transformers' default config of it has no vision_config, and is a language model's"}
-        small = _small(config)
+        small = small_with_tower(config)
     except UserError as error:
         return {"refused": str(error)}
     except FAULTS as error:  # transformers' own config class
@@ -65,7 +65,7 @@ def images_on_spread_weights(model_type: str) -> Result:
     mesh = build_mesh(RankGrid(dp=2), device_type="cpu", num_kv_heads=2)
 
     def compare() -> Difference:
-        small = _small(small_record(image_config_of(model_type)))
+        small = small_with_tower(small_record(image_config_of(model_type)))
         batch = small.batch(PACKED if small.config.keeps_documents_apart else SINGLE)
         spread = WeightPlacement(mesh.dp_cp, expert_axis=mesh.edp)
         assert spread.is_sharded
@@ -74,7 +74,7 @@ def images_on_spread_weights(model_type: str) -> Result:
     return {"spread": tried(compare)}
 
 
-def _small(config: dict[str, Any]) -> Small:
+def small_with_tower(config: dict[str, Any]) -> Small:
     """Returns a small model with adapters on all linears that have any, of the language and around it."""
     decoder = adopted_config(config)
     language = small_of(config)

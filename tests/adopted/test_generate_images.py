@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.adopted.images.family import AdoptedImages
 from engine.adopted.images.processor import open_processor
 from engine.data.tokenizer import load_tokenizer
+from engine.errors import UserError
 from engine.files.documents import read_json
 from engine.inference.generate import Generator
 from engine.inference.model_part import InferenceStage
@@ -22,6 +23,7 @@ from engine.inference.options import Limits, ModelChoice, Sampling
 from engine.runtime.launch import Launch
 from engine.telemetry.log import Log
 from engine.training.generation import open_for_generation
+from engine.vision.data.family import Conversation, Turn
 from engine.vision.data.reader import ImageReader
 from rankfold.generating.prompts import Writer, requests_of
 from tests.adopted.image_models import MARKS, save_image_model
@@ -94,6 +96,15 @@ def test_records_are_shown_with_their_images(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(json.dumps({"images": ["a.png"], "messages": answered}))
     shown = run_tool("preprocess", "--tokenizer", tmp_path, "--show", 1, tmp_path / "records.jsonl").stdout
     assert "<|vision_start|>⟨6 features⟩<|vision_end|>What?" in shown
+
+
+def test_images_that_the_processor_refuses_are_named(tmp_path: Path) -> None:
+    save_image_model("qwen3_vl_moe", tmp_path)
+    family = AdoptedImages(read_json(tmp_path / "config.json"), tmp_path, load_tokenizer(tmp_path))
+    asked = Conversation((Turn("user", (0, "What?")),))
+    for refused in (lambda: family.prompt(asked, [(1, 3000)]), lambda: family.inputs([[Image.new("L", (1, 3000))]])):
+        with pytest.raises(UserError, match="does not take images of 1 x 3000 pixels: .*; leave them out"):
+            refused()
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "glm4v", "llava"])

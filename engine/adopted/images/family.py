@@ -84,13 +84,7 @@ class AdoptedImages(VisionFamily):
         Raises:
             UserError: the processor does not take them.
         """
-        try:
-            with quiet():
-                found = self._processed([list(images) for images in documents])
-        except FAULTS as error:
-            raise UserError(
-                f"the image processor in {self._folder} does not take an image: {first_line(error)}; leave it out."
-            ) from None
+        found = self._processed([list(images) for images in documents])
         unused = set(self.processor.unused_input_names)
         return {name: np.asarray(value) for name, value in found.items() if name not in unused}
 
@@ -116,13 +110,21 @@ class AdoptedImages(VisionFamily):
     def _texts_of(self, sizes: tuple[Size, ...]) -> tuple[str, ...]:
         """Returns what stands in a conversation for its images of these sizes."""
         blank = [Image.new("RGB", size) for size in sizes]
+        found = self._processed([blank])
         with quiet():
-            found = self._processed([blank])
             return tuple(self.processor.replace_image_token(found, image_idx=at) for at in range(len(sizes)))
 
     def _processed(self, documents: list[list[Image.Image]]) -> Any:
         """Returns what the image processor makes of images, as the processor of images and text asks it."""
-        return self.processor.image_processor(documents, **image_settings(self.processor))
+        try:
+            with quiet():
+                return self.processor.image_processor(documents, **image_settings(self.processor))
+        except FAULTS as error:
+            sizes = ", ".join(f"{one.width} x {one.height}" for images in documents for one in images)
+            raise UserError(
+                f"the image processor in {self._folder} does not take images of {sizes} pixels: {first_line(error)}; "
+                "leave them out."
+            ) from None
 
     def _placeholders(self, chat: Conversation, sizes: Sequence[Size]) -> Placeholders:
         ordered = tuple(sizes[number] for number in image_order(chat))
@@ -170,7 +172,9 @@ class AdoptedImages(VisionFamily):
             texts = self._texts(_TRIED)
             with quiet():
                 theirs = self.processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
-        except (*FAULTS, NotImplementedError) as error:
+        except UserError:
+            raise
+        except FAULTS as error:
             raise UserError(
                 f"the {name} in {self._folder} does not make text of images: {first_line(error)}; copy the model's own "
                 "files, or leave images out of the records."

@@ -140,6 +140,14 @@ class AdoptedConfig(DecoderConfig):
         )
 
     @property
+    def unread_modules(self) -> tuple[str, ...]:
+        if not self.vision_linears():
+            return ()
+        above = len(f"{self.structure.images}." if self.structure.images else "")
+        found = resolve("engine.adopted.images.unread:unread_modules")(self.hf_config)
+        return tuple(f"{VISION}{name[above:]}" for name in found)
+
+    @property
     def keeps_documents_apart(self) -> bool:
         """Whether a row may hold several documents."""
         return self.attention == "engine"

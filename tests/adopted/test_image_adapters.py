@@ -1,4 +1,5 @@
-"""Adapters on the language model and the tower of adopted models, read by PEFT and merged: logits with images."""
+"""Adapters on the language model and the tower of adopted models, read by PEFT and merged: logits with images; and what
+of a tower has no gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.adopted.config import adopted_config
 from engine.adopted.images.arguments import forward_arguments
 from engine.adopted.images.inputs import ImageInputs
 from engine.adopted.images.made_up import made_up_images
@@ -41,6 +43,10 @@ def _ours(model: Decoder, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def _stock(model: nn.Module, batch: Batch) -> Tensor:
+    return _logits(model, batch)
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
     given = forward_arguments(model, batch.tokens_BS, batch.part(ImageInputs))
     logits: Tensor = model(input_ids=batch.tokens_BS, **given).logits
     return logits[0]
@@ -86,3 +92,21 @@ def test_peft_and_transformers_compute_with_exported_towers(model_type: str, tmp
     torch.testing.assert_close(found, _stock(whole, batch), rtol=1e-5, atol=1e-4)
     adapted = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     torch.testing.assert_close(found, _stock(adapted.get_base_model(), batch), rtol=1e-5, atol=1e-4)
+
+
+def test_layers_behind_the_one_that_is_taken_are_known(tmp_path: Path) -> None:
+    """Eight layers in the tower, more than the small model has, of which the last two have no gradient."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    save_image_model("llava", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.vision_config.num_hidden_layers, config.vision_feature_layer = 8, -3
+    config.save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_config(config)
+    made_up = made_up_images(read_json(tmp_path / "config.json"), model)
+    batch = packed([made_up.tokens]).with_parts(made_up.images)
+    _logits(model, batch).sum().backward()
+    dead = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.grad is None}
+    known = adopted_config(read_json(tmp_path / "config.json")).unread_modules
+    assert {f"model.{name.removeprefix('vision.')}" for name in known} == dead
+    assert {name.split(".")[4] for name in dead if ".layers." in name} == {"6", "7"}

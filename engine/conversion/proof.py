@@ -105,7 +105,7 @@ def prove_model(folder: Path, source: WeightSource) -> str:
             f"(expected at most {limit:.0e}), read by {reader}, so nothing was exported: report this with the model's "
             "config.json."
         )
-    return _agreement(tokens, reader, difference)
+    return _agreement(live.config, tokens, reader, difference)
 
 
 def prove_adapter(
@@ -141,11 +141,12 @@ def prove_adapter(
             f"largest, at most {SAME:.0e} was expected, so nothing was exported: report this with the base's "
             "config.json."
         )
-    return _agreement(tokens, reader, difference)
+    return _agreement(model.decoder, tokens, reader, difference)
 
 
-def _agreement(tokens: Tensor, reader: str, difference: float) -> str:
-    return f"checked with {reader}: logits of {tokens.numel()} tokens agree to {difference:.1e} of the largest"
+def _agreement(decoder: DecoderConfig, tokens: Tensor, reader: str, difference: float) -> str:
+    without = ", without images" if decoder.sees_images else ""
+    return f"checked with {reader}: logits of {tokens.numel()} tokens agree to {difference:.1e} of the largest{without}"
 
 
 def _check_adapter_is_in(found: Tensor, live: Tensor, source: MergedSource, tokens: Tensor, limit: float) -> None:

@@ -38,7 +38,7 @@ from engine.layers.plain_module import replace_module
 from engine.layers.recompute import MemoryPlan
 from engine.layers.storage import StorageUser
 from engine.models.decoder import Decoder
-from engine.models.head_figures import is_frozen
+from engine.models.head_figures import is_read_in_backward
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput
 from engine.ops.kernels import Kernels
@@ -88,10 +88,10 @@ class _Layer(nn.Module):
         def compute(x: Tensor) -> Tensor:
             layer: Adopted = self.__dict__["adopted"]
             out = layer.module(layer.enter(x), *arguments, **named)
-            rest[:] = out[1:] if isinstance(out, tuple) else ()
-            self.is_tuple = isinstance(out, tuple)
+            self.is_tuple = isinstance(out, (tuple, list))
+            rest[:] = out[1:] if self.is_tuple else ()
             self.gives_more = any(isinstance(one, Tensor) for one in rest)
-            return out[0] if isinstance(out, tuple) else out
+            return out[0] if self.is_tuple else out
 
         y = self.runs(self._twice(compute) if self._recompute else compute, x)
         if self.keeps_out:
@@ -243,7 +243,7 @@ class AdoptedBody(Decoder):
                 module=self.head,
                 borrowed=() if shared is None else (shared,),
                 resident=(*resident, *self._last_norm.entries, *self._stem.entries),
-                needs_backward=not is_frozen(self.head),
+                needs_backward=is_read_in_backward(self.head),
                 is_last=True,
             )
 

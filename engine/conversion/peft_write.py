@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -254,7 +255,9 @@ def _target_modules(parts: list[str], model: ModelFolder) -> list[str]:
     if model.names.body != language_family(model.decoder.family, model.hf_config, model.implementation).names.body:
         return sorted(full)  # beside a nested language model the short names may match other modules too
     everywhere = {name.rpartition(".")[0] for name in model.expected_shapes()} | {"lm_head"}
-    meant = {module for name in everywhere if (module := model.names.module_to_hf(name)).rpartition(".")[2] in leaves}
+    modules = {model.names.module_to_hf(name) for name in everywhere}
+    modules |= {outer for name in modules for outer in accumulate(name.split("."), "{}.{}".format)}  # a layer's is 0
+    meant = {module for module in modules if module.rpartition(".")[2] in leaves}
     return sorted(leaves) if meant == set(full) else sorted(full)
 
 

@@ -48,6 +48,8 @@ layers.
 """
 
 
+_LONGEST_REASON = 200
+"""Letters of what PEFT says; it prints whole modules."""
 _NEEDS_IMAGES = "logits not compared: the model's layers attend to images, and the proof is text"
 
 
@@ -231,7 +233,14 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
         # PEFT asks for it by the name that transformers had before
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        adapted = PeftModel.from_pretrained(model, str(folder))
+        try:
+            adapted = PeftModel.from_pretrained(model, str(folder))
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"PEFT cannot put this adapter on the model ({type(error).__name__}: {reason[:_LONGEST_REASON]}), so "
+                "nothing was exported: export with --format hf --merge, or leave the module out of lora.targets."
+            ) from error
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     loaded = get_peft_model_state_dict(adapted)

@@ -33,7 +33,7 @@ from engine.layers.storage import StorageUser, WeightPlacement
 from engine.models import stage_message
 from engine.models.decoder_config import SITES_PER_LAYER, Carried, DecoderConfig, FrontModule, Rope
 from engine.models.decoder_layer import DecoderLayer
-from engine.models.head_figures import TokenFigures, head_figures, is_frozen, scaled_logits
+from engine.models.head_figures import TokenFigures, head_figures, is_read_in_backward, scaled_logits
 from engine.ops.attention.token_context import ContextPart, PaddingTokens, TokenContext
 from engine.ops.capped_loss import capped_loss
 from engine.ops.rope import inverse_frequencies, yarn_frequencies
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
                 module=self.head,
                 borrowed=() if shared is None else (shared,),
                 resident=tuple(self.norm.entries),
-                needs_backward=not is_frozen(self.head),
+                needs_backward=is_read_in_backward(self.head),
                 is_last=True,
             )
 

@@ -37,6 +37,11 @@ def is_frozen(head: ColumnParallelLinear) -> bool:
     return head.operands.low_rank is None and not head.operands.trains_weight
 
 
+def is_read_in_backward(head: ColumnParallelLinear) -> bool:
+    """Returns whether backward reads the head's weight; else the loss has computed its gradient in forward."""
+    return not is_frozen(head) or head.bias_storage is not None
+
+
 def head_input(config: DecoderConfig, norm: RMSNorm, divisor: float) -> NormInput:
     """Returns what the head computes logits of, already divided by `divisor`, with.
 
@@ -86,7 +91,7 @@ def head_figures(
     first_id = pieces[0].global_offset if pieces else config.vocab_size
     num_ids = pieces[0].length if pieces else 0
     entropies_T = torch.empty(labels_T.shape, dtype=torch.float32, device=x.device) if entropies else None
-    if is_frozen(head) and head.bias_storage is None:
+    if not is_read_in_backward(head):
         losses_T = frozen_head_losses(
             x,
             source,

@@ -1,6 +1,6 @@
 """Runs every causal type of transformers, or those named, and writes docs/models.json and docs/models.md.
 
-    python -m tests.coverage [TYPE ...] [--columns one|tensor|expert] [--again]
+    python -m tests.coverage [TYPE ...] [--columns one|tensor|expert|zero|context|export] [--again]
 
 A type that the JSON has is left as it is unless it is named or `--again` is given. Each runs in processes of its own,
 with limits of time and memory: `one` what a process by itself shows, the others what two ranks do.
@@ -18,19 +18,19 @@ import transformers
 
 from engine.adopted.structure import known_types
 from tests.coverage.apart import run_apart
-from tests.coverage.checks import one_process, two_expert_ranks, two_tensor_ranks
+from tests.coverage.checks import one_process
+from tests.coverage.export_checks import exported
 from tests.coverage.page import JSON, PAGE, page
+from tests.coverage.rank_checks import ON_RANKS
 
-ONE = "one"
-ON_RANKS = {"tensor": two_tensor_ranks, "expert": two_expert_ranks}
-"""By their key in the JSON, the columns of two ranks."""
+ONE, EXPORT = "one", "export"
 
 
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.coverage")
     parser.add_argument("types", nargs="*")
-    parser.add_argument("--columns", choices=(ONE, *ON_RANKS), default=ONE)
+    parser.add_argument("--columns", choices=(ONE, EXPORT, *ON_RANKS), default=ONE)
     parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -42,15 +42,20 @@ def main() -> None:
         if has and not (asked.types or asked.again):
             continue
         if column == ONE:
-            kept = {key: value for key, value in known.items() if key in ON_RANKS}
+            others = (EXPORT, *ON_RANKS)
+            kept = {key: value for key, value in known.items() if key.partition("_")[0] in others}
             found = run_apart(one_process, model_type) | kept
         elif "autograd" not in known:
             continue
         else:
-            ran = run_apart(ON_RANKS[column], model_type, ranks=2)
-            figure = ran[column] if column in ran else ran["failed"]
-            found = {key: value for key, value in known.items() if key != column}
-            found |= {} if figure is None else {column: figure}
+            ran = (
+                run_apart(exported, model_type)
+                if column == EXPORT
+                else run_apart(ON_RANKS[column], model_type, ranks=2)
+            )
+            figures = ran if column in ran else {column: ran["failed"]}
+            found = {key: value for key, value in known.items() if key.partition("_")[0] != column}
+            found |= {key: value for key, value in figures.items() if value is not None}
         print(model_type, json.dumps(found), flush=True)
         every = {**_known(), model_type: found}
         JSON.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n")

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
 from engine.adopted.config import adopted_config
-from engine.adopted.expert_proof import expert_difference
 from engine.adopted.forms import small_model, small_record
 from engine.adopted.images.arguments import forward_arguments
 from engine.adopted.images.inputs import ImageInputs
@@ -21,7 +20,6 @@ from engine.adopted.proof import (
     Computed,
     Difference,
     Small,
-    Trained,
     attention_proof,
     computed,
     difference,
@@ -31,11 +29,7 @@ from engine.adopted.proof import (
 )
 from engine.adopted.structure import FAULTS, first_line, quiet
 from engine.batch import IGNORE_LABEL, Batch
-from engine.distributed.mesh import build_mesh
-from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
-from engine.layers.context import TensorLayout
-from engine.models.decoder_config import check_expert_ranks
 from tests.coverage.made import config_of
 
 Result = dict[str, Any]
@@ -123,49 +117,3 @@ def by_peft(config: dict[str, Any], small: Small, batch: Batch) -> Computed:
     whole.sum().backward()
     gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
     return Computed(whole.detach(), gradients)
-
-
-@text_alone
-def two_tensor_ranks(model_type: str) -> Result:
-    """Runs a rank of two tensor ranks; collective."""
-    mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
-
-    def compare() -> Difference:
-        small = _of_two_ranks(model_type)
-        lengths = PACKED if small.config.keeps_documents_apart else SINGLE
-        batch = proof_batch(lengths, small.config.vocab_size)
-        parts = small.parts(layout=TensorLayout.over(mesh))
-        return difference(computed(parts, batch, mesh), reference(small, batch), parts)
-
-    return {"tensor": tried(compare)}
-
-
-@text_alone
-def two_expert_ranks(model_type: str) -> Result:
-    """Runs a rank of two expert ranks; collective. Returns None for a type without an expert plan."""
-    layout = TensorLayout.over(build_mesh(RankGrid(dp=2, ep=2), device_type="cpu", num_kv_heads=2))
-    small = _of_two_ranks(model_type)
-    if not small.config.divided_experts:
-        return {"expert": None}
-
-    def compare() -> Difference:
-        check_expert_ranks(small.config, expert=2, tensor=1, folds=True)
-        return expert_difference(small, small.parts(layout=layout), layout)
-
-    return {"expert": tried(compare)}
-
-
-def _of_two_ranks(model_type: str) -> Small:
-    """Returns a small model whose sizes divide over two ranks, with adapters on all linears and stacks of experts."""
-    config = small_record(small_record(config_of(model_type)), 2)
-    attention = adopted_config(config).attention
-    plain = small_of(config, ranks=2)
-    names = {name.removesuffix(".lora_A") for name in plain.factors if name.endswith(".lora_A")}
-    for stack in plain.names.stack_shapes():
-        experts: Any = plain.model.get_submodule(stack.rpartition(".")[0])
-        module = plain.names.module_from_hf(stack)
-        if module is not None and not experts.is_transposed:  # on which adapters are refused
-            names.add(module)
-    trained = Trained.of(f"{name}.lora_A" for name in names) if names else None
-    small = small_of(config, trained, ranks=2)
-    return replace(small, config=replace(small.config, attention=attention))

@@ -111,17 +111,20 @@ class _Layer(nn.Module):
 
 
 class _Stream(nn.Module):
-    """Stands in for the table of tokens: what the engine looked up. Bodies look at a table's dtype.
+    """Stands in for the table of tokens: what the engine looked up. Bodies look at a table's dtype, and some at a row
+    for whose numbers they have no use.
 
     Args:
         table: whose modules are this one's too.
+        dtype, device: of its rows.
     """
 
-    def __init__(self, table: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, table: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         for name, module in table.named_children():
             self.add_module(name, copy.deepcopy(module))
-        self.weight = torch.empty(0, dtype=dtype)
+        shape = table.weight.shape if isinstance(table, nn.Embedding) else (0,)
+        self.weight = torch.zeros((), dtype=dtype, device=device).expand(shape)
         self.now: Tensor | None = None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -220,7 +223,7 @@ class AdoptedBody(Decoder):
             norm = body.get_submodule(parts.norm)
             replace_module(body, parts.norm, _Absent(build.dtype))
         table = whole.get_submodule(parts.embedding_path) if self.part.first == 0 else nn.Identity()
-        self._stream = _Stream(table, build.dtype)
+        self._stream = _Stream(table, build.dtype, build.device)
         replace_module(body, parts.embedding, self._stream)
         self._rest = Adopted("", body, build=build, run=self._run)
         replace_module(body, parts.layers, wrapped)
@@ -375,6 +378,8 @@ class AdoptedBody(Decoder):
             for layer in self._wrapped:
                 layer.tokens_BS = rows.tokens_BS
             self._wrapped[0].stream = stream.unflatten(-1, (ends.copies, -1)) if ends.apart else stream
+            if self._images is not None:
+                taken |= self._images.told(rows, self.__dict__["_body"])
         else:
             taken["inputs_embeds"] = after_table(self._stream, stream)
         try:

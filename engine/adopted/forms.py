@@ -27,6 +27,7 @@ from engine.adopted.structure import (
     first_line,
     quiet,
     read_config,
+    sees_images,
     stem_of,
 )
 from engine.errors import UserError
@@ -108,6 +109,8 @@ def forms_of(config_text: str) -> Forms:
         return _found_forms(hf_config, refusal)
     except UserError:
         raise
+    except ImportError as error:
+        reason = f"{first_line(error).split('. ')[0]}; install it"
     except FAULTS as error:
         reason = f"a small one of its make stops with {type(error).__name__}: {first_line(error)}"
     raise UserError(f"{refusal}{reason}.")
@@ -117,6 +120,8 @@ def forms_of(config_text: str) -> Forms:
 def _found_forms(hf_config: dict[str, Any], refusal: str) -> Forms:
     model = small_model(hf_config)
     parts = find_structure(model, hf_config)
+    if sees_images(hf_config) and parts.images is None:
+        raise UserError(f"{refusal}no module of it takes pixels.")
     ids = torch.arange(3, 3 + _TOKENS)[None]
     with quiet():
         table = model.get_submodule(parts.embedding_path)

@@ -14,6 +14,7 @@ from engine.adopted.images.sizes import (
     relate_parts,
     relate_tower,
     small_size,
+    tower_layers,
 )
 
 SIZES: dict[str, int] = {
@@ -128,6 +129,7 @@ SIZES: dict[str, int] = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
     "swa_v_head_dim": 16,
+    "top_k_experts": 2,
     "topk_group": 1,
     "v_head_dim": 16,
     "vocab_size": 256,
@@ -207,7 +209,9 @@ def small_config(
         own.update({key: value for key, value in related.items() if key in own or value != small[key]})
     for key, value in hf_config.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[key] = small_config(value, TOWER_SIZES) if key in TOWERS else small_config(value, SIZES, fewest)
+            tower = key in TOWERS
+            kept = tower_layers(hf_config, value) if tower else fewest
+            small[key] = small_config(value, TOWER_SIZES if tower else SIZES, kept)
     if sizes is not SIZES:
         relate_tower(hf_config, small)
     elif any(isinstance(hf_config.get(key), dict) for key in TOWERS):
@@ -350,6 +354,8 @@ def list_of_layers(key: str, value: list[Any], count: int, indices: Sequence[int
         indices: of those that are kept.
         otherwise: for a list of anything else.
     """
+    if value == list(range(count)):
+        return list(range(len(indices)))
     if len(value) == count:
         return [value[index] for index in indices]
     named = "layer" in key or "idx" in key
@@ -361,7 +367,10 @@ def list_of_layers(key: str, value: list[Any], count: int, indices: Sequence[int
 
 def _kinds(hf_config: dict[str, Any], count: int) -> list[Any]:
     """Returns what a config says of each layer."""
-    lists = [value for value in hf_config.values() if isinstance(value, list) and len(value) == count]
+    every = list(range(count))  # a list of all layers says the same of each
+    lists = [
+        value for value in hf_config.values() if isinstance(value, list) and len(value) == count and value != every
+    ]
     table = hf_config.get("per_layer_config")
     shared = hf_config.get("num_kv_shared_layers") or 0
     return [

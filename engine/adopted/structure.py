@@ -230,8 +230,10 @@ def structure_of(config_text: str) -> Structure:
 def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
     """Returns the parts of a model; see `structure_of`."""
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), _head(model)
     refusal = f"a {hf_config['model_type']} model of transformers cannot be adopted: "
+    if sees_images(hf_config) and (why := _no_decoder(model)) is not None:
+        raise UserError(f"{refusal}{why}.")
+    embedding, head = model.get_input_embeddings(), _head(model)
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise UserError(f"{refusal}its tokens' embedding or its head is not a plain table or linear.")
     if head.out_features > embedding.num_embeddings:
@@ -262,6 +264,16 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
         images=_images(model, body) if sees_images(hf_config) else None,
         count=count,
     )
+
+
+def _no_decoder(model: Any) -> str | None:
+    """Returns why a model of images and text does not decode a row of text and images; None where nothing says so."""
+    if model.config.is_encoder_decoder:
+        return "it encodes one row of tokens and decodes another, and here a row is both"
+    taken = inspect.signature(model.forward).parameters.values()
+    needed = [one.name for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    needed = [name for name in needed if name != "input_ids"]
+    return f"its forward takes no text without {needed[0]}" if needed else None
 
 
 def _head(model: Any) -> nn.Module | None:

@@ -27,14 +27,12 @@ def images_in_one_process(model_type: str) -> Result:
     try:
         config = small_record(image_config_of(model_type))
         if not sees_images(config):
-            return {"refused": "transformers' default config of it has no vision_config, and is a language model's"}
+            return {"refused": "its default config has no vision_config, and is read as a language model's"}
         small = small_with_tower(config)
     except UserError as error:
         return {"refused": str(error)}
     except FAULTS as error:  # transformers' own config class
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
-    if not small.config.sees_images:
-        return {"refused": "no module of it takes pixels"}
     batch = small.batch(PACKED if small.config.keeps_documents_apart else SINGLE)
     found: Result = {"packed": small.config.keeps_documents_apart}
     packed = attention_proof(small.config.hf_config).packed

@@ -16,6 +16,7 @@ MORE: dict[str, dict[str, Any]] = {
     "aria": {"vision_config": {"image_size": 490, "patch_size": 14}},
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "blip-2": {"image_token_index": 50265},
+    "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "cohere_compass": {"text_config": made.MORE["cohere_compass_text"], "vision_config": {"out_hidden_size": 8192}},
     "cosmos3_omni": {"vision_config": {"out_hidden_size": 4096}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [22, 22, 20]}}},
@@ -27,12 +28,10 @@ MORE: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"encoder_config": {"hidden_size": 896}},
     },
+    "diffusion_gemma": {"text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}},
     "exaone4_5": {"vision_config": {"out_hidden_size": 4096}},
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
-    "gemma4": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},  # as 26B and 31B
-        "vision_config": {},
-    },
+    "gemma4": {"vision_config": {}},
     "gemma4_unified": {"vision_config": {}},
     **dict.fromkeys(("glm46v", "glm4v", "glmga"), _GLM),
     **dict.fromkeys(("glm4v_moe", "glm_ocr"), _GLM_128),

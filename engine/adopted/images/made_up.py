@@ -110,7 +110,8 @@ def _rows(made: Any) -> Any:
 def _layouts(module: nn.Module, maker: Any, config: Any, drawn: torch.Generator) -> Iterator[Given]:
     """Yields an image in the ways that pixels may lie, as arguments say of the module and of what makes features."""
     takes = inspect.signature(module.forward).parameters
-    tower = getattr(config, "vision_config", None) or config
+    if (tower := getattr(config, "vision_config", None)) is None:
+        raise UserError("its config has no vision_config.")
     tower = getattr(tower, "sam_config", None) or tower
     patch, tiny = _size(tower, "patch_size", config), _Patches.of(tower, config)
 

@@ -81,6 +81,14 @@ class PlacedImages:
         found = forward_arguments(self._module, rows.tokens_BS, rows.images)
         return {name: one.to(dtype) if one.is_floating_point() else one for name, one in found.items()}
 
+    def told(self, rows: Rows, body: nn.Module) -> dict[str, Any]:
+        """Returns what a later part's body takes beside the residual stream: what is told of tokens of images."""
+        if rows.images is None:
+            return {}
+        taken = inspect.signature(body.forward).parameters
+        found = forward_arguments(self._module, rows.tokens_BS, None)
+        return {name: one for name, one in found.items() if name in taken}
+
     def place(self, rows: Rows, positions: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
         """Returns what the body is given where there are images. Embeddings of the tokens are looked up.
 

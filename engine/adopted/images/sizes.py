@@ -125,6 +125,8 @@ def relate_parts(full: Sizes, small: dict[str, Any]) -> None:
         for config in (small, *(one for name in TOWERS if isinstance(one := small.get(name), dict))):
             if isinstance(found := config.get(key), list):
                 config[key] = _taken(found)
+            elif isinstance(found, int) and found > 0:
+                config[key] = 1
     for key, size in PROJECTOR_SIZES.items():
         if isinstance(full.get(key), int):
             small[key] = min(full[key], size)
@@ -161,6 +163,24 @@ def features_of_layers(config: Sizes) -> int:
     """Returns how many of a tower's layers give features to layers of the text, one to each."""
     parts = [one for name in TOWERS if isinstance(one := config.get(name), dict)]
     return max((len(one.get(key) or ()) for one in parts for key in _DEEP), default=0)
+
+
+def tower_layers(config: Sizes, tower: Sizes) -> int:
+    """Returns how many layers a small tower keeps: few, or as many as others are told of.
+
+    Args:
+        config: of the whole model.
+        tower: the tower's.
+    """
+    parts = (config, *(one for name in TOWERS if isinstance(one := config.get(name), dict)))
+    taken = [found for part in parts for key in _TAKEN if isinstance(found := part.get(key), list)]
+    deep = [found for key in _DEEP if isinstance(found := tower.get(key), list)]
+    if any(key in tower for key in _WINDOWS) or "insert_layer_id" in tower or config.get("deepstack_layer_map"):
+        return _MOST_LAYERS
+    return max(_FEWEST_LAYERS, *(1 + len(found) for found in (*taken, *deep)), 0)
+
+
+_FEWEST_LAYERS, _MOST_LAYERS = 2, TOWER_SIZES["depth"]
 
 
 def _both(tower: Sizes, config: Sizes) -> Sizes:

@@ -50,8 +50,8 @@ def _exported(model_type: str, folder: Path) -> Result:
     small = small_with_stacks(model_type, ranks=1)
     stock: Any = small.model
     batch = proof_batch(PACKED, small.config.vocab_size)
-    wanted, gradients = reference(small, batch)
-    factors = {name: factor.detach() for name, factor in small.factors.items() if _learns(name, gradients)}
+    factors = _of_what_learns(small, reference(small, batch).gradients)
+    wanted = reference(small, batch).losses
     logging.disable_progress_bar()
     with quiet():
         stock.save_pretrained(folder / "hf")
@@ -77,10 +77,16 @@ def _exported(model_type: str, folder: Path) -> Result:
     return {**found, "export": phrase} if phrase else {"export": 0.0, **found}
 
 
-def _learns(name: str, gradients: dict[str, Tensor]) -> bool:
-    """Returns whether the module of a factor computes with its adapter; some are only read for their weight."""
-    module = name.rpartition(".")[0]
-    return bool(gradients[f"{module}.lora_B"].any())
+def _of_what_learns(small: Small, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the factors of adapters that learn; the B of others becomes zero, as it stays in training. Some modules
+    are only read for their weight, and others only choose."""
+    found = {}
+    for name, factor in small.factors.items():
+        if gradients[f"{name.rpartition('.')[0]}.lora_B"].any():
+            found[name] = factor.detach()
+        elif name.endswith(".lora_B"):
+            factor.data.zero_()
+    return found
 
 
 def _opened(stock: Any, folder: Path) -> Any:

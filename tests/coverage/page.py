@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 JSON, PAGE = DOCS / "models.json", DOCS / "models.md"
 EXACT, ROUNDING = 1e-5, 1e-4
 """Differences in float32: what is met nearly always, and what long sums and scans round to."""
-_LONGEST = 110
+_LONGEST, _LONGEST_REASON = 110, 240
 _INTRODUCTION = (
     """\
 Every type of causal language model that transformers has, and how a small model of it, run as
@@ -22,9 +22,12 @@ to its norm, in float32.
 _COLUMNS = (
     """\
 `PEFT`: against transformers with PEFT's adapters; *autograd* where PEFT refuses a module. `packed`: rows pack
-documents, or each row is one. `2 stages`, `2 tensor ranks`, `2 expert ranks`: that layout against one process, with
-adapters on stacks of experts too; a dash is refused, or not the same, which a run refuses at its start; nothing where
-it was not run, or where transformers has no expert plan.
+documents, or each row is one. `stages`, `tensor`, `experts`, `ZeRO 3`, `context`: two pipeline stages, and two ranks of
+tensors, of experts, with half of each weight, and of context (by a ring, or by Ulysses where a ring is refused),
+against one process, with adapters on stacks of experts too. `export`: adapters that PEFT opens, and their merge that
+transformers opens, against the losses they were trained with; *merged* where PEFT cannot take the adapter; a model
+trained in full is written bit for bit as `save_pretrained` does. A dash is refused, or not the same, which a run
+refuses at its start; nothing where it was not run, or where transformers has no expert plan.
 """.splitlines()
     + [""]
 )
@@ -41,13 +44,17 @@ def page(found: dict[str, Any]) -> str:
         *(f"- {sentence}" for sentence in sentences(found)),
         "",
         *_COLUMNS,
-        "| type | PEFT | packed | 2 stages | 2 tensor ranks | 2 expert ranks |",
-        "|---|---|---|---|---|---|",
+        "| type | PEFT | packed | stages | tensor | experts | ZeRO 3 | context | export |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| {name} | {_gradients(one)} | {'yes' if one['packed'] else 'alone'} | {_figure(one.get('stages'))} | "
-            f"{_figure(one.get('tensor'))} | {_figure(one.get('expert'))} |"
+            f"| {name} | {_gradients(one)} | {'yes' if one['packed'] else 'alone'} | "
+            f"{' | '.join(_figure(one.get(key)) for key in ('stages', 'tensor', 'expert', 'zero'))} | "
+            f"{_context(one)} | {_export(one)} |"
             for name, one in sorted(right.items())
         ),
+        "",
+        "## Layouts that are refused",
+        *_refusals(right),
         "",
         "## Refused",
         *(f"- {name}: {_short(one)}" for name, one in sorted(rest.items())),
@@ -65,6 +72,10 @@ def counts(found: dict[str, Any]) -> dict[str, int]:
         "peft": sum("peft" in one for one in right),
         "packed": sum(one["packed"] for one in right),
         "stages": sum(_is_right(one.get("stages")) for one in right),
+        "zero": sum(_is_right(one.get("zero")) for one in right),
+        "context": sum(_is_right(one.get("context")) for one in right),
+        "export": sum(_is_right(one.get("export")) for one in right),
+        "export_peft": sum(_is_right(one.get("export")) and "export_peft" not in one for one in right),
         "tensor": sum(_is_right(one.get("tensor")) for one in right),
         "tensor_run": sum("tensor" in one for one in right),
         "expert": sum(_is_right(one.get("expert")) for one in right),
@@ -81,6 +92,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
         f"{of['train']} of {of['types']} types train with adapters in one process, {of['exact']} of them within "
         f"{EXACT:g} and the rest within {ROUNDING:g}, where long scans round; {of['peft']} were compared with PEFT.",
         f"{of['packed']} pack documents into rows, {of['stages']} run in two pipeline stages.",
+        f"{of['zero']} run under ZeRO 3, {of['context']} on two context ranks.",
+        f"{of['export']} are exported as transformers reads them, and adapters of {of['export_peft']} as PEFT does.",
         *([tensor] if of["tensor_run"] else []),
         *([expert] if of["expert_run"] else []),
     ]
@@ -105,6 +118,41 @@ def _gradients(one: dict[str, Any]) -> str:
 
 def _figure(figure: float | str | None) -> str:
     return f"{figure:.0e}" if isinstance(figure, float) and _is_right(figure) else "" if figure is None else "-"
+
+
+def _context(one: dict[str, Any]) -> str:
+    return _figure(one.get("context")) + (" Ulysses" if one.get("context_method") == "ulysses" else "")
+
+
+def _export(one: dict[str, Any]) -> str:
+    figure = _figure(one.get("export"))
+    return f"*merged* {figure}" if "export_peft" in one and figure != "-" else figure
+
+
+_LAYOUTS = {
+    "stages": "two stages",
+    "tensor": "tensor ranks",
+    "expert": "expert ranks",
+    "zero": "ZeRO 3",
+    "context": "context ranks",
+    "export": "export",
+    "export_peft": "PEFT",
+}
+
+
+def _refusals(right: dict[str, Any]) -> list[str]:
+    """Returns a line for each reason, with the types that it holds for."""
+    lines = []
+    for key, name in _LAYOUTS.items():
+        reasons: dict[str, list[str]] = {}
+        for model_type, one in sorted(right.items()):
+            said = one.get(key)
+            if said is None or (isinstance(said, float) and said <= ROUNDING):
+                continue
+            phrase = f"differs by {said:.0e}" if isinstance(said, float) else said.rstrip(".")
+            reasons.setdefault(phrase.replace(f" {model_type} ", " such "), []).append(model_type)
+        lines += [f"- {name}: {', '.join(types)}: {phrase[:_LONGEST_REASON]}" for phrase, types in reasons.items()]
+    return lines
 
 
 def _short(one: dict[str, Any]) -> str:

@@ -27,7 +27,6 @@ from engine.adopted.structure import (
     first_line,
     quiet,
     read_config,
-    sees_images,
     stem_of,
 )
 from engine.errors import UserError
@@ -120,8 +119,6 @@ def forms_of(config_text: str) -> Forms:
 def _found_forms(hf_config: dict[str, Any], refusal: str) -> Forms:
     model = small_model(hf_config)
     parts = find_structure(model, hf_config)
-    if sees_images(hf_config) and parts.images is None:
-        raise UserError(f"{refusal}no module of it takes pixels.")
     ids = torch.arange(3, 3 + _TOKENS)[None]
     with quiet():
         table = model.get_submodule(parts.embedding_path)

@@ -254,6 +254,9 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
         body, _, above = body.rpartition(".")
         leaf = f"{above}.{leaf}"
     layers, count = lists[0]
+    images = _images(model, body) if sees_images(hf_config) else None
+    if images is None and sees_images(hf_config):
+        raise UserError(f"{refusal}no module of it takes pixels.")
     return Structure(
         body=body,
         layers=layers,
@@ -261,7 +264,7 @@ def find_structure(model: nn.Module, hf_config: dict[str, Any]) -> Structure:
         norm=_last_norm(inside, layers),
         head=names[id(head)],
         stem=_stem(model, body, names[id(head)]),
-        images=_images(model, body) if sees_images(hf_config) else None,
+        images=images,
         count=count,
     )
 

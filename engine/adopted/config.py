@@ -192,6 +192,10 @@ class AdoptedConfig(DecoderConfig):
             )
 
     @property
+    def layers_stand_alone(self) -> bool:
+        return bool(resolve("engine.adopted.proof:layers_stand_alone")(self.hf_config))
+
+    @property
     def divided_experts(self) -> int:
         return divided_experts(self.hf_config)
 

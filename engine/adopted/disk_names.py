@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from engine.adopted.arrangement import Arrangement, StoredPart
-from engine.adopted.structure import Structure, quiet, structure_of, transposed_weights, whole_module
+from engine.adopted.structure import Structure, quiet, structure_of, tied_to_head, transposed_weights, whole_module
 from engine.adopted.tracing import TracedTensor
 from engine.errors import UserError
 
@@ -49,6 +49,14 @@ def arrangement_of(config_text: str, stored: Shapes, logical_name: Callable[[str
         outside = frozenset(stored).difference(stored_as.values())
         made, others = _loaded(model, {name: stored[place] for name, place in stored_as.items()}, label)
         others = {stored_as[name]: key for name, key in others.items()} | {name: name for name in outside}
+    for name, other in tied_to_head(model, structure).items():
+        if other in made:
+            twice = made.pop(other)
+            if name in made:
+                others |= {box.stored: other for box in twice.boxes}
+                outside |= {box.stored for box in twice.boxes}
+            else:
+                made[name] = twice
     for name in transposed_weights(model) & made.keys():
         made[name] = made[name].t()
     parts = tuple(

@@ -44,6 +44,7 @@ BOUND = 1e-4
 _LENGTHS = (11, 13, 16)
 _TRIED: tuple[Attention, ...] = ("engine", "own", "counted")
 _RANK, _SCALE = 2, 0.5
+_TOKENS = 16
 
 
 class Difference(NamedTuple):
@@ -495,3 +496,20 @@ def masked_attention(config_text: str) -> str | None:
     if any(one.softcap is not None for one in attentions):
         return "a soft cap on scores"
     return "windows" if any(one.window is not None for one in attentions) else None
+
+
+@lru_cache(maxsize=8)
+def layers_stand_alone(config_text: str) -> bool:
+    """Returns whether a small model in stages of one layer each computes what it does in one piece.
+
+    Args:
+        config_text: the `config.json`, as text.
+    """
+    small = small_of(json.loads(config_text))
+    batch = proof_batch((_TOKENS,), small.config.vocab_size)
+    try:
+        with torch.no_grad():
+            whole, apart = (computed(small.parts(cut), batch) for cut in (None, (1,) * small.config.num_layers))
+    except FAULTS:
+        return False
+    return difference(apart, Computed(whole.losses, {})).is_rounding

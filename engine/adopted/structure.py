@@ -386,9 +386,19 @@ def stem_of(model: nn.Module, structure: Structure) -> nn.Module:
     assert structure.stem is not None
     head = model.get_submodule(structure.head)
     memo: dict[int, Any] = {id(head): nn.Identity()}
-    for parameter in head.parameters():  # the stem may hold them a second time
+    held = [*head.parameters(), *map(model.get_parameter, tied_to_head(model, structure).values())]
+    for parameter in held:  # the stem may hold them a second time
         memo[id(parameter)] = None
     return copy.deepcopy(model.get_submodule(structure.stem), memo)
+
+
+def tied_to_head(model: nn.Module, structure: Structure) -> dict[str, str]:
+    """Returns the head's parameters that transformers ties to others, but the table of tokens, and those others: a
+    checkpoint has them by the others' names."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    own = {f"{structure.head}.{leaf}" for leaf, _ in model.get_submodule(structure.head).named_parameters()}
+    table = f"{structure.embedding_path}."
+    return {name: other for name, other in tied.items() if name in own and not other.startswith(table)}
 
 
 def layer_shapes(layer: nn.Module) -> tuple[Any, ...]:

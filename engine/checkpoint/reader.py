@@ -89,8 +89,10 @@ class TensorReader(ABC):
         return self.read(name, box_spec(self.shape(name), Box()))
 
     def read_rows(self, name: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """Returns the rows [start, stop) along the first dimension; `out` as of `read`."""
+        """Returns the rows [start, stop) along the first dimension, a number being one row; `out` as of `read`."""
         shape = self.shape(name)
+        if not shape:
+            return self.read(name, box_spec(shape, Box()), None if out is None else out.view(())).view(1)
         spec = ShardSpec(
             global_shape=shape,
             local_shape=(stop - start, *shape[1:]),

@@ -1,4 +1,5 @@
-"""Computes a model's logits with the engine's own decoder, on the CPU in fp32, with one layer in memory at a time.
+"""Computes a model's logits with the engine's own decoder, on the CPU in fp32, with one layer in memory at a time; with
+all of them where layers need more of others than the residual stream.
 
 Exports are compared with them: the weights as they are stored and the adapters beside them, nothing merged, read by
 the same loader that training uses.
@@ -101,6 +102,11 @@ def live_logits(
     parts += [Part(first=index, last=index + 1, embedding=False, head=False) for index in range(last)]
     step, x = torch.zeros((), dtype=torch.int64), torch.empty(0)
     with torch.no_grad():
+        if not config.layers_stand_alone:
+            whole = _loaded(config, Part(first=0, last=last, embedding=True, head=True), tensors, plan)
+            context = whole.context(batch, step, training=False)
+            logits = whole.logits(whole.run_layers(whole.embed(batch), context), context)
+            return logits[:, : config.vocab_size].float().view(*tokens_BS.shape, -1)
         for part in parts:
             model = _loaded(config, part, tensors, plan)
             context = model.context(batch, step, training=False)

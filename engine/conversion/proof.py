@@ -214,7 +214,7 @@ def _stock_logits(
             model = _with_adapter(model, adapter)
     _widen_while_running(model.eval())
     with torch.no_grad():
-        return model(input_ids=tokens).logits.float()
+        return model(input_ids=tokens, use_cache=False).logits.float()
 
 
 def _refuse_misfits(what: str, info: Mapping[str, Any]) -> None:
@@ -285,14 +285,19 @@ def _widen_while_running(model: nn.Module) -> None:
 
     def widen(module: nn.Module, _: Sequence[Any]) -> None:
         for parameter in module.parameters(recurse=False):
-            kept[parameter] = parameter.data
+            held, users = kept.get(parameter, (parameter.data, 0))  # a module around this one may have it too
+            kept[parameter] = (held, users + 1)
             parameter.data = parameter.data.float()
 
     def narrow(module: nn.Module, _: Sequence[Any], __: object) -> None:
         for parameter in module.parameters(recurse=False):
-            parameter.data = kept.pop(parameter)
+            held, users = kept.pop(parameter)
+            if users > 1:
+                kept[parameter] = (held, users - 1)
+            else:
+                parameter.data = held
 
-    kept: dict[nn.Parameter, Tensor] = {}
+    kept: dict[nn.Parameter, tuple[Tensor, int]] = {}
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if own and all(parameter.is_floating_point() for parameter in own):

@@ -528,6 +528,11 @@ class DecoderConfig:
         return any(front.needs_images for front in self.fronts)
 
     @property
+    def layers_stand_alone(self) -> bool:
+        """Whether each layer computes by itself, given what the one before it gave."""
+        return True
+
+    @property
     def sees_images(self) -> bool:
         """Whether records may have images."""
         return bool(self.fronts)

@@ -112,13 +112,14 @@ def _apart(model: Any, batch: Batch, wanted: Tensor) -> float:
 def _in_full(small: Small, base: WeightSource, folder: Path) -> str | None:
     """Trains every weight and compares what is written with transformers' own; returns a phrase on what differs."""
     stock: Any = small.model
+    names = [name for name in base.tensor_names() if not name.endswith(CORRECTION)]
+    trains = {base.model.names.to_hf(name).name for name in names}
     with torch.no_grad(), seeded(5):
-        for parameter in stock.parameters():
+        for parameter in (one for name, one in stock.named_parameters(remove_duplicate=False) if name in trains):
             parameter.add_(torch.randn_like(parameter) * 0.01)
     with quiet():
         stock.save_pretrained(folder / "own")
     changed = open_source(folder / "own", "adopted")
-    names = [name for name in base.tensor_names() if not name.endswith(CORRECTION)]
     run = open_run(trained_run(folder / "full", {name: changed.read_whole(name) for name in names}, folder / "hf"))
     export_hf(MergedSource(base.model, base, run.trained(), scale=0.0), folder / "written")
     found, expected = stored(folder / "written"), stored(folder / "own")

@@ -433,10 +433,13 @@ class AdoptedBody(Decoder):
     def cached_attentions(self) -> list[CachedAttention]:
         if not self.config.keeps_documents_apart:
             return []
-        x = torch.zeros(1, self.config.hidden, dtype=self.dtype, device=self._device)
-        step = torch.zeros((), dtype=torch.int64, device=self._device)
+        batch, step = one_token(self._device), torch.zeros((), dtype=torch.int64, device=self._device)
         with torch.no_grad():
-            context = self.context(one_token(self._device), step, training=False)
+            if self.part.embedding:  # whose features may be fewer than the residual stream's
+                x = self.embed(batch)
+            else:
+                x = torch.zeros(1, self.config.hidden, dtype=self.dtype, device=self._device)
+            context = self.context(batch, step, training=False)
             self.run_layers(x, replace(context, cache=EmptyCache()))
         seen, self._run.seen = self._run.seen or {}, None
         return [

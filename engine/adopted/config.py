@@ -179,6 +179,11 @@ class AdoptedConfig(DecoderConfig):
                 f"parallel.context is {size}, but layers of {self.family} models remember tokens in a way of their "
                 "own, which does not reach other ranks: set parallel.context to 1."
             )
+        if (layer := resolve("engine.adopted.proof:unseen_layer")(self.hf_config)) is not None:
+            raise UserError(
+                f"parallel.context is {size}, but {layer} of a small {self.family} model has an attention of its own, "
+                "which does not reach other ranks: set parallel.context to 1."
+            )
         if self.sees_images:
             raise UserError(
                 f"parallel.context is {size}, but features of images of {self.family} models are not divided over "

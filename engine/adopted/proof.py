@@ -513,3 +513,18 @@ def layers_stand_alone(config_text: str) -> bool:
     except FAULTS:
         return False
     return difference(apart, Computed(whole.losses, {})).is_rounding
+
+
+@lru_cache(maxsize=8)
+def unseen_layer(config_text: str) -> str | None:
+    """Returns the name of a small model's layer that the engine's attention is not asked in, which so does not reach
+    tokens of other ranks; None where it is asked in each.
+
+    Args:
+        config_text: the `config.json`, as text.
+    """
+    (model,) = small_of(json.loads(config_text)).parts()
+    with quiet():
+        names = [one.name for one in model.cached_attentions()]
+    layers = (f"layers.{index}." for index in range(model.config.num_layers))
+    return next((layer.rstrip(".") for layer in layers if not any(name.startswith(layer) for name in names)), None)

@@ -11,7 +11,9 @@ from engine.adopted.structure import image_types, known_types
 from tests.coverage import image_page
 from tests.coverage.apart import run_apart
 from tests.coverage.checks import one_process
+from tests.coverage.export_checks import exported
 from tests.coverage.page import EXACT, JSON, PAGE, counts, page, sentences, trains
+from tests.coverage.rank_checks import ON_RANKS
 
 SAMPLE = ["bert", "gpt2", "llama", "qwen3_5_text"]
 """A stem with a biased head, transposed linears, the plain case, and layers that mix documents."""
@@ -59,3 +61,25 @@ def test_results_are_those_of_a_run(model_type: str):
     found, kept = run_apart(one_process, model_type), _FOUND[model_type]
     assert found["packed"] == kept["packed"]
     assert found["peft"] < EXACT and kept["peft"] < EXACT
+
+
+@pytest.mark.parametrize("model_type", ["bert", "nanochat"])
+def test_exports_are_those_of_a_run(model_type: str):
+    """A head whose bias is stored under another name, and layers that need more of others than the stream."""
+    found = exported(model_type)
+    assert found.keys() == {"export"} and found["export"] < EXACT, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["apertus", "bamba", "bart", "ctrl", "gpt_oss", "gpt2"])
+def test_further_exports_are_those_of_a_run(model_type: str):
+    found = exported(model_type)
+    assert found.keys() == {"export"} and found["export"] < EXACT, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "column"), [("bert", "zero"), ("openai-gpt", "zero"), ("llama", "context"), ("electra", "context")]
+)
+def test_ranks_compute_what_the_page_says(model_type: str, column: str):
+    assert run_apart(ON_RANKS[column], model_type, ranks=2)[column] < EXACT

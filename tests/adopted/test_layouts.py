@@ -76,6 +76,8 @@ def test_rings_refuse_windows_and_soft_caps_and_every_method_other_mixers() -> N
         with pytest.raises(UserError, match=f"{said}, which ring attention.* set parallel.context_method to ulysses"):
             _small(model_type).config.check_context(2, "ring")
         _small(model_type).config.check_context(2, "ulysses")
+    with pytest.raises(UserError, match="layers.0 of a small gptj model has an attention of its own"):
+        _small("gptj").config.check_context(2, "ring")
     own = replace(_small("qwen3_next").config, attention="own")
     for method in ("ring", "ulysses"):
         with pytest.raises(UserError, match="set parallel.context to 1"):

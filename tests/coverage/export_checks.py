@@ -37,13 +37,13 @@ RANK, SCALE = 2, 0.5
 def exported(model_type: str) -> Result:
     """Exports adapters, a merged model and a model trained in full; returns the largest difference of a loss, or under
     "export" a phrase on what was refused or differs. Where PEFT cannot take the adapter, "export_peft" says why."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="coverage-") as folder:
+    with tempfile.TemporaryDirectory(prefix="coverage-") as folder:
+        try:
             return _exported(model_type, Path(folder))
-    except UserError as error:
-        return {"export": str(error)}
-    except FAULTS as error:
-        return {"export": f"{type(error).__name__}: {first_line(error)}"}
+        except UserError as error:
+            return {"export": str(error).replace(f"{folder}/", "")}
+        except FAULTS as error:
+            return {"export": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def _exported(model_type: str, folder: Path) -> Result:

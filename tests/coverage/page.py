@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 JSON, PAGE = DOCS / "models.json", DOCS / "models.md"
 EXACT, ROUNDING = 1e-5, 1e-4
 """Differences in float32: what is met nearly always, and what long sums and scans round to."""
-_LONGEST, _LONGEST_REASON = 110, 240
+_LONGEST, _LONGEST_REASON = 110, 150
 _INTRODUCTION = (
     """\
 Every type of causal language model that transformers has, and how a small model of it, run as
@@ -150,8 +150,9 @@ def _refusals(right: dict[str, Any]) -> list[str]:
             if said is None or (isinstance(said, float) and said <= ROUNDING):
                 continue
             phrase = f"differs by {said:.0e}" if isinstance(said, float) else said.rstrip(".")
-            reasons.setdefault(phrase.replace(f" {model_type} ", " such "), []).append(model_type)
-        lines += [f"- {name}: {', '.join(types)}: {phrase[:_LONGEST_REASON]}" for phrase, types in reasons.items()]
+            phrase = phrase.replace(f" {model_type} ", " such ").replace(f"'{model_type}'", "..")[:_LONGEST_REASON]
+            reasons.setdefault(phrase, []).append(model_type)
+        lines += [f"- {name}: {', '.join(types)}: {phrase}" for phrase, types in reasons.items()]
     return lines
 
 

@@ -369,6 +369,8 @@ class AdoptedBody(Decoder):
         self._run.seen = None if context.cache is None else {}
         positions = self._positions(rows, context)
         stream = self._rest.enter(x).view(*rows.positions_BS.shape, -1)
+        if self._rest.sinks:  # autograd lets no body change in place what a function returned as a view
+            stream = stream.clone()
         taken: dict[str, Any] = {"inputs_embeds": stream, **positions}
         if self.part.embedding:
             self._stream.now, taken = stream, {"input_ids": rows.tokens_BS, **positions}

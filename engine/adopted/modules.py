@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -20,6 +21,11 @@ from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule, ShardEntry, shard_entries
 from engine.layers.plain_module import linear_names, replace_module
 from engine.ops.gradients import past_unused
+
+
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names of parameters that do not decay in transformers' Trainer, in lower case. A vector of another name is no norm's
+weight and no bias, and some biases are no vectors."""
 
 
 class _Collected(torch.autograd.Function):
@@ -159,8 +165,10 @@ class Adopted(ShardedModule):
             else:
                 spec = parameter_spec(tuple(shape), self._split(owner) if split == "whole" else split, tp, name=full)
             full = f"{full}.weight" if leaf in stacks else full
-            return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable)
+            decays = not is_norm and _NO_DECAY.search(full.lower()) is None
+            return self.own(full, build.empty(spec.local_shape), spec, trainable=trainable, decays=decays)
 
+        is_norm = "norm" in type(module).__name__.lower()
         stacks = stack_leaves(module)
         if owner and not build.plan.trains(name) and (form := norm_form(module)) is not None:
             weight = own("weight", module.weight.shape, trainable=False)

@@ -267,9 +267,18 @@ class Small:
 
     def _weight(self, weights: dict[str, Tensor], name: str) -> Tensor:
         stored = self.names.to_hf(name).name
+        return weights[stored].t() if self._is_turned(stored) else weights[stored]
+
+    def _is_turned(self, stored: str) -> bool:
+        """Returns whether transformers' model has a parameter [in, out] that is [out, in] here."""
         module, _, leaf = stored.rpartition(".")
-        turned = leaf == "weight" and isinstance(self.model.get_submodule(module), Conv1D)
-        return weights[stored].t() if turned else weights[stored]
+        return leaf == "weight" and isinstance(self.model.get_submodule(module), Conv1D)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients of all leaves, as the engine has them; zeros where a leaf has none."""
+        found = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in self.leaves.items()}
+        turned = {name: found[name].t() for name in self.weights if self._is_turned(self.names.to_hf(name).name)}
+        return {**found, **turned}
 
 
 def shard_of(whole: Tensor, spec: ShardSpec) -> Tensor:
@@ -437,8 +446,7 @@ def reference(small: Small, batch: Batch) -> Computed:
     whole = torch.cat(losses)
     if leaves:
         whole.sum().backward()
-    gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in leaves.items()}
-    return Computed(whole.detach(), gradients)
+    return Computed(whole.detach(), small.gradients())
 
 
 def computed(parts: list[Decoder], batch: Batch, mesh: Mesh | None = None) -> Computed:

@@ -1,4 +1,4 @@
-"""Modules of transformers that the engine computes with ops of its own: norms, and gated MLPs.
+"""Modules of transformers that the engine computes with ops of its own: norms, linears, and gated MLPs.
 
 What a module computes is found by running a copy of it with a few features, whatever its class is called.
 """
@@ -64,6 +64,21 @@ class AdoptedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return output_rmsnorm(rows, self.weight, self._form.eps, None, self._form.offset, self._kernels).view(x.shape)
+
+
+def computes_linear(module: nn.Linear) -> bool:
+    """Returns whether a linear with a forward of its own computes x W^T + b."""
+    if not _takes_one(module):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    twin, plain = copy.deepcopy(module), nn.Linear(_FEATURES, _INNER, bias=module.bias is not None)
+    with torch.no_grad():
+        for leaf, parameter in plain.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            twin.register_parameter(leaf, parameter)
+        twin.in_features, twin.out_features = _FEATURES, _INNER
+        x = torch.randn(1, _ROWS, _FEATURES, generator=generator)
+        return _same(_run(twin, x), plain(x))
 
 
 class MLPForm(NamedTuple):

@@ -166,6 +166,7 @@ _RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     ("kv_channels", lambda c: c["hidden_size"] / c["num_attention_heads"]),
     ("num_query_groups", lambda c: c["num_attention_heads"]),
     ("mamba_d_ssm", lambda c: c["mamba_n_heads"] * c["mamba_d_head"]),
+    ("mamba_d_head", lambda c: c["hidden_size"] * c["mamba_expand"] / c["mamba_n_heads"]),
     ("mamba_headdim", lambda c: c["hidden_size"] * c["mamba_expand"] / c["n_mamba_heads"]),
     ("attention_hidden_size", lambda c: c["hidden_size"]),
     ("attention_head_dim", lambda c: c["attention_hidden_size"] / c["num_attention_heads"]),

@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 
 from engine.adopted.attention import IMPLEMENTATION
+from engine.adopted.recognised import computes_linear
 from engine.adopted.small import LAYER_COUNTS
 from engine.errors import UserError
-from engine.layers.plain_module import build_plain
+from engine.layers.plain_module import build_plain, is_linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,13 +196,17 @@ class TransposedLinear(nn.Linear):
 
 
 def with_linears(model: nn.Module) -> nn.Module:
-    """Puts linears without memory in place of transformers' transposed ones, and returns the model."""
+    """Puts torch's linears without memory in place of transformers' transposed ones, and of those that compute the same
+    in a forward of their own, and returns the model."""
     from transformers.pytorch_utils import Conv1D
 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Conv1D):
                 setattr(parent, name, TransposedLinear(*child.weight.shape, device="meta"))
+            elif isinstance(child, nn.Linear) and not is_linear(child) and computes_linear(child):
+                rows, columns = child.weight.shape
+                setattr(parent, name, nn.Linear(columns, rows, bias=child.bias is not None, device="meta"))
     return model
 
 

@@ -21,10 +21,11 @@ from engine.files.documents import read_json
 from engine.sentences import as_written
 
 # Keys about who wrote the adapter, where it sits (the tensors' names say that too) or how it is loaded elsewhere.
+# fan_in_fan_out says how the base's weight lies in memory, which PEFT itself sets by the kind of module.
 # fmt: off
 _HARMLESS_KEYS = frozenset((
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "target_parameters", "task_type",
 ))

@@ -12,12 +12,14 @@ from engine.ops.gradients import GradientSink
 
 
 class ShardEntry(NamedTuple):
-    """A parameter on this rank. `sink` is None where the parameter is frozen."""
+    """A parameter on this rank. `sink` is None where the parameter is frozen; `decays` says whether weight decay applies,
+    and is None where the shape and the name do."""
 
     name: str
     parameter: nn.Parameter
     spec: ShardSpec
     sink: GradientSink | None
+    decays: bool | None = None
 
     @property
     def shard(self) -> NamedShard:
@@ -31,12 +33,14 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.entries: list[ShardEntry] = []
 
-    def own(self, name: str, tensor: Tensor, spec: ShardSpec, *, trainable: bool) -> ShardEntry:
+    def own(
+        self, name: str, tensor: Tensor, spec: ShardSpec, *, trainable: bool, decays: bool | None = None
+    ) -> ShardEntry:
         """Registers `tensor` (storage may be a view of a larger one) as the parameter with logical `name`."""
         assert tuple(tensor.shape) == spec.local_shape, (name, tensor.shape, spec)
         parameter = nn.Parameter(tensor, requires_grad=trainable)
         sink = GradientSink(tensor.shape, tensor.device) if trainable else None
-        entry = ShardEntry(name, parameter, spec, sink)
+        entry = ShardEntry(name, parameter, spec, sink, decays)
         self.register_parameter(name.replace(".", "_"), parameter)
         self.entries.append(entry)
         return entry

@@ -98,6 +98,8 @@ _DECAYED_VECTORS = (
 def decays(entry: ShardEntry) -> bool:
     """Returns whether weight decay applies, as in Hugging Face's Trainer: to all but the weights of norms and
     biases."""
+    if entry.decays is not None:
+        return entry.decays
     return len(entry.spec.global_shape) > 1 or entry.name.endswith(_DECAYED_VECTORS)
 
 

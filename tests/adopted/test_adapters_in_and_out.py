@@ -26,7 +26,8 @@ from tests.adopted.saved_models import save_small, stored
 from tests.unit.test_checkpoint_peft import RANK, trained_run
 
 SCALE = 5.0 / RANK
-TYPES = ("olmo3", "ernie4_5_moe", "gpt_bigcode")
+TYPES = ("olmo3", "ernie4_5_moe", "gpt_bigcode", "ctrl")
+"""The linears of ctrl's MLPs have numbers for names, as its layers have."""
 
 
 def _opened(folder: Path) -> Any:

@@ -87,8 +87,10 @@ def test_stages_are_the_model_also_where_something_comes_before_the_first_layer(
     assert "2 stages" in found.line() and "2 stages" in found.facts()
 
 
-def test_layers_by_themselves_have_what_comes_before_the_first() -> None:
-    small = proof.small_of(_config("gpt2"))
+@pytest.mark.parametrize("model_type", ["gpt2", "nanochat"])
+def test_live_logits_are_transformers(model_type: str) -> None:
+    """One layer at a time, with what comes before the first; or all at once, where later layers need the first input."""
+    small = proof.small_of(_config(model_type))
     batch, (whole,) = proof.proof_batch((16,), small.config.vocab_size), small.parts()
     held = {entry.name: entry.parameter.detach() for entry in shard_entries(whole)}
     reader: Any = SimpleNamespace(read=lambda name, spec, out: out.copy_(held[name]))
@@ -96,6 +98,16 @@ def test_layers_by_themselves_have_what_comes_before_the_first() -> None:
         found = live_logits(small.config, reader, batch.tokens_BS, small.plan())
         wanted = small.model(input_ids=batch.tokens_BS).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "ctrl"])
+def test_all_weights_train_where_linears_are_transposed_and_bodies_change_embeddings_in_place(model_type: str) -> None:
+    decoder = adopted_config(_config(model_type))
+    every = TrainingPlan(trains=lambda name: True)
+    trained = tuple(entry.name for entry in shard_entries(meta_model(decoder, plan=every)) if entry.sink is not None)
+    asked = AskedOfModel(trained=trained, layers=(decoder.num_layers,))
+    (row,) = prove(decoder, asked, mesh=None, world=Axis("world"), device=CPU).rows
+    assert row.worst <= row.bound
 
 
 def test_stages_that_share_what_one_begins_with_are_refused() -> None:

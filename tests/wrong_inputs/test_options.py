@@ -205,7 +205,6 @@ ADAPTER_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_dropout": 10**400}, "has lora_dropout a number of many digits: expected a number"),
     ({"use_rslora": "false"}, "has use_rslora 'false': expected true or false"),
     ({"bias": "all"}, "bias 'all', which is not supported"),
-    ({"fan_in_fan_out": True}, "fan_in_fan_out true, which is not supported"),
     ({"layer_replication": [[0, 1]]}, "layer_replication [[0, 1]], which is not supported"),
     ({"use_qalora": True}, "use_qalora true, which is not supported"),
     ({"use_something_new": True}, "use_something_new true, which is not supported"),

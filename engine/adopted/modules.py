@@ -22,7 +22,6 @@ from engine.layers.module import ShardedModule, ShardEntry, shard_entries
 from engine.layers.plain_module import linear_names, replace_module
 from engine.ops.gradients import past_unused
 
-
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that do not decay in transformers' Trainer, in lower case. A vector of another name is no norm's
 weight and no bias, and some biases are no vectors."""

@@ -32,7 +32,6 @@ from engine.distributed.sharding import ShardSpec
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
-from engine.layers.plain_module import is_linear
 from engine.layers.storage import WeightPlacement
 from engine.models.decoder import Decoder, Part, build_decoder, split_parts
 from engine.models.decoder_config import DecoderConfig
@@ -108,9 +107,8 @@ def attention_proof(config_text: str) -> AttentionProof:
     found: list[Difference | str] = []
     for attention in _TRIED:
         tried = replace(small, config=replace(small.config, attention=attention))
-        batch = rows if attention == "engine" else single
         try:
-            tried_now = difference(computed(tried.parts(), batch), reference(small, batch))
+            tried_now = agreement(tried, rows if attention == "engine" else single)
         except FAULTS as error:  # a UserError among them, where this attention lacks something
             found.append(raised(error))
             continue
@@ -191,14 +189,14 @@ class Small:
         """Everything whose gradient is compared."""
         return {**self.factors, **self.weights}
 
-    def batch(self, lengths: tuple[int, ...]) -> Batch:
+    def batch(self, lengths: tuple[int, ...], seed: int = 0) -> Batch:
         """Returns a row that packs documents of these lengths, or as many with images where the model sees such."""
         if not self.config.sees_images:
-            return proof_batch(lengths, self.config.vocab_size)
+            return proof_batch(lengths, self.config.vocab_size, seed=2 + seed)
         made_up = resolve("engine.adopted.images.made_up:made_up_images")
         hf_config = json.loads(self.config.hf_config)
         try:
-            found = [made_up(hf_config, self.model, seed=seed) for seed in range(len(lengths))]
+            found = [made_up(hf_config, self.model, seed=seed + place) for place in range(len(lengths))]
         except FAULTS as error:
             raise UserError(
                 f"no images can be made up for a small {self.config.family} model: {raised(error)}."
@@ -339,7 +337,7 @@ def _adaptable(decoder: DecoderConfig, names: NameMap, model: nn.Module) -> list
         f"layers.{index}.{INSIDE}{name}"
         for index, layer in layers.named_children()
         for name, module in layer.named_modules()
-        if is_linear(module) or isinstance(module, Conv1D)
+        if name in decoder.all_linears and isinstance(module, nn.Linear | Conv1D)
     ] + [*decoder.vision_linears()]
 
 
@@ -489,6 +487,27 @@ def difference(found: Computed, wanted: Computed, parts: Iterable[Decoder] = ())
         norm = max(float(whole.norm()), 1e-3 * largest, 1e-12)
         worst.append(Difference(name, float((found.gradients[name] - expected).norm()) / norm))
     return max(worst, key=lambda one: one.severity)
+
+
+def agreement(
+    small: Small, batch: Batch, layers: tuple[int, ...] | None = None, wanted: Computed | None = None
+) -> Difference:
+    """Returns how far the engine's model, in stages of so many layers each, is from transformers' own.
+
+    Where losses agree and a gradient does not, other tokens decide: at the kink of an activation such as ReLU it is
+    rounding that takes one of two slopes.
+
+    Args:
+        batch: of `Small.batch`.
+        wanted: what transformers' computes of it; None computes that.
+    """
+    wanted = reference(small, batch) if wanted is None else wanted
+    found = difference(computed(small.parts(layers), batch), wanted)
+    if found.is_rounding or found.figure == "loss":
+        return found
+    lengths = batch.document_lengths
+    other = small.batch(lengths, seed=len(lengths)).to(batch.tokens_BS.device)
+    return difference(computed(small.parts(layers), other), reference(small, other))
 
 
 @lru_cache(maxsize=8)

@@ -26,6 +26,7 @@ from engine.adopted.proof import (
     Difference,
     Small,
     Trained,
+    agreement,
     computed,
     difference,
     raised,
@@ -101,7 +102,7 @@ class _Case:
     def cut(self, layers: tuple[int, ...]) -> Difference | Failed:
         """Returns how far stages of so many layers are from it, or what they raised."""
         try:
-            return difference(computed(self.small.parts(layers), self.batch), self.wanted)
+            return agreement(self.small, self.batch, layers, self.wanted)
         except FAULTS as error:
             return raised(error)
 

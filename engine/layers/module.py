@@ -12,8 +12,8 @@ from engine.ops.gradients import GradientSink
 
 
 class ShardEntry(NamedTuple):
-    """A parameter on this rank. `sink` is None where the parameter is frozen; `decays` says whether weight decay applies,
-    and is None where the shape and the name do."""
+    """A parameter on this rank. `sink` is None where the parameter is frozen; `decays` says whether weight decay
+    applies, and is None where the shape and the name do."""
 
     name: str
     parameter: nn.Parameter

@@ -33,7 +33,7 @@ def _stock(model_type: str) -> tuple[dict[str, Any], Any]:
     config = {**model.config.to_dict(), "model_type": model_type}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     # PEFT turns targets in a mixture's MLPs into adapters on its stacks of experts
-    inside = "attn" if any(name.endswith(".experts") for name, _ in model.named_modules()) else "layers"
+    inside = "attn" if any(name.endswith(".experts") for name, _ in model.named_modules()) else "."  # the head has none
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[name for name in linears if inside in name])
     return config, drawn_adapters(model, lora)
 

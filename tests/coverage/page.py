@@ -150,7 +150,7 @@ def _refusals(right: dict[str, Any]) -> list[str]:
             if said is None or (isinstance(said, float) and said <= ROUNDING):
                 continue
             phrase = f"differs by {said:.0e}" if isinstance(said, float) else said.rstrip(".")
-            phrase = phrase.replace(f" {model_type} ", " such ").replace(f"'{model_type}'", "..")[:_LONGEST_REASON]
+            phrase = phrase.replace(f" {model_type} ", " ").replace(f"'{model_type}'", "..")[:_LONGEST_REASON]
             reasons.setdefault(phrase, []).append(model_type)
         lines += [f"- {name}: {', '.join(types)}: {phrase}" for phrase, types in reasons.items()]
     return lines

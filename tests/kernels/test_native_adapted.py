@@ -182,7 +182,7 @@ def test_gradients_of_one_part_are_added_before_the_next_part_makes_its_own() ->
 
     def run() -> Tensor:
         sections = [replace(one, db=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
-        adapted.backward(given.dy, given.weight, given.a, sections, h_TR=h, bits=None, keep_scale=1.0, updates=False)
+        adapted.backward(given.dy, given.weight, given.a, sections, h_TR=h, mask=None, keep_scale=1.0, updates=False)
         assert sections[0].db is not None
         return sections[0].db
 
@@ -196,8 +196,8 @@ def test_gradients_of_one_part_are_added_before_the_next_part_makes_its_own() ->
 
 def test_other_rows_do_not_change_a_row() -> None:
     given = _operands(CASES[3], masked=False)
-    y, h = adapted.forward(given.x, given.weight, given.a, given.sections, bits=None, keep_scale=1.0)
-    some = adapted.forward(given.x[17:50], given.weight, given.a, given.sections, bits=None, keep_scale=1.0)
+    y, h = adapted.forward(given.x, given.weight, given.a, given.sections, mask=None, keep_scale=1.0)
+    some = adapted.forward(given.x[17:50], given.weight, given.a, given.sections, mask=None, keep_scale=1.0)
     assert torch.equal(some[0], y[17:50]) and torch.equal(some[1], h[17:50])
 
 
@@ -216,7 +216,7 @@ def test_no_columns() -> None:
     sections = [replace(one, db=torch.zeros(one.num_columns, one.num_ranks)) for one in given.sections]
     h = torch.randn(150, 16)
     dx, dh = adapted.backward(
-        given.dy, given.weight, given.a, sections, h_TR=h, bits=None, keep_scale=1.0, updates=True
+        given.dy, given.weight, given.a, sections, h_TR=h, mask=None, keep_scale=1.0, updates=True
     )
     assert dx.shape == (150, 0)
     torch.testing.assert_close(

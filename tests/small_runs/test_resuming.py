@@ -9,6 +9,7 @@ import pytest
 
 from engine.config.load import parse_config, to_yaml
 from engine.config.resume_rules import changes
+from engine.telemetry.format import short_path
 from tests.small_runs.conftest import SmallRuns
 from tests.support.commands import losses, options
 from tests.wrong_inputs.workplace import run_here
@@ -146,7 +147,8 @@ def test_the_best_checkpoint_is_kept_and_exported(run: SmallRuns, capsys: pytest
     assert 0 < best < 12, losses
     kept = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))
     assert kept == [f"step_{best:08d}", "step_00000012"]
-    line = f"best evaluation loss   {losses[best]:.4f} (step {best}), kept in {run.folder}/checkpoints/step_{best:08d}"
+    kept_in = short_path(run.folder / "checkpoints" / f"step_{best:08d}")
+    line = f"best evaluation loss   {losses[best]:.4f} (step {best}), kept in {kept_in}"
     assert line in said
     out = run.folder.with_name("best")
     arguments = ["export", "--source", run.folder, "--out", out, "--format", "peft", "--no-proof"]

@@ -6,7 +6,8 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from engine.adopted.structure import sees_images
+from engine.adopted.forms import written_config
+from engine.adopted.structure import known_types, sees_images
 from engine.errors import UserError
 from engine.seams import resolve
 
@@ -25,8 +26,12 @@ def images_refused(hf_config: dict[str, Any]) -> str | None:
 
 @lru_cache(maxsize=8)
 def _refused(config_text: str) -> str | None:
+    hf_config = json.loads(config_text)
     try:
-        record = resolve("engine.adopted.config:adopted_config")(json.loads(config_text))
+        record = resolve("engine.adopted.config:adopted_config")(hf_config)
     except UserError as refusal:
         return str(refusal)
+    given, read = ((one.get("text_config") or {}).get("model_type") for one in (hf_config, written_config(hf_config)))
+    if given != read and given in [*known_types()]:  # a class that has but one kind of language model
+        return f"transformers reads its text_config of type {given!r} as {read!r}"
     return None if record.sees_images else "no module of it takes pixels"

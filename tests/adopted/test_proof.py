@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 from engine.adopted import forms, proof, stage_ends, structure
-from engine.adopted.config import AdoptedConfig, adopted_config, adopted_family
+from engine.adopted.config import AdoptedConfig, adopted_config
 from engine.adopted.run_proof import prove
 from engine.conversion.live_logits import live_logits
 from engine.distributed.mesh import Axis, build_mesh
@@ -25,7 +25,6 @@ from engine.layers.context import AdapterSettings, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.describe import meta_model
 from engine.models.run_proof import AskedOfModel, RunProof
-from engine.optim.flat_layout import decays
 from engine.training.start_proof import prove_model
 from tests.support.spawning import spawn
 
@@ -109,19 +108,6 @@ def test_all_weights_train_where_linears_are_transposed_and_bodies_change_embedd
     asked = AskedOfModel(trained=trained, layers=(decoder.num_layers,))
     (row,) = prove(decoder, asked, mesh=None, world=Axis("world"), device=CPU).rows
     assert row.worst <= row.bound
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "bamba"])
-def test_weights_decay_that_do_in_transformers_trainer(model_type: str) -> None:
-    from transformers import Trainer
-
-    stock = forms.small_model(_config(model_type))
-    decayed = Trainer.get_decay_parameter_names(None, stock)  # type: ignore[arg-type]
-    small, every = forms.small_record(_config(model_type)), TrainingPlan(trains=lambda name: True)
-    names = adopted_family(small).names
-    for entry in shard_entries(meta_model(adopted_config(small), plan=every)):
-        if entry.sink is not None:
-            assert decays(entry) == (names.to_hf(entry.name).name in decayed), entry.name
 
 
 def test_stages_that_share_what_one_begins_with_are_refused() -> None:

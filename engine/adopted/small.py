@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, lcm
 from typing import Any
 
 from engine.adopted.images.sizes import (
     TOWER_SIZES,
     TOWERS,
+    Relations,
+    Sizes,
     distinct_tokens,
     features_of_layers,
+    relate,
     relate_parts,
     relate_tower,
     small_size,
@@ -154,8 +157,7 @@ _KEEP_LAYERS = 4
 _MOST_PAIRS = 4
 """Two layers of each kind are kept where there are no more kinds: some of transformers' modules share weights."""
 
-Sizes = Mapping[str, Any]
-_RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
+_RELATIONS: Relations = (
     ("num_key_value_heads", lambda c: c["num_attention_heads"]),
     ("num_key_value_heads", lambda c: c["n_heads"]),
     ("head_dim", lambda c: c["qk_rope_head_dim"]),
@@ -202,11 +204,11 @@ def small_config(
             small[key] = _of_layers(key, value, count, indices, small[key])
         if isinstance(shared := hf_config.get("num_kv_shared_layers"), int):
             small["num_kv_shared_layers"] = sum(index >= count - shared for index in indices)
-    _relate(hf_config, small)
+    relate(_RELATIONS, hf_config, small)
     _relate_positions(hf_config, small)
     for layer, own in (small.get("per_layer_config") or {}).items():
         related = {**small, **own}
-        _relate({**hf_config, **_entry(hf_config["per_layer_config"], indices[int(layer)])}, related)
+        relate(_RELATIONS, {**hf_config, **_entry(hf_config["per_layer_config"], indices[int(layer)])}, related)
         own.update({key: value for key, value in related.items() if key in own or value != small[key]})
     for key, value in hf_config.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -297,13 +299,6 @@ def _with_layers(hf_config: dict[str, Any]) -> tuple[dict[str, Any], int]:
     raise AssertionError("a config that is read has layers")
 
 
-def _relate(full: Sizes, small: dict[str, Any]) -> None:
-    """Makes what holds of a config hold of the small one."""
-    for key, relation in _RELATIONS:
-        if _holds(full, key, relation):
-            small[key] = int(relation(small))
-
-
 def _relate_positions(full: Sizes, small: dict[str, Any]) -> None:
     """Divides the rotated features of a small head among time, height and width as those of the whole one are."""
     rope = full.get("rope_parameters")
@@ -322,13 +317,6 @@ def _relate_positions(full: Sizes, small: dict[str, Any]) -> None:
 
 def _entry(table: dict[Any, Any], layer: int) -> Any:
     return next((value for key, value in table.items() if int(key) == layer), {})
-
-
-def _holds(config: Sizes, key: str, relation: Callable[[Sizes], Any]) -> bool:
-    try:
-        return config.get(key) is not None and bool(config[key] == relation(config))
-    except (KeyError, TypeError, ZeroDivisionError):  # a family without the other sizes
-        return False
 
 
 def _of_layers(key: str, value: Any, count: int, indices: list[int], otherwise: Any) -> Any:

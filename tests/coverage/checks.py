@@ -23,7 +23,6 @@ from engine.adopted.proof import (
     attention_proof,
     computed,
     difference,
-    proof_batch,
     reference,
     small_of,
 )
@@ -52,13 +51,27 @@ def one_process(model_type: str) -> Result:
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
     small = small_of(config)
     small = replace(small, config=replace(small.config, attention=decoder.attention))
-    lengths = PACKED if decoder.keeps_documents_apart else SINGLE
-    found: Result = {"packed": decoder.keeps_documents_apart}
-    packed = attention_proof(decoder.hf_config).packed
+    found, batch, wanted = in_one_piece(config, small)
+    count = small.config.num_layers
+    found["stages"] = tried(lambda: difference(computed(small.parts((count // 2, count - count // 2)), batch), wanted))
+    return found
+
+
+def in_one_piece(config: dict[str, Any], small: Small) -> tuple[Result, Batch, Computed]:
+    """Returns how far the model is from autograd through transformers' and from PEFT, with the batch and what autograd
+    computes of it.
+
+    Args:
+        small: of `config`.
+    """
+    apart = small.config.keeps_documents_apart
+    found: Result = {"packed": apart}
+    packed = attention_proof(small.config.hf_config).packed
     if packed is not None:
         found["packed_reason"] = packed if isinstance(packed, str) else packed.sentence()
-    for seed in (2, 3):  # other tokens decide where rounding took another slope at the kink of an activation
-        batch = proof_batch(lengths, decoder.vocab_size, seed)
+    lengths = PACKED if apart else SINGLE
+    for seed in (0, len(lengths)):  # other tokens decide where rounding took another slope at the kink of an activation
+        batch = small.batch(lengths, seed)
         whole, wanted = computed(small.parts(), batch), reference(small, batch)
         if difference(whole, wanted).is_rounding:
             break
@@ -67,9 +80,7 @@ def one_process(model_type: str) -> Result:
         found["peft"] = difference(whole, by_peft(config, small, batch)).worst
     except FAULTS as error:
         found["peft_reason"] = f"{type(error).__name__}: {first_line(error)}"
-    count = small.config.num_layers
-    found["stages"] = tried(lambda: difference(computed(small.parts((count // 2, count - count // 2)), batch), wanted))
-    return found
+    return found, batch, wanted
 
 
 def tried(compare: Any) -> float | str:

@@ -9,7 +9,7 @@ import torch
 
 from engine.adopted.config import adopted_config
 from engine.adopted.forms import small_record
-from engine.adopted.proof import Difference, Small, Trained, attention_proof, computed, difference, reference, small_of
+from engine.adopted.proof import Difference, Small, Trained, computed, difference, reference, small_of
 from engine.adopted.run_proof import prove
 from engine.adopted.structure import FAULTS, first_line, sees_images
 from engine.choices import VISION
@@ -18,7 +18,7 @@ from engine.distributed.ranks import RankGrid
 from engine.errors import UserError
 from engine.layers.storage import WeightPlacement
 from engine.models.run_proof import AskedOfModel
-from tests.coverage.checks import PACKED, SINGLE, Result, by_peft, tried
+from tests.coverage.checks import PACKED, SINGLE, Result, in_one_piece, tried
 from tests.coverage.made_images import image_config_of
 
 
@@ -33,18 +33,8 @@ def images_in_one_process(model_type: str) -> Result:
         return {"refused": str(error)}
     except FAULTS as error:  # transformers' own config class
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
-    batch = small.batch(PACKED if small.config.keeps_documents_apart else SINGLE)
-    found: Result = {"packed": small.config.keeps_documents_apart}
-    packed = attention_proof(small.config.hf_config).packed
-    if packed is not None:
-        found["packed_reason"] = packed if isinstance(packed, str) else packed.sentence()
-    whole, wanted = computed(small.parts(), batch), reference(small, batch)
-    found["autograd"] = difference(whole, wanted).worst
+    found, _, wanted = in_one_piece(config, small)
     found["tower"] = sum(bool(wanted.gradients[name].any()) for name in small.factors if name.startswith(VISION))
-    try:
-        found["peft"] = difference(whole, by_peft(config, small, batch)).worst
-    except FAULTS as error:
-        found["peft_reason"] = f"{type(error).__name__}: {first_line(error)}"
     found["stages"] = tried(lambda: _in_two_stages(model_type, small))
     return found
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.coverage.page import DOCS, EXACT, ROUNDING
+from tests.coverage.page import (
+    DOCS,
+    EXACT,
+    ROUNDING,
+    figure_text,
+    gradients,
+    is_right,
+    packing,
+    shortened,
+    worst,
+    written,
+)
 
 JSON, PAGE = DOCS / "models_images.json", DOCS / "models_images.md"
 _LONGEST = 220
@@ -34,28 +45,22 @@ def page(found: dict[str, Any]) -> str:
     right = {name: one for name, one in found.items() if trains(one)}
     rest = {name: one for name, one in found.items() if name not in right}
     staged = {name: one["stages"] for name, one in right.items() if isinstance(one["stages"], str)}
-    lines = [
-        "# Models that see images",
-        "",
-        *_INTRODUCTION,
-        *(f"- {sentence}" for sentence in sentences(found)),
-        "",
-        *_COLUMNS,
-        "| type | gradients | packed | 2 stages | parameters spread |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {name} | {_gradients(one)} | {'yes' if one['packed'] else 'alone'} | {_figure(one['stages'])} | "
-            f"{_figure(one['spread'])} |"
+    return written(
+        "Models that see images",
+        [*_INTRODUCTION, *(f"- {sentence}" for sentence in sentences(found)), "", *_COLUMNS],
+        ("gradients", "packed", "2 stages", "parameters spread"),
+        {
+            name: [gradients(one), packing(one), figure_text(one["stages"]), figure_text(one["spread"])]
             for name, one in sorted(right.items())
-        ),
-        "",
-        "## Refused in two stages",
-        *(f"- {name}: {_short(said.partition('whole one')[2] or said)}" for name, said in sorted(staged.items())),
-        "",
-        "## Refused",
-        *(f"- {name}: {_short(reason(one))}" for name, one in sorted(rest.items())),
-    ]
-    return "\n".join(lines) + "\n"
+        },
+        {
+            "Refused in two stages": [
+                f"- {name}: {shortened(said.partition('whole one')[2] or said, _LONGEST)}"
+                for name, said in sorted(staged.items())
+            ],
+            "Refused": [f"- {name}: {shortened(str(reason(one)), _LONGEST)}" for name, one in sorted(rest.items())],
+        },
+    )
 
 
 def counts(found: dict[str, Any]) -> dict[str, int]:
@@ -64,11 +69,11 @@ def counts(found: dict[str, Any]) -> dict[str, int]:
     return {
         "types": len(found),
         "train": len(right),
-        "exact": sum(_worst(one) <= EXACT for one in right),
+        "exact": sum(worst(one) <= EXACT for one in right),
         "peft": sum("peft" in one for one in right),
         "packed": sum(one["packed"] for one in right),
-        "stages": sum(_is_right(one["stages"]) for one in right),
-        "spread": sum(_is_right(one["spread"]) for one in right),
+        "stages": sum(is_right(one["stages"]) for one in right),
+        "spread": sum(is_right(one["spread"]) for one in right),
     }
 
 
@@ -85,32 +90,11 @@ def sentences(found: dict[str, Any]) -> list[str]:
 
 def trains(one: dict[str, Any]) -> bool:
     """Returns whether a type trains with gradients that are transformers', also of its tower."""
-    return "autograd" in one and _worst(one) <= ROUNDING and one["tower"] > 0
+    return "autograd" in one and worst(one) <= ROUNDING and one["tower"] > 0
 
 
 def reason(one: dict[str, Any]) -> str | None:
     """Returns why a type does not train on images; None where nothing says so."""
     if (said := one.get("refused") or one.get("failed")) is not None:
         return str(said)
-    return f"differs by {_worst(one):.0e}" if _worst(one) > ROUNDING else None
-
-
-def _worst(one: dict[str, Any]) -> float:
-    return float(one.get("peft", one["autograd"]))
-
-
-def _is_right(figure: float | str) -> bool:
-    return isinstance(figure, float) and figure <= ROUNDING
-
-
-def _gradients(one: dict[str, Any]) -> str:
-    return f"{one['peft']:.0e}" if "peft" in one else f"*autograd* {one['autograd']:.0e}"
-
-
-def _figure(figure: float | str) -> str:
-    return f"{figure:.0e}" if isinstance(figure, float) and _is_right(figure) else "-"
-
-
-def _short(said: str | None) -> str:
-    text = str(said).split("cannot be adopted: ")[-1].strip().rstrip(".")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}.."
+    return f"differs by {worst(one):.0e}" if worst(one) > ROUNDING else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +38,43 @@ def page(found: dict[str, Any]) -> str:
     """Returns the page of the results of all types."""
     right = {name: one for name, one in found.items() if trains(one)}
     rest = {name: one for name, one in found.items() if name not in right}
-    lines = [
-        "# Models",
-        "",
-        *_INTRODUCTION,
-        *(f"- {sentence}" for sentence in sentences(found)),
-        "",
-        *_COLUMNS,
-        "| type | PEFT | packed | stages | tensor | experts | ZeRO 3 | context | export |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(
-            f"| {name} | {_gradients(one)} | {'yes' if one['packed'] else 'alone'} | "
-            f"{' | '.join(_figure(one.get(key)) for key in ('stages', 'tensor', 'expert', 'zero'))} | "
-            f"{_context(one)} | {_export(one)} |"
-            for name, one in sorted(right.items())
-        ),
-        "",
-        "## Layouts that are refused",
-        *_refusals(right),
-        "",
-        "## Refused",
-        *(f"- {name}: {_short(one)}" for name, one in sorted(rest.items())),
-    ]
+    columns = ("PEFT", "packed", "stages", "tensor", "experts", "ZeRO 3", "context", "export")
+    return written(
+        "Models",
+        [*_INTRODUCTION, *(f"- {sentence}" for sentence in sentences(found)), "", *_COLUMNS],
+        columns,
+        {name: _cells(one) for name, one in sorted(right.items())},
+        {
+            "Layouts that are refused": _refusals(right),
+            "Refused": [f"- {name}: {shortened(_reason(one), _LONGEST)}" for name, one in sorted(rest.items())],
+        },
+    )
+
+
+def written(
+    title: str,
+    introduction: Sequence[str],
+    columns: Sequence[str],
+    rows: Mapping[str, Sequence[str]],
+    sections: Mapping[str, Sequence[str]],
+) -> str:
+    """Returns a page with a table of types.
+
+    Args:
+        columns: behind the first one, which is the type.
+        rows: type -> its cells.
+        sections: heading -> lines, below the table.
+    """
+    lines = [f"# {title}", "", *introduction, f"| type | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    for heading, own in sections.items():
+        lines += ["", f"## {heading}", *own]
     return "\n".join(lines) + "\n"
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    layouts = [figure_text(one.get(key)) for key in ("stages", "tensor", "expert", "zero")]
+    return [gradients(one), packing(one), *layouts, _context(one), _export(one)]
 
 
 def counts(found: dict[str, Any]) -> dict[str, int]:
@@ -68,17 +83,17 @@ def counts(found: dict[str, Any]) -> dict[str, int]:
     return {
         "types": len(found),
         "train": len(right),
-        "exact": sum(_worst(one) <= EXACT for one in right),
+        "exact": sum(worst(one) <= EXACT for one in right),
         "peft": sum("peft" in one for one in right),
         "packed": sum(one["packed"] for one in right),
-        "stages": sum(_is_right(one.get("stages")) for one in right),
-        "zero": sum(_is_right(one.get("zero")) for one in right),
-        "context": sum(_is_right(one.get("context")) for one in right),
-        "export": sum(_is_right(one.get("export")) for one in right),
-        "export_peft": sum(_is_right(one.get("export")) and "export_peft" not in one for one in right),
-        "tensor": sum(_is_right(one.get("tensor")) for one in right),
+        "stages": sum(is_right(one.get("stages")) for one in right),
+        "zero": sum(is_right(one.get("zero")) for one in right),
+        "context": sum(is_right(one.get("context")) for one in right),
+        "export": sum(is_right(one.get("export")) for one in right),
+        "export_peft": sum(is_right(one.get("export")) and "export_peft" not in one for one in right),
+        "tensor": sum(is_right(one.get("tensor")) for one in right),
         "tensor_run": sum("tensor" in one for one in right),
-        "expert": sum(_is_right(one.get("expert")) for one in right),
+        "expert": sum(is_right(one.get("expert")) for one in right),
         "expert_run": sum("expert" in one for one in right),
     }
 
@@ -101,31 +116,40 @@ def sentences(found: dict[str, Any]) -> list[str]:
 
 def trains(one: dict[str, Any]) -> bool:
     """Returns whether a type trains with gradients that are transformers'."""
-    return "autograd" in one and _worst(one) <= ROUNDING
+    return "autograd" in one and worst(one) <= ROUNDING
 
 
-def _worst(one: dict[str, Any]) -> float:
+def worst(one: dict[str, Any]) -> float:
+    """Returns how far a type's losses or gradients are from PEFT's, or autograd's where PEFT refuses it."""
     return float(one.get("peft", one["autograd"]))
 
 
-def _is_right(figure: float | str | None) -> bool:
+def is_right(figure: float | str | None) -> bool:
+    """Returns whether a layout computes what one process does; a phrase is a refusal."""
     return isinstance(figure, float) and figure <= ROUNDING
 
 
-def _gradients(one: dict[str, Any]) -> str:
+def gradients(one: dict[str, Any]) -> str:
+    """Returns the cell of the difference in one process."""
     return f"{one['peft']:.0e}" if "peft" in one else f"*autograd* {one['autograd']:.0e}"
 
 
-def _figure(figure: float | str | None) -> str:
-    return f"{figure:.0e}" if isinstance(figure, float) and _is_right(figure) else "" if figure is None else "-"
+def packing(one: dict[str, Any]) -> str:
+    """Returns the cell of what a row holds."""
+    return "yes" if one["packed"] else "alone"
+
+
+def figure_text(figure: float | str | None) -> str:
+    """Returns the cell of a layout; empty where it was not run."""
+    return f"{figure:.0e}" if isinstance(figure, float) and is_right(figure) else "" if figure is None else "-"
 
 
 def _context(one: dict[str, Any]) -> str:
-    return _figure(one.get("context")) + (" Ulysses" if one.get("context_method") == "ulysses" else "")
+    return figure_text(one.get("context")) + (" Ulysses" if one.get("context_method") == "ulysses" else "")
 
 
 def _export(one: dict[str, Any]) -> str:
-    figure = _figure(one.get("export"))
+    figure = figure_text(one.get("export"))
     return f"*merged* {figure}" if "export_peft" in one and figure != "-" else figure
 
 
@@ -156,7 +180,11 @@ def _refusals(right: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _short(one: dict[str, Any]) -> str:
-    said = one.get("refused") or one.get("failed") or f"differs by {_worst(one):.0e}"
-    said = said.split("cannot be adopted: ")[-1].rstrip(".")
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}.."
+def _reason(one: dict[str, Any]) -> str:
+    return one.get("refused") or one.get("failed") or f"differs by {worst(one):.0e}"
+
+
+def shortened(said: str, longest: int) -> str:
+    """Returns a refusal without the words that all have."""
+    text = said.split("cannot be adopted: ")[-1].strip().rstrip(".")
+    return text if len(text) <= longest else f"{text[:longest]}.."

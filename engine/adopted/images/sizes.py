@@ -87,6 +87,25 @@ _TAKEN = ("vision_feature_layer", "vision_feature_layers")
 """Layers whose outputs are taken, from either end."""
 
 Sizes = Mapping[str, Any]
+Relations = tuple[tuple[str, Callable[[Sizes], Any]], ...]
+"""Keys and how each follows from others, in some families."""
+
+
+def relate(relations: Relations, full: Sizes, small: dict[str, Any], beside: tuple[Sizes, Sizes] | None = None) -> None:
+    """Makes what holds of a config hold of the small one.
+
+    Args:
+        full: the config.
+        small: the small one, which is changed.
+        beside: all sizes that those of the two follow from; None for their own.
+    """
+    sizes, small_sizes = beside or (full, small)
+    for key, relation in relations:
+        try:
+            if full.get(key) is not None and full[key] == relation(sizes):
+                small[key] = int(relation(small_sizes))
+        except (KeyError, TypeError, ZeroDivisionError):  # a family without the other sizes
+            continue
 
 
 def small_size(key: str, value: Any, sizes: Sizes) -> Any:
@@ -110,8 +129,7 @@ def relate_tower(full: Sizes, small: dict[str, Any]) -> None:
         small["downsample_channels"] = [TOWER_SIZES["hidden_size"]] * len(channels)
     if isinstance(first := small.get("sam_config"), dict):  # makes a fourth as many patches of each side
         first["image_size"] = 4 * TOWER_SIZES["image_size"]
-    for key, relation in _TOWER_RELATIONS:
-        _relate(full, full, small, small, key, relation)
+    relate(_TOWER_RELATIONS, full, small)
     if full.get("num_key_value_heads") == full.get("num_attention_heads"):
         small["num_key_value_heads"] = small.get("num_attention_heads")
     patch, window = full.get("patch_size"), full.get("window_size")
@@ -142,9 +160,7 @@ def relate_parts(full: Sizes, small: dict[str, Any]) -> None:
             if one.get(key) is not None and one[key] == tower.get("hidden_size"):
                 small_one[key] = small_tower["hidden_size"]
     if tower and small_tower:
-        for key, relation in _PART_RELATIONS:
-            both, small_both = _both(tower, full), _both(small_tower, small)
-            _relate(both, full, small_both, small, key, relation)
+        relate(_PART_RELATIONS, full, small, (_both(tower, full), _both(small_tower, small)))
         if isinstance(full.get("image_grid_pinpoints"), list) and "image_size" in tower:
             scale = tower["image_size"] // small_tower["image_size"]
             small["image_grid_pinpoints"] = [[side // scale for side in one] for one in full["image_grid_pinpoints"]]
@@ -213,7 +229,7 @@ def _side(sizes: Sizes) -> int:
     return int(image // patch)
 
 
-_TOWER_RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
+_TOWER_RELATIONS: Relations = (
     ("num_position_embeddings", lambda c: _side(c) ** 2),
     ("num_image_tokens", lambda c: _side(c) ** 2),
     ("num_patches", lambda c: _side(c)),
@@ -226,21 +242,11 @@ _TOWER_RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     ("max_position_embeddings", lambda c: c["pos_emb_height"] * c["pos_emb_width"]),
     ("position_embedding_size", lambda c: isqrt(c["position_embedding_size"]) ** 2),
 )
-_PART_RELATIONS: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
+_PART_RELATIONS: Relations = (
     ("merged_hidden_size", lambda c: c["projector_hidden_size"] * c["spatial_merge_size"] ** 2),
     ("out_hidden_size", lambda c: c["tower_hidden_size"] * c["merge_size"] ** 2),
 )
 """Sizes that follow from others in some families: what holds of a config is made to hold of the small one."""
-
-
-def _relate(
-    full: Sizes, own: Sizes, small: Sizes, small_own: dict[str, Any], key: str, relation: Callable[[Sizes], Any]
-) -> None:
-    try:
-        if own.get(key) is not None and own[key] == relation(full):
-            small_own[key] = int(relation(small))
-    except (KeyError, TypeError, ZeroDivisionError):  # a family without the other sizes
-        return
 
 
 def distinct_tokens(full: Sizes, small: dict[str, Any], vocabulary: int) -> None:

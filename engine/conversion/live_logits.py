@@ -97,23 +97,22 @@ def live_logits(
         tokens_BS: int64 [B, S]; each row is a document.
         plan: the adapters.
     """
-    batch, last = _batch(tokens_BS), config.num_layers
-    parts = [Part(first=0, last=0, embedding=True, head=False)]
-    parts += [Part(first=index, last=index + 1, embedding=False, head=False) for index in range(last)]
-    step, x = torch.zeros((), dtype=torch.int64), torch.empty(0)
+    last = config.num_layers
+    if config.layers_stand_alone:
+        parts = [Part(first=0, last=0, embedding=True, head=False)]
+        parts += [Part(first=index, last=index + 1, embedding=False, head=False) for index in range(last)]
+        parts.append(Part(first=last, last=last, embedding=False, head=True))
+    else:
+        parts = [Part(first=0, last=last, embedding=True, head=True)]
+    batch, step, x = _batch(tokens_BS), torch.zeros((), dtype=torch.int64), torch.empty(0)
     with torch.no_grad():
-        if not config.layers_stand_alone:
-            whole = _loaded(config, Part(first=0, last=last, embedding=True, head=True), tensors, plan)
-            context = whole.context(batch, step, training=False)
-            logits = whole.logits(whole.run_layers(whole.embed(batch), context), context)
-            return logits[:, : config.vocab_size].float().view(*tokens_BS.shape, -1)
         for part in parts:
             model = _loaded(config, part, tensors, plan)
             context = model.context(batch, step, training=False)
-            x = model.embed(batch) if part.embedding else model.run_layers(x, context)
-        head = _loaded(config, Part(first=last, last=last, embedding=False, head=True), tensors, plan)
-        logits = head.logits(x, head.context(batch, step, training=False))
-    return logits[:, : config.vocab_size].float().view(*tokens_BS.shape, -1)
+            x = model.embed(batch) if part.embedding else x
+            x = model.run_layers(x, context) if part.last > part.first else x
+            x = model.logits(x, context) if part.head else x
+    return x[:, : config.vocab_size].float().view(*tokens_BS.shape, -1)
 
 
 def _loaded(config: DecoderConfig, part: Part, tensors: TensorReader, plan: TrainingPlan | None) -> Decoder:

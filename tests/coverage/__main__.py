@@ -9,9 +9,7 @@ with limits of time and memory: `one` what a process by itself shows, the others
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from typing import Any
 
 import torch
 import transformers
@@ -20,7 +18,7 @@ from engine.adopted.structure import known_types
 from tests.coverage.apart import run_apart
 from tests.coverage.checks import one_process
 from tests.coverage.export_checks import exported
-from tests.coverage.page import JSON, PAGE, page
+from tests.coverage.page import JSON, keep, known, page
 from tests.coverage.rank_checks import ON_RANKS
 
 ONE, EXPORT = "one", "export"
@@ -37,15 +35,15 @@ def main() -> None:
     torch.set_num_threads(1)
     one_process("llama")  # imports what each child would import by itself
     for model_type in asked.types or sorted(known_types()):
-        known, column = _known().get(model_type, {}), asked.columns
-        has = bool(known) if column == ONE else column in known
+        before, column = known(JSON).get(model_type, {}), asked.columns
+        has = bool(before) if column == ONE else column in before
         if has and not (asked.types or asked.again):
             continue
         if column == ONE:
             others = (EXPORT, *ON_RANKS)
-            kept = {key: value for key, value in known.items() if key.partition("_")[0] in others}
+            kept = {key: value for key, value in before.items() if key.partition("_")[0] in others}
             found = run_apart(one_process, model_type) | kept
-        elif "autograd" not in known:
+        elif "autograd" not in before:
             continue
         else:
             ran = (
@@ -54,17 +52,9 @@ def main() -> None:
                 else run_apart(ON_RANKS[column], model_type, ranks=2)
             )
             figures = ran if column in ran else {column: ran["failed"]}
-            found = {key: value for key, value in known.items() if key.partition("_")[0] != column}
+            found = {key: value for key, value in before.items() if key.partition("_")[0] != column}
             found |= {key: value for key, value in figures.items() if value is not None}
-        print(model_type, json.dumps(found), flush=True)
-        every = {**_known(), model_type: found}
-        JSON.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n")
-        PAGE.write_text(page(every))
-
-
-def _known() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
-    return found
+        keep(model_type, found, JSON, page)
 
 
 if __name__ == "__main__":

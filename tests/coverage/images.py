@@ -8,9 +8,7 @@ Each runs in processes of its own, with limits of time and memory.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from typing import Any
 
 import torch
 import transformers
@@ -18,7 +16,8 @@ import transformers
 from engine.adopted.structure import image_types
 from tests.coverage.apart import run_apart
 from tests.coverage.image_checks import images_in_one_process, images_on_spread_weights
-from tests.coverage.image_page import JSON, PAGE, page
+from tests.coverage.image_page import JSON, page
+from tests.coverage.page import keep
 
 
 def main() -> None:
@@ -34,11 +33,7 @@ def main() -> None:
         if "autograd" in found:
             ran = run_apart(images_on_spread_weights, model_type, ranks=2)
             found["spread"] = ran.get("spread") or ran["failed"]
-        print(model_type, json.dumps(found), flush=True)
-        known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
-        every = dict(sorted({**known, model_type: found}.items()))
-        JSON.write_text(json.dumps(every, indent=1) + "\n")
-        PAGE.write_text(page(every))
+        keep(model_type, found, JSON, page)
 
 
 if __name__ == "__main__":

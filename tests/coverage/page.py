@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ def written(
     for heading, own in sections.items():
         lines += ["", f"## {heading}", *own]
     return "\n".join(lines) + "\n"
+
+
+def known(file: Path) -> dict[str, Any]:
+    """Returns the results in a JSON; empty where it is not there yet."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return found
+
+
+def keep(model_type: str, found: dict[str, Any], file: Path, make: Callable[[dict[str, Any]], str]) -> None:
+    """Prints the results of a type, puts them into the JSON, and writes the page beside it.
+
+    Args:
+        make: returns the page of the results of all types.
+    """
+    print(model_type, json.dumps(found), flush=True)
+    every = dict(sorted({**known(file), model_type: found}.items()))
+    file.write_text(json.dumps(every, indent=1) + "\n")
+    file.with_suffix(".md").write_text(make(every))
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

@@ -87,8 +87,10 @@ def _dropouts(hf_config: Mapping[str, Any]) -> dict[str, float]:
     for name, value in hf_config.items():
         if isinstance(value, dict):
             found |= _dropouts(value)
-        elif "drop" in name and not name.startswith(("classifier", "summary")):  # heads that are not here
-            found |= {name: value} if isinstance(value, float) and value > 0 else {}
+        elif "drop" not in name or name.startswith(("classifier", "summary")):  # of heads that are not here
+            continue
+        elif isinstance(value, float) and value > 0:
+            found[name] = value
     return found
 
 

@@ -14,6 +14,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.vision": (),
     "engine.experts": (),
     "engine.adopted": ("engine.vision",),
+    "engine.hybrids": (),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "rankfold.migrating": (),

@@ -46,6 +46,7 @@ LEVELS = {
     "engine.vision": 8,
     "engine.experts": 9,
     "engine.adopted": 9,
+    "engine.hybrids": 10,
     "engine.training": 8,
     "engine.preferences": 10,
     "engine.rollouts": 10,

@@ -1,0 +1,1 @@
+"""Families with such layers."""

@@ -1,0 +1,1 @@
+"""Mixers with states, and the attention beside them."""

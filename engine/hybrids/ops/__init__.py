@@ -1,0 +1,1 @@
+"""Differentiable ops of layers with states, with their collectives."""

@@ -1,0 +1,238 @@
+"""The runs of a rank's tokens along which a state is carried.
+
+A state never crosses a document. On context ranks a document is cut at the borders of chunks (`engine.zigzag`), and its
+state goes from piece to piece: every rank knows all pieces, so that each can tell whose states it needs.
+
+Legend: T tokens of this rank, P pieces, L tokens of a chunk of the computation, W taps of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.ops.attention.token_context import ContextPart
+from engine.zigzag import ContextLayout, rank_columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A piece of a document that lies in several pieces.
+
+    Args:
+        rank: context rank that has it.
+        sent, received: its place among the pieces that this rank sends, and receives; -1 where it is not one.
+        index: of the piece on that rank.
+        length: tokens.
+    """
+
+    rank: int
+    sent: int
+    received: int
+    index: int
+    length: int
+
+
+class Chunks(NamedTuple):
+    """Pieces cut into chunks of at most L tokens, step by step: the first chunks of all pieces, then the second ones.
+
+    Args:
+        tokens: int64 [chunks, L], the token of each place; T where a chunk is shorter.
+        counts: of each step, the chunks. Those of a step are those of the first pieces in `order`.
+        order: pieces, the longest first.
+    """
+
+    tokens: Tensor
+    counts: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces(ContextPart):
+    """The runs of this rank's T tokens that share a state each.
+
+    Args:
+        lengths: of the pieces, each 1 or more; they sum to T.
+        offsets: int32 [P + 1], cumulative, on the device.
+        received: pieces that go on from a state which is given.
+        sent: pieces whose last state is asked for.
+        chains: the documents that lie in several pieces, each piece by piece; the same on all context ranks.
+        rank: of this rank among them.
+        most_sent, most_received: the most pieces that any of these ranks sends, and receives.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: Tensor
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+    chains: tuple[tuple[Link, ...], ...] = ()
+    rank: int = 0
+    most_sent: int = 0
+    most_received: int = 0
+    _made: dict[tuple[str, int], object] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of_lengths(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        received: tuple[int, ...] = (),
+        sent: tuple[int, ...] = (),
+    ) -> Pieces:
+        """Returns pieces of these lengths on one rank."""
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        return cls(lengths=tuple(lengths), offsets=offsets, received=received, sent=sent)
+
+    @classmethod
+    def of_batch(cls, batch: Batch) -> Pieces:
+        """Returns the pieces of a micro-batch that this rank has."""
+        device = batch.tokens_BS.device
+        if batch.context_plan is None:
+            return cls.of_lengths(batch.document_lengths, device)
+        plan = batch.context_plan
+        return cls.of_context(plan.layout, plan.rank, device)
+
+    @classmethod
+    def of_context(cls, layout: ContextLayout, rank: int, device: torch.device) -> Pieces:
+        """Returns the pieces that one of the context ranks has."""
+        lengths: list[list[int]] = [[] for _ in range(layout.size)]
+        received: list[list[int]] = [[] for _ in range(layout.size)]
+        sent: list[list[int]] = [[] for _ in range(layout.size)]
+        documents = _documents_by_row(layout)
+        pieces: dict[tuple[int, int], tuple[int, int]] = {}  # (document, chunk) -> (rank, index)
+        for one in range(layout.size):
+            for row in range(layout.num_rows):
+                for chunk, columns in zip(
+                    (one, 2 * layout.size - 1 - one), rank_columns(layout.row_length, layout.size, one), strict=True
+                ):
+                    for number, start, stop in documents[row]:
+                        length = min(stop, columns.stop) - max(start, columns.start)
+                        if length > 0:
+                            pieces[number, chunk] = (one, len(lengths[one]))
+                            lengths[one].append(length)
+        chains = []
+        for number in range(len(layout.document_lengths)):
+            found = [pieces[number, chunk] for chunk in range(2 * layout.size) if (number, chunk) in pieces]
+            links = []
+            for place, (one, index) in enumerate(found if len(found) > 1 else ()):
+                is_sent, is_received = place < len(found) - 1, place > 0
+                links.append(
+                    Link(
+                        rank=one,
+                        sent=len(sent[one]) if is_sent else -1,
+                        received=len(received[one]) if is_received else -1,
+                        index=index,
+                        length=lengths[one][index],
+                    )
+                )
+                if is_sent:
+                    sent[one].append(index)
+                if is_received:
+                    received[one].append(index)
+            if links:
+                chains.append(tuple(links))
+        return cls(
+            lengths=tuple(lengths[rank]),
+            offsets=torch.tensor([0, *accumulate(lengths[rank])], dtype=torch.int32).to(device),
+            received=tuple(received[rank]),
+            sent=tuple(sent[rank]),
+            chains=tuple(chains),
+            rank=rank,
+            most_sent=max(map(len, sent)),
+            most_received=max(map(len, received)),
+        )
+
+    @classmethod
+    def of_cache(cls, num_tokens: int, starts: Mapping[int, int] | None, device: torch.device) -> Pieces:
+        """Returns the pieces of a pass of generation, all of whose states are kept.
+
+        Args:
+            starts: first token of each prompt; None where each token goes on from an earlier state.
+        """
+        if starts is None:
+            every = tuple(range(num_tokens))
+            return cls.of_lengths([1] * num_tokens, device, received=every, sent=every)
+        firsts = [*sorted(starts), num_tokens]
+        lengths = [after - first for first, after in pairwise(firsts)]
+        return cls.of_lengths(lengths, device, sent=tuple(range(len(lengths))))
+
+    def shared(self) -> tuple[Tensor, ...]:
+        return (self.offsets,)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first token of each piece."""
+        return [0, *accumulate(self.lengths)][:-1]
+
+    def chosen(self, indices: Sequence[int], *, received: bool, sent: bool) -> tuple[Pieces, Tensor]:
+        """Returns some of the pieces as pieces of their own, and their tokens, int64.
+
+        Args:
+            received, sent: whether each of them has a state to go on from, and is asked for its last one.
+        """
+        lengths, firsts, device = [self.lengths[index] for index in indices], self.firsts, self.offsets.device
+        every = tuple(range(len(lengths)))
+        tokens = [torch.arange(firsts[index], firsts[index] + self.lengths[index]) for index in indices]
+        pieces = Pieces.of_lengths(lengths, device, received=every if received else (), sent=every if sent else ())
+        return pieces, torch.cat(tokens).to(device)
+
+    def chunks(self, length: int) -> Chunks:
+        """Returns the pieces cut into chunks of at most `length` tokens."""
+        if ("chunks", length) not in self._made:
+            self._made["chunks", length] = self._cut(length)
+        found = self._made["chunks", length]
+        assert isinstance(found, Chunks)
+        return found
+
+    def _cut(self, length: int) -> Chunks:
+        order = sorted(range(len(self.lengths)), key=lambda index: -self.lengths[index])
+        firsts, total = self.firsts, self.num_tokens
+        rows, counts = [], []
+        for step in range(-(-max(self.lengths) // length)):
+            alive = [index for index in order if self.lengths[index] > step * length]
+            counts.append(len(alive))
+            for index in alive:
+                row = torch.full((length,), total, dtype=torch.int64)
+                held = min(length, self.lengths[index] - step * length)
+                row[:held] = torch.arange(firsts[index] + step * length, firsts[index] + step * length + held)
+                rows.append(row)
+        return Chunks(torch.stack(rows).to(self.offsets.device), tuple(counts), tuple(order))
+
+    def taps(self, width: int) -> Tensor:
+        """Returns int64 [W, T], which row each tap of a causal convolution reads for each token, the token's own last:
+        of the tokens, then one of zeros, then the W - 1 before each received piece."""
+        if ("taps", width) not in self._made:
+            total, rows = self.num_tokens, []
+            for index, (first, length) in enumerate(zip(self.firsts, self.lengths, strict=True)):
+                before = torch.full((width - 1,), total, dtype=torch.int64)
+                if index in self.received:
+                    start = total + 1 + self.received.index(index) * (width - 1)
+                    before = torch.arange(start, start + width - 1)
+                rows.append(torch.cat((before, torch.arange(first, first + length))).unfold(0, width, 1))
+            self._made["taps", width] = torch.cat(rows).T.contiguous().to(self.offsets.device)
+        found = self._made["taps", width]
+        assert isinstance(found, Tensor)
+        return found
+
+
+def _documents_by_row(layout: ContextLayout) -> list[list[tuple[int, int, int]]]:
+    """Returns for each row its documents: number, first column, and the column after the last one."""
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(layout.num_rows)]
+    place = 0
+    for number, length in enumerate(layout.document_lengths):
+        row, start = divmod(place, layout.row_length)
+        rows[row].append((number, start, start + length))
+        place += length
+    return rows

@@ -1,0 +1,1 @@
+"""Tests of layers with states."""

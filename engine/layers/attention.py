@@ -296,24 +296,33 @@ class Attention(Branch):
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._tables(context)
-        partial = self.kind.rotary_dim is not None and self.kind.rotary_dim < self.head_dim
+        partial = self._turns_a_part
         if self.q_norm is None and self.qk_norm is None and not partial:
             return split_rotate(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels)
         if self.q_norm is not None and self.k_norm is not None and not partial:
             norms, sizes = self.q_norm.with_keys(self.k_norm), (self.num_heads, self.num_kv_heads, self.head_dim)
             return norm_rotate(qkv, norms, cos, sin, *sizes, self.layout.kernels)
         widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
-        parts = qkv.split([*widths, widths[1]], dim=1)
+        q, k, v = qkv.split([*widths, widths[1]], dim=1)
+        return self.turned((q, k, v), context)
+
+    def turned(self, parts: tuple[Tensor, Tensor, Tensor], context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q [T, H, D] and k [T, K, D], normalised and rotated, and v [T, K, D], of [T, heads * D] each."""
+        cos, sin = self._tables(context)
         if self.qk_norm is not None:
             parts = (*self.qk_norm(*parts[:2]), parts[2])
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self._rotate(q, cos, sin, partial), self._rotate(k, cos, sin, partial), v
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin), v
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, partial: bool) -> Tensor:
+    @property
+    def _turns_a_part(self) -> bool:
+        return self.kind.rotary_dim is not None and self.kind.rotary_dim < self.head_dim
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads [T, N, D] turned, or a part of each."""
-        if partial:
+        if self._turns_a_part:
             return rotate(x, cos, sin)
         return split_rotate(x.flatten(1), cos, sin, x.shape[1], 0, self.head_dim, self.layout.kernels)[0]
 

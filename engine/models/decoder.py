@@ -364,7 +364,7 @@ class Decoder(nn.Module):
 
     def cached_attentions(self) -> list[CachedAttention]:
         """Returns the attentions of this part's layers, for a cache. Collective, where weights are spread."""
-        return [layer.attention.cached for layer in self.layers]
+        return [cached for layer in self.layers if (cached := layer.attention.cached) is not None]
 
     @property
     def called_layers(self) -> dict[str, nn.Module]:

@@ -273,6 +273,11 @@ class LayerVariant:
         """Returns the last components of the names of a layer's linears, for those of a plain one."""
         return plain
 
+    def mixer_linears(self) -> tuple[str, ...]:
+        """Returns the last components of the names of the linears of what stands in the place of attention, which have
+        adapters where no target is named."""
+        return ()
+
     def plain_torch(self) -> tuple[str, ...]:
         """Returns the parts that are computed in plain torch, whichever kernels were chosen: for a run's log."""
         return ()
@@ -594,6 +599,11 @@ class DecoderConfig:
         """The names, inside layers, of the linears that adapters stand on where no target is named; empty where they
         are those of a plain layer."""
         return ()
+
+    @property
+    def mixer_linears(self) -> tuple[str, ...]:
+        """Those of `all_linears` that layers of the engine's own have beside those of a plain layer."""
+        return tuple(dict.fromkeys(name for variant in self.variants for name in variant.mixer_linears()))
 
     @property
     def unread_modules(self) -> tuple[str, ...]:

@@ -20,11 +20,16 @@ _STACKS = (".experts.gate_up_proj.weight", ".experts.up_proj.weight", ".experts.
 
 def layer_parameters(config: DecoderConfig) -> float:
     """Returns the number of weights in the linears of a layer that a token meets, the mean over all layers."""
+    layers = range(config.num_layers)
+    return sum(_attention_parameters(config, index) + _mlp_parameters(config, index) for index in layers) / len(layers)
+
+
+def _attention_parameters(config: DecoderConfig, index: int) -> int:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = config.hidden * (2 * queries + 2 * keys)
-    for variant in config.variants:
-        attention = variant.attention_parameters(config) or attention
-    return attention + sum(_mlp_parameters(config, index) for index in range(config.num_layers)) / config.num_layers
+    found = config.hidden * (2 * queries + 2 * keys)
+    for variant in config.variants_at(index):
+        found = variant.attention_parameters(config) or found
+    return found
 
 
 def _mlp_parameters(config: DecoderConfig, index: int) -> int:

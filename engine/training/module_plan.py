@@ -107,6 +107,8 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
 def _meant_targets(lora: LoraOptions, decoder: DecoderConfig) -> LoraOptions:
     """Returns the options with the model's own linears in place of those of a plain layer, where these are the targets
     by default or by all-linear."""
+    if decoder.mixer_linears and lora.targets in (BLOCK_LINEARS, (ALL_LINEARS,)):
+        return replace(lora, targets=(*lora.targets, *decoder.mixer_linears))
     if not decoder.all_linears:
         return lora
     given = (ALL_LINEARS,) if lora.targets == BLOCK_LINEARS else lora.targets

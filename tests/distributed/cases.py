@@ -165,6 +165,17 @@ def cut(whole: Tensor, spec: ShardSpec) -> Tensor:
     return local
 
 
+def uncut(local: Tensor, spec: ShardSpec) -> Tensor:
+    """The whole of a tensor of which one rank holds all, in whatever order."""
+    if spec.dim is None:
+        return local
+    whole = torch.full(spec.global_shape, torch.nan, dtype=local.dtype)
+    for piece in spec.pieces:
+        part = local.narrow(spec.dim, piece.local_offset, piece.length)
+        whole.narrow(spec.dim, piece.global_offset, piece.length).copy_(part)
+    return whole
+
+
 def _meta_entries(case: Case) -> list[ShardEntry]:
     device = torch.device("meta")
     model = Decoder(case.config, layout=TensorLayout(), plan=case.plan(), device=device, dtype=torch.float32)

@@ -14,7 +14,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.vision": (),
     "engine.experts": (),
     "engine.adopted": ("engine.vision",),
-    "engine.hybrids": (),
+    "engine.hybrids": ("engine.experts",),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "rankfold.migrating": (),

@@ -21,7 +21,7 @@ from engine.checkpoint.loading import load_parameters
 from engine.checkpoint.model_folder import open_model
 from engine.checkpoint.model_weights import open_source
 from engine.distributed.mesh import Mesh
-from tests.distributed.cases import Built, Case, build, make_batch, relative_error
+from tests.distributed.cases import Built, Case, build, make_batch, relative_error, uncut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +63,16 @@ _LATENT = {
 }
 _GLM4 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
 _V2 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1, **_LATENT}
+
+_DELTA = {
+    "rms_norm_eps": 0.1,  # a document's first output is a multiple of one value, which the norm after it takes away
+    "head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 9, "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_DELTA_EXPERTS = {
+    "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "num_experts": 5, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -200,6 +210,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         {**_V2, "q_lora_rank": None, "n_routed_experts": 5, "num_experts_per_tok": 2},
     ),
+    "qwen3 next": ("Qwen3Next", {**_DELTA, **_DELTA_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3.5": ("Qwen3_5", {**_DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 2}),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        {**_DELTA, **_DELTA_EXPERTS, "layer_types": ["full_attention", *["linear_attention"] * 3]},
+    ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
@@ -215,10 +231,12 @@ ROUTED = (
     "deepseek v3 yarn",
     "deepseek v2",
     "deepseek v2 greedy",
+    "qwen3 next",
+    "qwen3.5 moe",
 )
 """Those with experts that a router chooses."""
 
-_SEEDS = {"gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
+_SEEDS = {"qwen3 next": 5, "gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
 """Seeds of models that otherwise say the same whatever they are asked."""
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
@@ -239,7 +257,7 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
             "logits_scaling": 40 / 10,
         }  # fmt: skip
         changes = {**changes, **factors}
-    kind = "Gemma3Text" if prefix == "Gemma3" else prefix
+    kind = f"{prefix}Text" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else prefix
     values = {
         key: value for key, value in {**_SIZES, **changes, **more}.items() if value is not None or key != "head_dim"
     }
@@ -251,6 +269,8 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if "Gemma" in prefix or "bias" in key else 1.0, std=0.2)
+            if key.endswith(".A_log"):
+                parameter.data.sub_(2.5)  # sums of decays along a chunk stay small, and so does their rounding
         else:
             torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
     for key, buffer in model.named_buffers():
@@ -308,10 +328,11 @@ def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
 
 
 def losses_and_gradients(built: Built, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Token losses, and the gradient of their weighted sum; partial where a group still has to sum them."""
+    """Token losses of one process, and the gradient of their weighted sum."""
     losses = built.model(batch, built.stage.step)
     (losses * batch.loss_weights_BS.flatten()).sum().backward()
-    return losses.detach(), built.gradients()
+    specs = built.specs()
+    return losses.detach(), {name: uncut(one, specs[name]) for name, one in built.gradients().items()}
 
 
 def stock_losses(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

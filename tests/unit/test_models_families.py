@@ -126,7 +126,7 @@ def test_mixture_of_experts_and_the_like_are_refused_by_name():
     for config, words in (
         ({"model_type": "dots1", "n_routed_experts": 8}, "'dots1' .* no mixture-of-experts layers of this"),
         ({"model_type": "minicpm3", "kv_lora_rank": 256}, "'minicpm3' .* no multi-head latent attention of this kind"),
-        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "'qwen3_next' .* no linear-attention"),
+        ({"model_type": "zamba2", "mamba_d_state": 16}, "'zamba2' .* no linear-attention"),
         ({"model_type": "minicpmv"}, "'minicpmv' and lacks scale_emb, scale_depth, dim_model_base"),
     ):
         with pytest.raises(UserError, match=words):

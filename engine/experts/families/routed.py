@@ -168,7 +168,7 @@ def later_tokens(hf: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{index}.*" for index in range(layers, layers + more))
 
 
-def _qwen_sizes(hf: Mapping[str, Any], *, usual: int, **more: Any) -> RoutedSizes:
+def qwen_sizes(hf: Mapping[str, Any], *, usual: int, **more: Any) -> RoutedSizes:
     """Returns the sizes of a Qwen mixture, in which some layers may have an MLP."""
     step, alone = int(hf.get("decoder_sparse_step") or 1), set(hf.get("mlp_only_layers") or ())
     layers = range(int(hf.get("num_hidden_layers") or 0))
@@ -225,7 +225,7 @@ def qwen2_moe(hf: dict[str, Any]) -> DecoderConfig:
             for index in range(int(hf.get("num_hidden_layers") or 0))
         ]
         kinds = windows_from_hf(hf, types)
-    sizes = _qwen_sizes(hf, usual=60, shared=int(hf["shared_expert_intermediate_size"]))
+    sizes = qwen_sizes(hf, usual=60, shared=int(hf["shared_expert_intermediate_size"]))
     return decoder_config(
         hf, "qwen2_moe", qkv_bias=bool(hf["qkv_bias"]), out_bias=False, layer_kinds=kinds, variants=(sizes,)
     )
@@ -239,7 +239,7 @@ def qwen3_moe(hf: dict[str, Any]) -> DecoderConfig:
     """
     hf = read_routed(hf, _QWEN3)
     kinds = _every_window(hf) if hf.get("use_sliding_window", False) else ()
-    return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, variants=(_qwen_sizes(hf, usual=128),))
+    return decoder_config(hf, "qwen3_moe", qk_norm=True, layer_kinds=kinds, variants=(qwen_sizes(hf, usual=128),))
 
 
 def olmoe(hf: dict[str, Any]) -> DecoderConfig:

@@ -41,7 +41,10 @@ FAMILIES = {
     "qwen2_5_vl_text": "engine.vision.families.qwen_vl:QWEN2_5_VL_TEXT",
     "qwen2_moe": "engine.experts.families.routed:QWEN2_MOE",
     "qwen3": "engine.models.families.qwen3:FAMILY",
+    "qwen3_5_moe_text": "engine.hybrids.families.qwen:QWEN3_5_MOE_TEXT",
+    "qwen3_5_text": "engine.hybrids.families.qwen:QWEN3_5_TEXT",
     "qwen3_moe": "engine.experts.families.routed:QWEN3_MOE",
+    "qwen3_next": "engine.hybrids.families.qwen:QWEN3_NEXT",
     "qwen3_vl_text": "engine.vision.families.qwen_vl:QWEN3_VL_TEXT",
     "smollm3": "engine.models.families.smollm3:FAMILY",
 }

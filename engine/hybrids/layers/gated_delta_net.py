@@ -1,0 +1,244 @@
+"""Gated delta nets: linear attention whose state forgets, and replaces what it had for a key (arXiv 2412.06464).
+
+    [q, k, v] = silu(conv(x W_qkv))        beta = sigmoid(x W_b)        decay = -exp(A_log) softplus(x W_a + dt_bias)
+    y = (norm(delta_rule(q, k, v, decay, beta)) * silu(x W_z)) W_out
+
+Heads are split over tensor ranks. In memory a rank's rows lie as [q | k | v | z | b | a], all heads of each together,
+whichever order a family's checkpoints have them in: the pieces of their shards say which row is which.
+
+Legend: T tokens, G key heads and N value heads of this rank, K, V features of a key and a value, C channels, W taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
+from engine.errors import UserError
+from engine.hybrids.kernels import hybrid_kernels
+from engine.hybrids.layers.cached_states import cached_delta_rule
+from engine.hybrids.layers.state_layers import StateLayers
+from engine.hybrids.ops.convolution import causal_convolution, gated_norm
+from engine.hybrids.ops.delta_rule import delta_rule
+from engine.hybrids.ops.parameters import of_parameters
+from engine.hybrids.pieces import Pieces
+from engine.layers.branch import Around, Branch, LinearShape
+from engine.layers.context import LayerContext
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.module import ShardedModule
+from engine.models.decoder_config import DecoderConfig, LayerPlace
+from engine.ops.attention.token_context import TokenContext
+from engine.ops.inputs import GivenInput, LinearInput
+
+NAME = "linear_attention"
+"""Of the mixer inside a layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaSizes(StateLayers):
+    """The sizes of gated delta nets.
+
+    Args:
+        layers: those that have one in the place of attention.
+        key_heads, value_heads: the second is a multiple of the first.
+        key_dim, value_dim: features of a head.
+        taps: of the convolution.
+        stored: how a checkpoint has the first linear's rows: "apart", in_proj_qkv with all queries before all keys, and
+            in_proj_z, in_proj_b, in_proj_a; or "by head", in_proj_qkvz and in_proj_ba, key head by key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    stored: Literal["apart", "by head"]
+
+    @property
+    def key_width(self) -> int:
+        """Features of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Features of all values."""
+        return self.value_heads * self.value_dim
+
+    def attention(self, place: LayerPlace) -> GatedDeltaNet:
+        config = place.config
+        return GatedDeltaNet(
+            f"{place.prefix}.{NAME}",
+            self,
+            hidden=config.hidden,
+            norm_eps=config.norm_eps,
+            first_site=place.attention_site,
+            build=place.build,
+        )
+
+    def mixer_linears(self) -> tuple[str, ...]:
+        first: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        if self.stored == "by head":
+            first = ("in_proj_qkvz", "in_proj_ba")
+        return (*first, "out_proj")
+
+    def attention_parameters(self, config: DecoderConfig) -> int:
+        rows = 2 * self.key_width + 2 * self.value_width + 2 * self.value_heads
+        return config.hidden * (rows + self.value_width)
+
+
+def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns decay and beta, fp32 [T, N]."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return -a_log.to(wide).exp() * softplus(a.to(wide) + dt_bias.to(wide)), b.to(wide).sigmoid()
+
+
+def rows_spec(total: int, columns: tuple[int, ...], runs: list[tuple[int, int]]) -> ShardSpec:
+    """Returns the shard of a tensor of `total` rows of which a rank holds these runs, (first row, rows), in order."""
+    pieces, first = [], 0
+    for start, length in runs:
+        pieces.append(Piece(start, first, length))
+        first += length
+    return ShardSpec(global_shape=(total, *columns), local_shape=(first, *columns), dim=0, pieces=tuple(pieces))
+
+
+class _Small(ShardedModule):
+    """The parameters of a mixer beside its linears."""
+
+    def __init__(self, prefix: str, channels: ShardSpec, sizes: DeltaSizes, *, build: LayerContext) -> None:
+        super().__init__()
+        tp = build.layout.tp
+        heads = split_spec((sizes.value_heads,), 0, rank=tp.rank, size=tp.size, what="the number of value heads")
+        norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        self.convolution, self.a_log, self.dt_bias, self.norm = (
+            self.own(
+                f"{prefix}.{name}.weight",
+                build.empty(spec.local_shape),
+                spec,
+                trainable=build.plan.trains(f"{prefix}.{name}"),
+            )
+            for name, spec in (("conv1d", channels), ("A_log", heads), ("dt_bias", heads), ("norm", norm))
+        )
+
+
+class GatedDeltaNet(Branch):
+    """A gated delta net of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
+
+    Args:
+        prefix: engine module name, such as `layers.3.linear_attention`.
+        first_site: dropout site of the input; the output projection's is the next one.
+
+    Raises:
+        UserError: the heads do not fit the layout.
+    """
+
+    cached = None
+
+    def __init__(
+        self, prefix: str, sizes: DeltaSizes, *, hidden: int, norm_eps: float, first_site: int, build: LayerContext
+    ) -> None:
+        super().__init__()
+        layout = build.layout
+        if sizes.key_heads % layout.tp.size:
+            raise UserError(
+                f"the model's linear attention has {sizes.key_heads} key heads, which do not divide over "
+                f"parallel.tensor {layout.tp.size}: use a parallel.tensor that divides {sizes.key_heads}."
+            )
+        self.prefix, self.layout, self._eps = prefix, layout, norm_eps
+        self._scale = sizes.key_dim**-0.5
+        self._kernels = hybrid_kernels(layout.kernels, shapes=build.device.type == "meta")
+        size, rank = layout.tp.size, layout.tp.rank
+        self._key_dim, self._value_dim = sizes.key_dim, sizes.value_dim
+        keys, values, heads = (count // size for count in (sizes.key_width, sizes.value_width, sizes.value_heads))
+        self._channels = [keys, keys, values]
+        self._widths = [sum(self._channels), values, heads, heads]
+        width = sizes.key_width
+        channels = [(rank * keys, keys), (width + rank * keys, keys), (2 * width + rank * values, values)]
+        self.in_proj = ColumnParallelLinear(
+            _sections(prefix, sizes, hidden, channels, rank, size), bias=False, site=first_site, build=build
+        )
+        total = 2 * width + sizes.value_width
+        self.small = _Small(prefix, rows_spec(total, (1, sizes.taps), channels), sizes, build=build)
+        self.out_proj = RowParallelLinear(
+            f"{prefix}.out_proj", sizes.value_width, hidden, bias=False, site=first_site + 1, build=build
+        )
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.in_proj.shapes, *self.out_proj.shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        self.in_proj = self.in_proj.wrapped(around)
+
+    def end_region(self, around: Around) -> None:
+        self.out_proj = self.out_proj.wrapped(around)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [T, G, K] and v [T, N, V] of [T, C]."""
+        q, k, v = mixed.split(self._channels, dim=1)
+        return (
+            q.unflatten(1, (-1, self._key_dim)),
+            k.unflatten(1, (-1, self._key_dim)),
+            v.unflatten(1, (-1, self._value_dim)),
+        )
+
+    def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
+        small, kernels = self.small, self._kernels
+        mixed, z, b, a = self.in_proj(u, source, context).split(self._widths, dim=1)
+        decay, beta = of_parameters(_gates, (a, b), (small.a_log, small.dt_bias))
+        if context.cache is not None:
+            out = cached_delta_rule(
+                self.prefix, context.cache, context.documents, mixed, small.convolution.parameter, self._heads, decay,
+                beta, scale=self._scale, kernels=kernels,
+            )  # fmt: skip
+        else:
+            pieces = context.part(Pieces)
+            assert pieces is not None
+            mixed = causal_convolution(
+                mixed, small.convolution, None, pieces, self.layout.cp, activation="silu", kernels=kernels
+            )
+            out = delta_rule(
+                *self._heads(mixed), decay, beta, pieces, self.layout.cp, scale=self._scale, kernels=kernels
+            )
+        out = gated_norm(out, z.unflatten(1, (-1, self._value_dim)), small.norm, eps=self._eps, kernels=kernels)
+        return self.out_proj(out.flatten(1), GivenInput(), context)
+
+
+def _sections(
+    prefix: str, sizes: DeltaSizes, hidden: int, channels: list[tuple[int, int]], rank: int, size: int
+) -> list[Section]:
+    """Returns the logical linears of the first product, whose rows here are [q | k | v | z | b | a].
+
+    Args:
+        channels: the rows of q, k and v, where all queries lie before all keys.
+    """
+    heads, values = sizes.value_heads // size, sizes.value_width // size
+    if sizes.stored == "apart":
+        rows = {
+            "in_proj_qkv": (2 * sizes.key_width + sizes.value_width, channels),
+            "in_proj_z": (sizes.value_width, [(rank * values, values)]),
+            "in_proj_b": (sizes.value_heads, [(rank * heads, heads)]),
+            "in_proj_a": (sizes.value_heads, [(rank * heads, heads)]),
+        }
+    else:
+        copies = sizes.value_heads // sizes.key_heads
+        key, value = sizes.key_dim, copies * sizes.value_dim
+        own = range(rank * (sizes.key_heads // size), (rank + 1) * (sizes.key_heads // size))
+        parts = [(0, key), (key, key), (2 * key, value), (2 * key + value, value)]
+        rows = {
+            "in_proj_qkvz": (
+                2 * sizes.key_width + 2 * sizes.value_width,
+                [(head * 2 * (key + value) + first, length) for first, length in parts for head in own],
+            ),
+            "in_proj_ba": (
+                2 * sizes.value_heads,
+                [(head * 2 * copies + first, copies) for first in (0, copies) for head in own],
+            ),
+        }
+    return [
+        Section(name=f"{prefix}.{name}", spec=rows_spec(total, (hidden,), runs)) for name, (total, runs) in rows.items()
+    ]

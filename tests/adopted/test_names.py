@@ -69,7 +69,7 @@ def test_a_tied_head_that_is_stored_and_others_pass_through(tmp_path: Path) -> N
     assert any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected)
     tensors["mtp.fc.weight"] = torch.randn(3, 5)
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    source = open_source(tmp_path / "hf")
+    source = open_source(tmp_path / "hf", "adopted")
     assert source.has_tied_head
     assert source.outside_names() == ["mtp.fc.weight"]
     import_checkpoint(source, tmp_path / "base", tensor=1)
@@ -79,7 +79,7 @@ def test_a_tied_head_that_is_stored_and_others_pass_through(tmp_path: Path) -> N
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1.0
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="its head differs from its table of tokens"):
-        open_source(tmp_path / "hf")
+        open_source(tmp_path / "hf", "adopted")
 
 
 def test_a_language_model_beside_a_vision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

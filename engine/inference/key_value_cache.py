@@ -4,8 +4,8 @@ A layer has a pool of pages, [places, K, D] of keys and of values, and a row's t
 `engine.inference.pages` say. Its capacity is the length that rows may reach, or the layer's window where that is
 shorter: then keys that have left the window are overwritten, and every kept key is visible. Keys are rotated before
 they are kept, so their order does not matter to attention. Rows that continue one prompt share its pages, so that it
-is run once. Other state that a layer needs for a row, such as keys and values of encoded images, is kept beside
-the pools until the row ends.
+is run once. Other state that a layer needs for a row, such as keys and values of encoded images or the state of a
+linear attention, is kept beside the pools until the row ends; rows that continue one prompt begin with the same.
 
 Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
 it (`Kernels.paged_attention`), attention reads the pages where they are; else they are gathered, as long as the longest
@@ -100,6 +100,8 @@ class KeyValues:
             self.layers[attention.name] = _LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
         self._beside: dict[str, dict[int, tuple[Tensor, ...]]] = {}
+        self._sharing: dict[int, list[int]] = {}
+        """The slot that runs a prompt -> the others that continue it."""
 
     @property
     def num_bytes(self) -> int:
@@ -128,6 +130,7 @@ class KeyValues:
     def begin(self, slots: Sequence[int], prompt: int, new: int, *, waits: bool) -> None:
         """Takes pages for a prompt, which rows in these slots continue; it may wait for further ones."""
         first, *others = [*slots, self._waiting] if waits else slots
+        self._sharing[first] = others
         for table in self._tables.values():
             table.begin(first, prompt)
             for other in others:
@@ -141,6 +144,9 @@ class KeyValues:
             for slot in slots:
                 table.share(self._waiting, slot)
                 table.reserve(slot, prompt, new)
+        for beside in self._beside.values():
+            if self._waiting in beside:
+                beside.update(dict.fromkeys(slots, beside[self._waiting]))
 
     def end_waiting(self) -> None:
         """Lets go of the prompt that waits."""
@@ -167,6 +173,11 @@ class KeyValues:
         kept.pop(slot, None)
         if beside is not None:
             kept[slot] = beside
+
+    def keep_of_prompt(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
+        """Keeps what all rows that continue the prompt of this slot begin with."""
+        for each in (slot, *self._sharing.get(slot, ())):
+            self.keep(layer, each, beside)
 
     def kept(self, layer: str, slot: int) -> tuple[Tensor, ...] | None:
         """See `KeyValueCache`."""
@@ -203,6 +214,7 @@ class FirstPass(_Pass):
 
     def __init__(self, cache: KeyValues, slots: Sequence[int], lengths: Sequence[int], fill: int) -> None:
         super().__init__(cache)
+        self.keep = cache.keep_of_prompt
         self._prompts, self._fill = [*zip(slots, lengths, strict=True)], fill
         ends = np.cumsum(lengths).tolist()
         self.starts = {end - length: slot for end, (slot, length) in zip(ends, self._prompts, strict=True)}

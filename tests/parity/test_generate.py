@@ -22,9 +22,19 @@ from tests.support.sweeps import sampled
 from tests.unit.test_checkpoint_peft import trained_run
 
 LENGTHS = (5, 1, 13, 9)
-ATTENTION = ("llama fused", "mistral", "qwen3", "gemma3", "gemma2", "phi3 longrope", "gpt oss", "deepseek v3")
+ATTENTION = (
+    "llama fused",
+    "mistral",
+    "qwen3",
+    "gemma3",
+    "gemma2",
+    "phi3 longrope",
+    "gpt oss",
+    "deepseek v3",
+    "qwen3.5",
+)
 """Full, with a window, with norms on queries and keys, with two ropes and windows, with soft caps, partly rotated, with
-sinks, latent."""
+sinks, latent, with the states of linear attention."""
 
 
 def test_real_weights(stories_dir: Path) -> None:
@@ -43,7 +53,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     assert engine_tokens(tmp_path / "hf", prompts, 24) == expected
 
 
-@pytest.mark.parametrize("name", sampled(ATTENTION, ("llama fused", "gemma3", "gpt oss", "deepseek v3")))
+@pytest.mark.parametrize("name", sampled(ATTENTION, ("gemma3", "gpt oss", "deepseek v3", "qwen3.5")))
 def test_members_of_a_group_share_their_prompt(name: str, tmp_path: Path) -> None:
     """Three sampled rows of each prompt with five slots, so that groups are cut: the same tokens as where each has
     the prompt to itself. Rows of a group differ, so each needs what it wrote itself."""

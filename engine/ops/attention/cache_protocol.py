@@ -24,8 +24,9 @@ class KeyValueCache(Protocol):
         ...
 
     def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
-        """Keeps a layer's tensors of a row, beside its keys and values, in place of earlier ones; None for none. They are
-        those of all rows that continue a prompt, which take others in their place and do not write into them."""
+        """Keeps a layer's tensors of a row, beside its keys and values, in place of earlier ones; None for none.
+
+        Rows that continue one prompt have the same: nothing may be written into them."""
         ...
 
     def kept(self, layer: str, slot: int) -> tuple[Tensor, ...] | None:

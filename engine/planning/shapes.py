@@ -41,7 +41,7 @@ class LayerShape:
     Args:
         attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty. Of a
             layer without branches, `attention` and `mlp` are all of its linears.
-        kv_width: features of the keys on this rank.
+        kv_width: features of the keys on this rank; 0 for a layer that attends to none.
         trains: whether anything of it does.
         routes_local_tokens: each tensor rank has tokens of its own before whole experts; see
             engine.experts.layers.routed_experts.
@@ -210,11 +210,12 @@ def _layer(layer: nn.Module, kv_width: int) -> LayerShape:
         linears = tuple(shape for one in layer.modules() if isinstance(one, _LINEARS) for shape in one.shapes)
         return LayerShape(attention=linears, mlp=linears, kv_width=kv_width, trains=trains)
     attention, mlp = layer.attention, layer.mlp
+    cached = attention.cached
     return LayerShape(
         attention=attention.linear_shapes,
         mlp=mlp.linear_shapes,
         between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
-        kv_width=attention.num_kv_heads * attention.head_dim,
+        kv_width=0 if cached is None else cached.num_kv_heads * cached.head_dim,
         trains=trains,
         routes_local_tokens=mlp.routes_local_tokens,
         has_shared=mlp.has_shared,

@@ -18,20 +18,22 @@ from engine.hybrids.layers.gated_attention import GatedHeads
 from engine.hybrids.layers.gated_delta_net import NAME, DeltaSizes
 from engine.models.decoder_config import DecoderConfig, LayerVariant
 from engine.models.families.family import Family
-from engine.models.families.reading import check_activation, check_required, decoder_config, rotating_part
+from engine.models.families.reading import NAMES, check_activation, check_required, decoder_config, rotating_part
 from engine.models.names import NameMap
 
 _MIXER = ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 _PARAMETERS = (f"{NAME}.A_log", f"{NAME}.dt_bias")
 
 
-def _names(*linears: str) -> NameMap:
+_APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+def _names(plain: NameMap, *linears: str) -> NameMap:
+    """Returns the map of a family whose other modules are named so."""
     mixer = {f"{NAME}.{name}": f"linear_attn.{name}" for name in (*linears, *_MIXER)}
-    return NameMap(layer_modules={**ROUTED_NAMES.layer_modules, **mixer}, parameters=_PARAMETERS)
+    return NameMap(layer_modules={**plain.layer_modules, **mixer}, parameters=_PARAMETERS)
 
 
-NEXT_NAMES = _names("in_proj_qkvz", "in_proj_ba")
-NAMES = _names("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MIXER_SIZES = {
     "head_dim": 256, "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -139,6 +141,6 @@ def _turned_by_axes(config: DecoderConfig, hf: Mapping[str, Any]) -> DecoderConf
     return replace(config, ropes=(replace(config.ropes[0], axes=tuple(axes)),))
 
 
-QWEN3_NEXT = Family(qwen3_next, NEXT_NAMES, unused=later_tokens)
-QWEN3_5_TEXT = Family(qwen3_5, NAMES, unused=later_tokens)
-QWEN3_5_MOE_TEXT = Family(qwen3_5_moe, NAMES, unused=later_tokens)
+QWEN3_NEXT = Family(qwen3_next, _names(ROUTED_NAMES, "in_proj_qkvz", "in_proj_ba"), unused=later_tokens)
+QWEN3_5_TEXT = Family(qwen3_5, _names(NAMES, *_APART), unused=later_tokens)
+QWEN3_5_MOE_TEXT = Family(qwen3_5_moe, _names(ROUTED_NAMES, *_APART), unused=later_tokens)

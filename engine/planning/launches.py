@@ -274,9 +274,12 @@ class TorchAttention(TorchFunctionMode):
             with self:
                 return _engine_run_backward(args, (torch.ones_like(args[0]),), False, False, (), True, True)
         if func is torch.autograd.grad:
-            (outputs, inputs), gradient = args, kwargs["grad_outputs"]
+            outputs, inputs, gradients = (*args, kwargs.get("grad_outputs"))[:3]
+            if isinstance(gradients, Tensor):
+                gradients = (gradients,)
+            unused = bool(kwargs.get("allow_unused"))
             with self:
-                return _engine_run_backward(outputs, (gradient,), False, False, tuple(inputs), True, False)
+                return _engine_run_backward(outputs, tuple(gradients), False, False, tuple(inputs), unused, False)
         return func(*args, **kwargs)
 
 

@@ -193,6 +193,16 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
             {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
             "1 layer_types for 2 layers",
         ),
+        (
+            {"model_type": "qwen3_5_text", "linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            "4 value heads and 3 key heads of linear attention, but each key head serves as many",
+        ),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "1 layer_types for 2 layers"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "sliding_attention"]},
+            "layers of type 'sliding_attention' in a qwen3_next model",
+        ),
+        ({"model_type": "qwen3_5_text", "rope_parameters": {"mrope_section": [1, "x", 2]}}, "three numbers of pairs"),
     ],
 )
 def test_switches_that_the_decoder_lacks_are_refused(config: dict[str, object], words: str):
@@ -211,7 +221,7 @@ def test_latent_heads_need_not_divide_the_hidden_size_and_scales_may_be_zero():
         family_of({**SIZES, "model_type": "qwen3_moe", "hidden_size": 9})
 
 
-ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "GptOss", "Mixtral", "Qwen3Moe"]
+ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "GptOss", "Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3_5MoeText"]
 """Classes of which a few layers are counted."""
 STOCK_SIZES = [
     *ROUTED_SIZES,
@@ -223,6 +233,7 @@ STOCK_SIZES = [
     "Phi3",
     "Qwen2",
     "Qwen3",
+    "Qwen3_5Text",
     "SmolLM3",
 ]
 
@@ -230,7 +241,7 @@ STOCK_SIZES = [
 @pytest.mark.parametrize("prefix", STOCK_SIZES)
 def test_sizes_of_released_models_have_the_parameters_that_transformers_counts(prefix: str):
     """The classes' own default sizes, which are those of a released model."""
-    few = {"num_hidden_layers": 2} if prefix in ROUTED_SIZES else {}
+    few = {"num_hidden_layers": 4 if prefix in ("Qwen3Next", "Qwen3_5MoeText") else 2} if prefix in ROUTED_SIZES else {}
     if prefix in ("DeepseekV3", "Glm4Moe"):
         few |= {"first_k_dense_replace": 1}
     if prefix == "Glm4Moe":  # whose default is no model's

@@ -18,7 +18,15 @@ from engine.hybrids.layers.gated_attention import GatedHeads
 from engine.hybrids.layers.gated_delta_net import NAME, DeltaSizes
 from engine.models.decoder_config import DecoderConfig, LayerVariant
 from engine.models.families.family import Family
-from engine.models.families.reading import NAMES, check_activation, check_required, decoder_config, rotating_part
+from engine.models.families.reading import (
+    NAMES,
+    axes_in_turns,
+    check_activation,
+    check_required,
+    checked_sections,
+    decoder_config,
+    rotating_part,
+)
 from engine.models.names import NameMap
 
 _MIXER = ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
@@ -133,12 +141,9 @@ def _layer_types(hf: Mapping[str, Any]) -> list[str]:
 def _turned_by_axes(config: DecoderConfig, hf: Mapping[str, Any]) -> DecoderConfig:
     """Returns the config whose rotary embedding turns tokens of images by time, height and width, in turns."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    sections = rope.get("mrope_section") or _MROPE_SECTION
-    axes = [0] * ((config.rotary_dim or config.head_dim) // 2)
-    for axis in (1, 2):
-        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
-            axes[pair] = axis
-    return replace(config, ropes=(replace(config.ropes[0], axes=tuple(axes)),))
+    sections = checked_sections(rope.get("mrope_section") or _MROPE_SECTION)
+    axes = axes_in_turns((config.rotary_dim or config.head_dim) // 2, sections)
+    return replace(config, ropes=(replace(config.ropes[0], axes=axes),))
 
 
 QWEN3_NEXT = Family(qwen3_next, _names(ROUTED_NAMES, "in_proj_qkvz", "in_proj_ba"), unused=later_tokens)

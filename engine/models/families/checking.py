@@ -33,7 +33,9 @@ _COUNTS = (
     "max_position_embeddings", "sliding_window", "no_rope_layer_interval", "sliding_window_pattern",
     "original_max_position_embeddings", "dim_model_base", "num_multi_query_heads",
     "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size", "n_group", "topk_group",
-    "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank",
+    "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "full_attention_interval",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",

@@ -146,6 +146,34 @@ def rotating_part(config: DecoderConfig, hf: Mapping[str, Any], *, usual: float 
     return replace(config, rotary_dim=rotary_dim)
 
 
+def checked_sections(sections: object) -> list[int]:
+    """Returns how many pairs of features turn by time, height and width, as a config has them.
+
+    Raises:
+        UserError: the three numbers are something else.
+    """
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or not all(type(one) is int and one >= 0 for one in sections)
+    ):
+        raise UserError(
+            f"config.json has mrope_section {sections!r}, but three numbers of pairs that turn by time, height and "
+            "width are expected: correct it or copy it again."
+        )
+    return sections
+
+
+def axes_in_turns(pairs: int, sections: list[int]) -> tuple[int, ...]:
+    """Returns the axis that each pair of features turns by, `Rope.axes`: every third one, as far as there are enough of
+    them, by height and by width, and the others by time."""
+    axes = [0] * pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], pairs), 3):
+            axes[pair] = axis
+    return tuple(axes)
+
+
 def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind, ...]:
     """Returns a kind for each layer of `layer_types`, or of `types` where the config does not say.
 

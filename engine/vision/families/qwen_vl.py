@@ -15,6 +15,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.families import qwen2, qwen3
 from engine.models.families.checking import part_of
 from engine.models.families.family import Family
+from engine.models.families.reading import axes_in_turns, checked_sections
 from engine.models.names import Spelling
 from engine.vision.families.wrapping import Wrapping
 from engine.vision.layers.fronts import ImageTower
@@ -46,16 +47,7 @@ def _sections(hf: Mapping[str, Any], default: list[int]) -> tuple[dict[str, Any]
         sections = rope.get("mrope_section", sections)
         if rope.get("rope_type", rope.get("type")) == "mrope":
             changed[key] = {**rope, "rope_type": "default", "type": "default"}
-    if (
-        not isinstance(sections, list)
-        or len(sections) != 3
-        or not all(type(one) is int and one >= 0 for one in sections)
-    ):
-        raise UserError(
-            f"config.json has mrope_section {sections!r}, but three numbers of pairs that turn by time, height and "
-            "width are expected: correct it or copy it again."
-        )
-    return changed, sections
+    return changed, checked_sections(sections)
 
 
 def config_2_5(hf: dict[str, Any]) -> DecoderConfig:
@@ -84,11 +76,8 @@ def config_3(hf: dict[str, Any]) -> DecoderConfig:
     """
     changed, sections = _sections(hf, [24, 20, 20])
     text = qwen3.config_from_hf({**_DEFAULTS_3, **changed})
-    axes = [0] * (text.head_dim // 2)
-    for axis in (1, 2):  # every third pair, as far as there are enough of them
-        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
-            axes[pair] = axis
-    return replace(text, family="qwen3_vl_text", ropes=(replace(text.ropes[0], axes=tuple(axes)),))
+    axes = axes_in_turns(text.head_dim // 2, sections)
+    return replace(text, family="qwen3_vl_text", ropes=(replace(text.ropes[0], axes=axes),))
 
 
 def _complete_3(text: DecoderConfig, vision: Qwen3VisionConfig) -> DecoderConfig:

@@ -19,7 +19,7 @@ MINICPM_V4_6, MINICPM_V4_7 = "minicpmv4_6_vision", "minicpmv4_7_vision"
 _QWEN3_5 = {
     "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": 3584,
-    "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "deepstack_visual_indexes": (),
+    "hidden_act": "gelu_pytorch_tanh", "in_channels": 3,
 }  # fmt: skip
 _MINICPM_V4_6 = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,

@@ -1,4 +1,4 @@
-"""Small random Qwen2.5-VL and Qwen3-VL models as stock transformers saves them, with records about real images.
+"""Small random Qwen2.5-VL, Qwen3-VL and Qwen3.5 models as stock transformers saves them, with records about images.
 
 Everything goes the way of a run: the folder has the model's tokenizer and image processor, the records are read by the
 engine's data side, and stock transformers computes the same documents one by one.
@@ -24,7 +24,7 @@ from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
 from tests.unit.test_vision_data_processors import MESSAGES, saved_images, written
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 PAD = "<|image_pad|>"
 _TEXT = {
     "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -35,6 +35,16 @@ _ROPE = {"rope_type": "default", "rope_theta": 300.0}
 _TOWER = {
     "depth": 4, "hidden_size": 24, "intermediate_size": 20, "num_heads": 3, "patch_size": 14, "spatial_merge_size": 2,
     "out_hidden_size": 48,
+}  # fmt: skip
+_DELTA = {
+    "rms_norm_eps": 0.1,  # a document's first output is a multiple of one value, which the norm after it takes away
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 28,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "rope_parameters": {**_ROPE, "mrope_section": [3, 2, 2], "partial_rotary_factor": 0.5},
+}  # fmt: skip
+"""A quarter of the features is not enough to have pairs of all three kinds."""
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 RECORDS: list[dict[str, Any]] = [
     {"images": ["0.png", "1.png"], "messages": MESSAGES},
@@ -65,6 +75,15 @@ def make_model(kind: str, folder: Path) -> Any:
             **ids,
         )
         make = transformers.Qwen2_5_VLForConditionalGeneration
+    elif kind.startswith("qwen3_5"):
+        routed = kind == "qwen3_5_moe"
+        name = "Qwen3_5Moe" if routed else "Qwen3_5"
+        config = getattr(transformers, f"{name}Config")(
+            text_config={**text, **_DELTA, **(_EXPERTS if routed else {})},
+            vision_config={**_TOWER, "patch_size": 16, "num_position_embeddings": 25},
+            **ids,
+        )
+        make = getattr(transformers, f"{name}ForConditionalGeneration")
     else:
         config = transformers.Qwen3VLConfig(
             text_config={**text, "head_dim": 14, "rope_parameters": {**_ROPE, "mrope_section": [3, 2, 2]}},
@@ -83,7 +102,9 @@ def make_model(kind: str, folder: Path) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                nn.init.normal_(parameter, mean=1.0 if "norm" in key and "bias" not in key else 0.0, std=0.2)
+                # sums of decays along a chunk stay small, and so does their rounding
+                mean = -1.5 if key.endswith("A_log") else 1.0 if "norm" in key and "bias" not in key else 0.0
+                nn.init.normal_(parameter, mean=mean, std=0.2)
             else:
                 # token embeddings that a head is not tied to are large, so that texts differ in what follows them
                 large = "embed_tokens" in key and not config.tie_word_embeddings

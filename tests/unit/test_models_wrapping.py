@@ -136,7 +136,8 @@ def test_what_a_config_leaves_out_is_what_transformers_has(kind: str, text: str)
     `vision_config`. Nothing but the features' width has to be given, which must fit between the two."""
     stock = transformers.AutoConfig.for_model(text)
     fitting = {"gemma3": {"image_size": 896, "patch_size": 14}, "qwen2_5_vl": {"out_hidden_size": stock.hidden_size}}
-    vision = {"model_type": MODEL_TOWERS[kind], **(fitting | {"qwen3_vl": fitting["qwen2_5_vl"]}).get(kind, {})}
+    fitting |= dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), fitting["qwen2_5_vl"])
+    vision = {"model_type": MODEL_TOWERS[kind], **fitting.get(kind, {})}
     hf: dict[str, Any] = {"model_type": kind, "text_config": {"model_type": text}, "vision_config": vision}
     family, found = family_of(hf)
     config = family.config_from_hf(found)

@@ -157,7 +157,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "options": {},
     },
 }
-BY_GRID = ("qwen2_5_vl", "qwen3_vl")
+KINDS["qwen3_5"] = KINDS["qwen3_5_moe"] = KINDS["qwen3_vl"]
+BY_GRID = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 def written(kind: str, folder: Path) -> tuple[Any, Any]:

@@ -57,6 +57,8 @@ WRAPPINGS = {
     "llava_next": "engine.vision.families.llava:NEXT",
     "llava_onevision": "engine.vision.families.llava:ONEVISION",
     "qwen2_5_vl": "engine.vision.families.qwen_vl:QWEN2_5_VL",
+    "qwen3_5": "engine.vision.families.qwen_vl:QWEN3_5",
+    "qwen3_5_moe": "engine.vision.families.qwen_vl:QWEN3_5_MOE",
     "qwen3_vl": "engine.vision.families.qwen_vl:QWEN3_VL",
 }
 """Models that are a vision model in front of one of these families."""

@@ -1,5 +1,5 @@
 """Families whose pixels come from transformers' image processor for the model's folder: LLaVA, Qwen2.5-VL, Qwen3-VL,
-InternVL3 and Gemma 3. Conversations go through the model's chat template.
+Qwen3.5, InternVL3 and Gemma 3. Conversations go through the model's chat template.
 
 The image processors of transformers that need only Pillow are taken. Its processors for text and images together are
 not: they need torchvision, for videos, and pixels where sizes are enough. What they put into the text for an image
@@ -301,7 +301,7 @@ class Gemma3(ProcessorFamily):
 
 
 class QwenVL(ProcessorFamily):
-    """Qwen2.5-VL and Qwen3-VL, whose processor cuts patches itself, and whose positions are of three kinds."""
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, whose processor cuts patches itself, and whose positions are of three kinds."""
 
     stand_in = StandIn("<|image_pad|>", "<|image_pad|>")
     rotates_by_grid = True
@@ -367,6 +367,8 @@ PROCESSOR_FAMILIES: Mapping[str, type[ProcessorFamily]] = {
     "llava_onevision": LlavaOneVision,
     "qwen2_5_vl": QwenVL,
     "qwen3_vl": QwenVL,
+    "qwen3_5": QwenVL,
+    "qwen3_5_moe": QwenVL,
     "internvl": InternVL,
     "gemma3": Gemma3,
 }

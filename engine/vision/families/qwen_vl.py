@@ -1,7 +1,9 @@
-"""Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 whose tokens of images are rotated by time, height and width.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: Qwen2, Qwen3 and Qwen3.5's language models, whose tokens of images are rotated by
+time, height and width.
 
 A head's pairs of features are shared out between the three: Qwen2.5-VL has them one after the other, Qwen3-VL in turn,
-so that each has high and low frequencies. Qwen3-VL's tower has features for its first layers too.
+so that each has high and low frequencies. Qwen3-VL's tower has features for its first layers too, Qwen3.5's is the same
+without these.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from engine.models.families.checking import part_of
 from engine.models.families.family import Family
 from engine.models.families.reading import axes_in_turns, checked_sections
 from engine.models.names import Spelling
-from engine.vision.families.wrapping import Wrapping
+from engine.vision.families.wrapping import Wrapping, with_tower
 from engine.vision.layers.fronts import ImageTower
 
 if TYPE_CHECKING:
@@ -89,6 +91,15 @@ def _complete_3(text: DecoderConfig, vision: Qwen3VisionConfig) -> DecoderConfig
     return replace(text, fronts=(ImageTower(model=vision, deepstack=len(vision.deepstack)),))
 
 
+def _complete_3_5(text: DecoderConfig, vision: Qwen3VisionConfig) -> DecoderConfig:
+    if vision.deepstack:
+        raise UserError(
+            f"config.json has vision_config.deepstack_visual_indexes {list(vision.deepstack)}, but a Qwen3.5 takes "
+            "features of images in its embeddings alone: set it to [] or use a Qwen3-VL."
+        )
+    return with_tower(text, vision)
+
+
 _SPELLINGS = (
     Spelling("model.language_model.", "lm_head", {"visual": "model.visual"}),
     Spelling("model.", "lm_head", {"visual": "visual"}),
@@ -106,6 +117,16 @@ QWEN3_VL = Wrapping(
     spellings=_SPELLINGS,
     texts=dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), "qwen3_vl_text"),
     text="qwen3_vl_text",
+)
+QWEN3_5 = Wrapping(
+    tower="engine.vision.towers.qwen3_vl:Qwen3VisionConfig",
+    complete=_complete_3_5,
+    spellings=_SPELLINGS,
+    texts=dict.fromkeys(("qwen3_5", "qwen3_5_text"), "qwen3_5_text"),
+    text="qwen3_5_text",
+)
+QWEN3_5_MOE = QWEN3_5._replace(
+    texts=dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_5_moe_text"), text="qwen3_5_moe_text"
 )
 
 

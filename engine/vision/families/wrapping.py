@@ -34,6 +34,13 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
     },
     "qwen3_vl_text": _QWEN,
+    "qwen3_5_text": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "vocab_size": 248320,
+    },
+    "qwen3_5_moe_text": {
+        "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "vocab_size": 248320,
+    },
 }  # fmt: skip
 """By family: what `text_config` leaves out where it is what transformers' class has."""
 
@@ -57,9 +64,9 @@ class Wrapping(NamedTuple):
             config.json, the model's own.
         text: model_type of a `text_config` that does not say.
         complete: the language model's config and the vision model's -> that with both.
-        unused: the vision model's config -> which tensors of a checkpoint nothing is computed with; see
-            `NameMap.unused`.
-        parameters: see `NameMap.parameters`.
+        unused: the vision model's config -> which tensors of a checkpoint nothing is computed with, beside the language
+            model's; see `NameMap.unused`.
+        parameters: beside the language model's; see `NameMap.parameters`.
         either_ties: whether embeddings are tied where config.json or its `text_config` says so; else config.json
             decides, where it says anything.
     """
@@ -108,9 +115,10 @@ class Wrapping(NamedTuple):
             text = inner.config_from_hf(self.text_config(hf))
             return self.complete(text, resolve(self.tower).from_hf(hf, text.hidden))
 
-        names = replace(inner.names, spellings=self.spellings, parameters=self.parameters)
+        names = inner.names
+        names = replace(names, spellings=self.spellings, parameters=(*names.parameters, *self.parameters))
         if self.unused is not None:
-            names = replace(names, unused=self.unused(resolve(self.tower).from_hf(hf, 1)))
+            names = replace(names, unused=(*names.unused, *self.unused(resolve(self.tower).from_hf(hf, 1))))
         return inner._replace(config_from_hf=config_from_hf, names=names.live)
 
 

@@ -1,5 +1,5 @@
-"""Qwen3-VL's tower: a position table that is interpolated, and mergers behind some blocks whose features later layers
-of the language model take (DeepStack, arXiv 2406.04334).
+"""Qwen3-VL's tower, and Qwen3.5's: a position table that is interpolated, and mergers behind some of Qwen3-VL's blocks,
+whose features later layers of the language model take (DeepStack, arXiv 2406.04334).
 
 Blocks and mergers are transformers'.
 
@@ -66,7 +66,7 @@ class Qwen3VisionConfig(MergedImages):
                 f"config.json has vision_config.num_position_embeddings {count}, but a square table is expected: "
                 "correct it or copy it again."
             )
-        behind = vision["deepstack_visual_indexes"]
+        behind = vision.get("deepstack_visual_indexes", ())
         blocks = range(sizes["num_layers"])
         if not isinstance(behind, list | tuple) or not all(one in blocks for one in behind):
             raise UserError(

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common.h"
+#include "heads.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -19,13 +20,7 @@ struct Shape {
     int64_t group() const { return heads / kv_heads; }
 };
 
-// [tokens, heads, dim] with any distance between tokens and between heads.
-template <class T>
-struct Heads {
-    T* data;
-    int64_t token, head;
-    T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
-};
+using heads::Heads;
 
 struct Segment {
     int64_t first_query, queries, first_key, keys;

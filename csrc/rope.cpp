@@ -3,10 +3,12 @@
 #include <algorithm>
 
 #include "common.h"
+#include "heads.h"
 #include "simd.h"
 
 namespace {
 
+using heads::Heads;
 using simd::Float;
 using simd::LANES;
 
@@ -42,17 +44,9 @@ void split_rotate(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, 
     });
 }
 
-// [tokens, heads, 2 half] with any distance between tokens and between heads.
-template <class T>
-struct Heads {
-    const T* data;
-    int64_t token, head;
-    const T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
-};
-
 template <class T>
 void split_rotate_backward(int threads, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t half,
-                           const Heads<T>& dq, const Heads<T>& dk, const Heads<T>& dv, const float* cos,
+                           const Heads<const T>& dq, const Heads<const T>& dk, const Heads<const T>& dv, const float* cos,
                            const float* sin, T* dqkv, int64_t ld_dqkv) {
     const int64_t dim = 2 * half;
     common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {

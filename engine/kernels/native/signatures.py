@@ -17,6 +17,9 @@ _HEADS = [c_void_p, c_int64, c_int64]
 _UPDATE = [c_int64, *_MATRIX, *_MATRIX, *_MATRIX, c_float]
 """rank, dH, A, bits, scale."""
 
+_DELTA = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, c_float, c_int, *_HEADS * 3, *_POINTER * 2]
+"""Pieces, sizes, scale, whether each channel decays by itself, q, k, v, decay, beta."""
+
 SIGNATURES: dict[str, list[Any]] = {
     "engine_dropout_bits": [
         *_THREADS, *_SIZE, *_SIZE, *_POINTER, c_int64, c_uint32, c_uint32, c_uint32, c_uint32, *_MATRIX,
@@ -51,6 +54,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "engine_gumbel_argmax": [
         *_THREADS, *_SIZE * 2, *_MATRIX, *_POINTER * 2, c_int64, c_uint32, c_uint32, *_POINTER * 2,
     ],
+    "engine_delta_forward": [*_DELTA, *_POINTER, *_HEADS, *_POINTER * 2],
+    "engine_delta_backward": [*_DELTA, *_POINTER, *_HEADS, *_POINTER * 8],
     "engine_project": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
     "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [

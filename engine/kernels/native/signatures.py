@@ -20,6 +20,9 @@ _UPDATE = [c_int64, *_MATRIX, *_MATRIX, *_MATRIX, c_float]
 _DELTA = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, c_float, c_int, *_HEADS * 3, *_POINTER * 2]
 """Pieces, sizes, scale, whether each channel decays by itself, q, k, v, decay, beta."""
 
+_CONV = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 2, c_int]
+"""Pieces, sizes, whether there is a silu."""
+
 SIGNATURES: dict[str, list[Any]] = {
     "engine_dropout_bits": [
         *_THREADS, *_SIZE, *_SIZE, *_POINTER, c_int64, c_uint32, c_uint32, c_uint32, c_uint32, *_MATRIX,
@@ -56,6 +59,10 @@ SIGNATURES: dict[str, list[Any]] = {
     ],
     "engine_delta_forward": [*_DELTA, *_POINTER, *_HEADS, *_POINTER * 2],
     "engine_delta_backward": [*_DELTA, *_POINTER, *_HEADS, *_POINTER * 8],
+    "engine_conv_forward": [*_CONV, *_MATRIX, *_POINTER * 4],
+    "engine_conv_backward": [*_CONV, *_MATRIX * 2, *_POINTER * 7],
+    "engine_gated_norm_forward": [*_TYPED, *_SIZE * 3, *_HEADS * 2, *_POINTER, c_float, *_POINTER],
+    "engine_gated_norm_backward": [*_TYPED, *_SIZE * 3, *_HEADS * 3, *_POINTER, c_float, *_POINTER * 3],
     "engine_project": [*_TYPED, *_SIZE * 3, *_MATRIX, *_MATRIX, *_MATRIX, c_float, *_MATRIX],
     "engine_add_input_gradient": [*_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_UPDATE, *_MATRIX],
     "engine_accumulate_a": [

@@ -9,14 +9,54 @@ from functools import cache
 from torch import Tensor
 
 from engine.hybrids import reference
+from engine.hybrids.pieces import Pieces
+from engine.kernels.native.recurrence import num_kept
 from engine.ops.kernels import Kernels, Op
+from engine.ops.kernels.op import like, wide
 
-DELTA_FORWARD = Op(reference=reference.delta_forward)
-DELTA_BACKWARD = Op(reference=reference.delta_backward)
-CONV_FORWARD = Op(reference=reference.conv_forward)
-CONV_BACKWARD = Op(reference=reference.conv_backward)
-GATED_NORM_FORWARD = Op(reference=reference.gated_norm_forward)
-GATED_NORM_BACKWARD = Op(reference=reference.gated_norm_backward)
+
+def _delta_forward_shape(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pieces: Pieces, initial: Tensor | None, *,
+    scale: float, keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+    state = (v.shape[1], k.shape[2], v.shape[2])
+    final = wide(v, (len(pieces.sent), *state)) if pieces.sent else None
+    return like(v), final, (wide(v, (num_kept(pieces), *state)),) if keep else ()
+
+
+def _delta_backward_shape(
+    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pieces: Pieces,
+    initial: Tensor | None, *, scale: float, kept: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    return like(q), like(k), like(v), like(decay), like(beta), None if initial is None else like(initial)
+
+
+DELTA_FORWARD = Op(
+    reference=reference.delta_forward, native="engine.kernels.native.delta:delta_forward", shape=_delta_forward_shape
+)
+DELTA_BACKWARD = Op(
+    reference=reference.delta_backward, native="engine.kernels.native.delta:delta_backward", shape=_delta_backward_shape
+)
+CONV_FORWARD = Op(
+    reference=reference.conv_forward,
+    native="engine.kernels.native.convolution:conv_forward",
+    shape=lambda x, *_, **__: like(x),
+)
+CONV_BACKWARD = Op(
+    reference=reference.conv_backward,
+    native="engine.kernels.native.convolution:conv_backward",
+    shape=lambda dy, x, weight, bias, pieces, tail, **_: (like(x), None if tail is None else like(tail)),
+)
+GATED_NORM_FORWARD = Op(
+    reference=reference.gated_norm_forward,
+    native="engine.kernels.native.gated_norm:gated_norm_forward",
+    shape=lambda x, *_: like(x),
+)
+GATED_NORM_BACKWARD = Op(
+    reference=reference.gated_norm_backward,
+    native="engine.kernels.native.gated_norm:gated_norm_backward",
+    shape=lambda dy, x, z, *_: (like(x), like(z)),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

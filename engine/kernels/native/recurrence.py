@@ -31,7 +31,7 @@ def num_kept(runs: Runs) -> int:
 
 
 def run_table(runs: Runs) -> Tensor:
-    """Returns int64 [runs, 5]: first token, length, place among the received and the sent ones or -1, first kept state."""
+    """Returns int64 [runs, 5]: first token, length, place among received and sent ones or -1, first kept state."""
     received = {index: place for place, index in enumerate(runs.received)}
     sent = {index: place for place, index in enumerate(runs.sent)}
     firsts = accumulate(runs.lengths, initial=0)

@@ -139,6 +139,8 @@ class EngineSide:
         config = family.config_from_hf(text)
         adopted = [name.rpartition(".")[2] for name in config.all_linears]
         targets = EXPERT_TARGETS if isinstance(options, ExpertsOptions) else adopted or TARGETS
+        if config.mixer_linears:
+            targets = (*TARGETS, *config.mixer_linears)
         plan = TrainingPlan(
             adapter=lambda module: settings if module.rpartition(".")[2] in targets else None,
             fused=lambda module: module.rpartition(".")[2] in targets,
@@ -166,7 +168,15 @@ class EngineSide:
             name = self._names.module_to_hf(fused_parts(module)[0])
             if ".experts." in name:  # one adapter of gate and up is drawn by their common name
                 name = f"{name.rpartition('.')[0]}.{module.rpartition('.')[2]}"
-            draw(f"{name}.{leaf}", shard.tensor)
+            name = name if self._names.is_parameter(module) else f"{name}.{leaf}"
+            if shard.spec.dim is None:
+                draw(name, shard.tensor)
+                continue
+            whole = shard.tensor.new_empty(shard.spec.global_shape)
+            draw(name, whole)
+            for piece in shard.spec.pieces:  # rows may lie in another order here
+                rows = whole.narrow(shard.spec.dim, piece.global_offset, piece.length)
+                shard.tensor.narrow(shard.spec.dim, piece.local_offset, piece.length).copy_(rows)
 
     def _drawn(self, entry: EncodedEntry) -> Tensor:
         """Draws the weight that is stored encoded."""

@@ -81,7 +81,18 @@ def _dense(options: ModelOptions) -> dict[str, Any]:
         # some types have others of their own
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0),
+        **(_delta_nets(options) if options.model_type in _WITH_DELTA_NETS else {}),
     }
+
+
+_WITH_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+
+def _delta_nets(options: ModelOptions) -> dict[str, Any]:
+    """Returns the sizes of linear attention as Qwen3.5-0.8B relates them to the width: heads of 128, twice as wide as
+    the residual stream together."""
+    heads = max(1, options.hidden // 64)
+    return {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
 
 
 def packed_batch(ids_BS: Tensor, lengths: Sequence[int]) -> Batch:

@@ -28,6 +28,7 @@ from engine.checkpoint.verification import PieceChecks
 from engine.checkpoint.weight_source import WeightSource
 from engine.choices import Implementation
 from engine.errors import UserError
+from engine.models.families.checking import part_of
 from engine.models.names import nest
 from engine.models.stacked_parts import ExpertPart
 from engine.quantization import mxfp4
@@ -219,7 +220,9 @@ class HfSource(WeightSource):
 
     def _refuse_encoded(self, unexpected: list[str]) -> None:
         """Raises UserError where the reason is that the weights are stored in some encoding."""
-        if (encoding := self.model.hf_config.get("quantization_config")) is not None:
+        whole = self.model.hf_config
+        text = part_of(whole, "text_config") or {}
+        if (encoding := whole.get("quantization_config") or text.get("quantization_config")) is not None:
             raise UserError(
                 f"{self.label} is stored encoded (quantization_config.quant_method {encoding.get('quant_method')} in "
                 f"config.json; see {unexpected[0]}): use the model as it was before{_ENCODE_HERE}."

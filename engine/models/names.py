@@ -167,6 +167,8 @@ class NameMap:
             parts'.
         vision: first component below `vision.` of a vision model's names -> its full name in the checkpoint.
         unused: names, with the wildcards of a shell, of tensors that a checkpoint has and nothing is computed with.
+        tensors: tensor inside a layer -> its name inside a layer of the checkpoint, for those that do not lie in their
+            module's place.
         parameters: modules, without `vision.` or inside a layer, that are no modules in the checkpoint but parameters;
             here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
@@ -186,6 +188,7 @@ class NameMap:
     unused: tuple[str, ...] = ()
     spellings: tuple[Spelling, ...] = ()
     parameters: tuple[str, ...] = ()
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
     def means_experts(self, hf_module: str) -> bool:
         """Returns whether PEFT takes the name of a module, as a target, for that of all experts' linears."""
@@ -250,7 +253,12 @@ class NameMap:
         """Returns the map of a checkpoint that transformers wrote as its modules are, with experts stacked."""
         if self.is_stacked or "mlp.router" not in self.layer_modules:
             return self
-        return replace(self, layer_modules={**self.layer_modules, "mlp.router": "mlp.gate", **stacked("mlp.experts")})
+        table = {**self.layer_modules, "mlp.router": "mlp.gate", **stacked("mlp.experts")}
+        return replace(
+            self,
+            layer_modules=table,
+            tensors={name: f"mlp.{place.rpartition('.')[2]}" for name, place in self.tensors.items()},
+        )
 
     @property
     def live(self) -> NameMap:
@@ -308,6 +316,8 @@ class NameMap:
         module, _, leaf = name.rpartition(".")
         match = _LAYER.match(module)
         part = self._place(match[2]) if match else None
+        if match and (place := self.tensors.get(f"{match[2]}.{leaf}")) is not None:
+            return HfLocation(f"{self.body}layers.{match[1]}.{place}")
         if isinstance(part, StackedPart):
             found = _EXPERT.search(module)
             assert found is not None and match is not None, module

@@ -191,6 +191,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "truncate": True, "mscale": 0.7, "mscale_all_dim": 1.3},
         },
     ),
+    "glm4 moe lite": (
+        "Glm4MoeLite",
+        {
+            **_GLM4,
+            **_LATENT,
+            "q_lora_rank": 18,
+            "v_head_dim": 9,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        },
+    ),
+    "minimax m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "deepseek v2": (
         "DeepseekV2",
         {
@@ -229,6 +250,8 @@ ROUTED = (
     "gpt oss",
     "deepseek v3",
     "deepseek v3 yarn",
+    "glm4 moe lite",
+    "minimax m2",
     "deepseek v2",
     "deepseek v2 greedy",
     "qwen3 next",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -134,6 +134,36 @@ def test_mixture_of_experts_and_the_like_are_refused_by_name():
             family.config_from_hf(text)
 
 
+def _as_kimi(folder: Path, place: Path, **text: object) -> dict[str, torch.Tensor]:
+    """Writes a DeepSeek-V3 model as Kimi K2.5's language model is released, and returns its tensors."""
+    place.mkdir()
+    hf = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"} | text
+    vision = {"model_type": "kimi_k25_vision"}
+    (place / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": hf, "vision_config": vision})
+    )
+    tensors = {f"language_model.{key}": value for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def test_kimi_is_read_as_its_language_model(tmp_path: Path):
+    """Its text is a DeepSeek-V3 model; where weights are in INT4, that is what the refusal says."""
+    _, folder = _saved("deepseek v3")
+    tensors = _as_kimi(folder, tmp_path / "kimi")
+    source, plain = (open_source(place, implementation="native") for place in (tmp_path / "kimi", folder))
+    assert source.model.decoder == plain.model.decoder
+    for name in plain.tensor_names():
+        assert torch.equal(source.read_whole(name), plain.read_whole(name)), name
+    encoding = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    _as_kimi(folder, tmp_path / "int4", quantization_config=encoding)
+    stored = "language_model.model.layers.1.mlp.experts.0.up_proj.weight"
+    tensors[f"{stored}_packed"] = tensors.pop(stored).to(torch.int32)
+    save_file(tensors, tmp_path / "int4" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="stored encoded .*compressed-tensors in config.json; see .*up_proj"):
+        open_source(tmp_path / "int4", implementation="native")
+
+
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
 
 
@@ -182,6 +212,12 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
             {"model_type": "deepseek_v3", "v_head_dim": 193},
             "v_head_dim 193, more than the 192 features of a key's head",
         ),
+        (
+            {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "moe"]},
+            "mlp_layer_types with 'moe', but layers are dense or sparse",
+        ),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "1 mlp_layer_types for 2 layers"),
+        ({"model_type": "minimax_m2", "output_router_logits": True}, "output_router_logits True, but that is not"),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit 0, but a number above 0"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "mlp_only_layers 3, but a list of whole numbers"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
@@ -221,7 +257,8 @@ def test_latent_heads_need_not_divide_the_hidden_size_and_scales_may_be_zero():
         family_of({**SIZES, "model_type": "qwen3_moe", "hidden_size": 9})
 
 
-ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "GptOss", "Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3_5MoeText"]
+ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "Glm4MoeLite", "GptOss", "MiniMaxM2", "Mixtral", "Qwen3Moe", "Qwen3Next"]
+ROUTED_SIZES += ["Qwen3_5MoeText"]
 """Classes of which a few layers are counted."""
 STOCK_SIZES = [
     *ROUTED_SIZES,

@@ -1,8 +1,10 @@
-"""DeepSeek-V3 and DeepSeek-V2: latent attention, the first layers dense, and experts chosen by group. V3 compares them
-by sigmoid and correction, V2 (arXiv 2405.04434) by softmax, and groups by their best expert, if at all.
+"""DeepSeek-V3, GLM-4.7-Flash (glm4_moe_lite) and DeepSeek-V2: latent attention, the first layers dense, and experts
+chosen by group. V3 and GLM compare them by sigmoid and correction, V2 (arXiv 2405.04434) by softmax, and groups by
+their best expert, if at all.
 
-Released checkpoints of DeepSeek's own are in FP8 blocks, which are refused as encoded; those in bfloat16 are read, and
-so are other models of the type. Layers that predict later tokens are passed through conversions and not computed with.
+Released checkpoints of DeepSeek's own are in FP8 blocks, and Kimi K2.5's in INT4, which are refused as encoded; those
+in bfloat16 are read, and so are other models of the type. Kimi K2 (kimi_k2) is one of DeepSeek-V3. Layers that predict
+later tokens are passed through conversions and not computed with.
 """
 
 from __future__ import annotations
@@ -42,6 +44,12 @@ _DEFAULTS = {
     "first_k_dense_replace": 3, "norm_topk_prob": True, "num_nextn_predict_layers": 1, "kv_lora_rank": 512,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
 }  # fmt: skip
+_GLM4_LITE_DEFAULTS = {
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+    "n_shared_experts": 1, "n_routed_experts": 64, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "num_nextn_predict_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "rope_interleave": True,
+}  # fmt: skip
 _V2_DEFAULTS = {
     "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "n_shared_experts": 2, "n_routed_experts": 64,
     "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 0,
@@ -68,6 +76,17 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     filled = read_routed(hf, _DEFAULTS)
     sizes = balanced_sizes(filled, usual=256)
     return _decoder(filled, "deepseek_v3", hf.get("q_lora_rank", 1536), sizes, bool(filled["rope_interleave"]))
+
+
+def glm4_lite_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a `config.json` of GLM-4.7-Flash: the first layer is dense, or those that `mlp_layer_types` says.
+
+    Raises:
+        UserError: as `config_from_hf`.
+    """
+    filled = read_routed(hf, _GLM4_LITE_DEFAULTS)
+    sizes = balanced_sizes({**filled, "first_k_dense_replace": 1}, usual=64)
+    return _decoder(filled, "glm4_moe_lite", hf.get("q_lora_rank", 768), sizes, bool(filled["rope_interleave"]))
 
 
 def v2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -137,5 +156,6 @@ def _decoder(
     )
 
 
+GLM4_LITE = Family(glm4_lite_config_from_hf, NAMES, unused=later_tokens)
 V2 = Family(v2_config_from_hf, NAMES)
 V3 = Family(config_from_hf, NAMES, unused=later_tokens)

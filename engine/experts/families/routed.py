@@ -1,4 +1,5 @@
-"""The families with a mixture of experts in the place of the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and GLM-4-MoE.
+"""The families with a mixture of experts in the place of the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4-MoE and
+MiniMax-M2.
 
 Checkpoints have each expert's matrices apart.
 """
@@ -6,6 +7,7 @@ Checkpoints have each expert's matrices apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
@@ -21,7 +23,8 @@ from engine.models.families.reading import (
     rotating_part,
     windows_from_hf,
 )
-from engine.models.names import NameMap
+from engine.models.names import CORRECTION, NameMap
+from engine.sentences import as_written
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_NAMES = NameMap(
@@ -42,6 +45,7 @@ NAMES = NameMap(
         "mlp.shared_expert_gate": "mlp.shared_expert_gate",
     }
 )
+MINIMAX_NAMES = replace(MIXTRAL_NAMES, tensors={f"mlp.router.{CORRECTION}": f"block_sparse_moe.{CORRECTION}"})
 GLM4_NAMES = NameMap(
     layer_modules={
         **{name: place for name, place in NAMES.layer_modules.items() if "shared_expert" not in name},
@@ -67,6 +71,10 @@ _GLM4 = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
     "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_MINIMAX_M2 = {
+    "num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8, "max_position_embeddings": 196608,
+    "rope_theta": 5e6, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
 }  # fmt: skip
 
 
@@ -262,10 +270,13 @@ def olmoe(hf: dict[str, Any]) -> DecoderConfig:
 
 def balanced_sizes(hf: dict[str, Any], *, usual: int) -> RoutedSizes:
     """Reads DeepSeek-V3's mixture: sigmoids compared with corrections and by groups, shared experts that all tokens
-    have, and the first layers dense.
+    have, and the first layers dense, or those that are listed.
 
     Args:
         usual: number of experts where the config does not say.
+
+    Raises:
+        UserError: the list does not fit the layers; see also `routed_sizes` and `compared_by_group`.
     """
     intermediate = int(hf["moe_intermediate_size"])
     return routed_sizes(
@@ -277,8 +288,26 @@ def balanced_sizes(hf: dict[str, Any], *, usual: int) -> RoutedSizes:
         rule=compared_by_group(hf, usual),
         shared=int(hf["n_shared_experts"]) * intermediate,
         gates_shared=False,
-        dense_layers=tuple(range(int(hf["first_k_dense_replace"]))),
+        dense_layers=_dense_layers(hf),
     )
+
+
+def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the layers with a dense MLP: those that `mlp_layer_types` lists, else the first ones."""
+    types = hf.get("mlp_layer_types")
+    if types is None:
+        return tuple(range(int(hf["first_k_dense_replace"])))
+    if strange := sorted(set(types) - {"dense", "sparse"}):
+        raise UserError(
+            f"config.json has mlp_layer_types with {as_written(strange[0])}, but layers are dense or sparse: correct "
+            "it or copy it again."
+        )
+    if len(types) != hf["num_hidden_layers"]:
+        raise UserError(
+            f"config.json has {len(types)} mlp_layer_types for {hf['num_hidden_layers']} layers: expected one for "
+            "each, correct it."
+        )
+    return tuple(index for index, kind in enumerate(types) if kind == "dense")
 
 
 def glm4_moe(hf: dict[str, Any]) -> DecoderConfig:
@@ -293,7 +322,33 @@ def glm4_moe(hf: dict[str, Any]) -> DecoderConfig:
     return rotating_part(config, hf, usual=0.5)
 
 
+def minimax_m2(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a MiniMax-M2 `config.json`: queries and keys are normalised over all heads, a part of each head is rotated,
+    and routers compare sigmoids with a correction.
+
+    Layers that predict later tokens, which released configs count, are not in released checkpoints.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = read_routed(hf, _MINIMAX_M2, ("router_jitter_noise", "output_router_logits"))
+    sizes = routed_sizes(
+        hf,
+        usual=256,
+        intermediate=int(hf.get("intermediate_size") or 1),
+        renormalises=True,
+        rounds=False,
+        rule={**compared_by_group(hf, 256), "wide": False},
+    )
+    config = decoder_config(
+        hf, "minimax_m2", qk_norm=True, qk_norm_over="all", qkv_bias=False, out_bias=False, variants=(sizes,)
+    )
+    rotated = hf.get("rotary_dim")
+    return rotating_part(config, hf, usual=1.0 if rotated is None else int(rotated) / config.head_dim)
+
+
 GLM4_MOE = Family(glm4_moe, GLM4_NAMES, unused=later_tokens)
+MINIMAX_M2 = Family(minimax_m2, MINIMAX_NAMES)
 MIXTRAL = Family(mixtral, MIXTRAL_NAMES)
 OLMOE = Family(olmoe, NAMES)
 QWEN2_MOE = Family(qwen2_moe, NAMES)

@@ -35,7 +35,7 @@ _COUNTS = (
     "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size", "n_group", "topk_group",
     "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "linear_conv_kernel_dim",
     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "full_attention_interval",
+    "full_attention_interval", "rotary_dim",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
@@ -84,6 +84,7 @@ _KINDS: dict[str, Kind] = {
     "router_aux_loss_coef": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
     "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
+    "mlp_layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
     "no_rope_layers": ("a list of 0 and 1", lambda value: _is_list_of(value, lambda item: item in (0, 1))),
 }

@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import Tensor
 
-from engine.hybrids import reference
+from engine.hybrids import reference, state_space_reference
 from engine.hybrids.pieces import Pieces
 from engine.kernels.native.recurrence import num_kept
 from engine.ops.kernels import Kernels, Op
@@ -57,11 +57,14 @@ GATED_NORM_BACKWARD = Op(
     native="engine.kernels.native.gated_norm:gated_norm_backward",
     shape=lambda dy, x, z, *_: (like(x), like(z)),
 )
+SSD_FORWARD = Op(reference=state_space_reference.ssd_forward)
+SSD_BACKWARD = Op(reference=state_space_reference.ssd_backward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridKernels:
-    """One backend's functions; their signatures are those of `engine.hybrids.reference`."""
+    """One backend's functions; their signatures are those of `engine.hybrids.reference` and
+    `engine.hybrids.state_space_reference`."""
 
     delta_forward: Callable[..., tuple[Tensor, Tensor | None, tuple[Tensor, ...]]] = field(
         metadata={"op": DELTA_FORWARD}
@@ -73,6 +76,10 @@ class HybridKernels:
     conv_backward: Callable[..., tuple[Tensor, Tensor | None]] = field(metadata={"op": CONV_BACKWARD})
     gated_norm_forward: Callable[..., Tensor] = field(metadata={"op": GATED_NORM_FORWARD})
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor]] = field(metadata={"op": GATED_NORM_BACKWARD})
+    ssd_forward: Callable[..., tuple[Tensor, Tensor | None, tuple[Tensor, ...]]] = field(metadata={"op": SSD_FORWARD})
+    ssd_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]] = field(
+        metadata={"op": SSD_BACKWARD}
+    )
 
 
 @cache

@@ -172,6 +172,7 @@ class NameMap:
         parameters: modules, without `vision.` or inside a layer, that are no modules in the checkpoint but parameters;
             here they have a weight.
         spellings: all that the family has, that of transformers' modules first; empty where there is one alone.
+        ends: "embed_tokens" or "norm" -> what the checkpoint calls it, where that differs.
     """
 
     source: ClassVar[str] = ""
@@ -189,6 +190,7 @@ class NameMap:
     spellings: tuple[Spelling, ...] = ()
     parameters: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
+    ends: Mapping[str, str] = field(default_factory=dict)
 
     def means_experts(self, hf_module: str) -> bool:
         """Returns whether PEFT takes the name of a module, as a target, for that of all experts' linears."""
@@ -283,7 +285,7 @@ class NameMap:
             if isinstance(place, StackedPart):  # by a name of its own, as adapters of one expert have it
                 return f"{self.body}layers.{match[1]}.{place.module}.{match[2].rpartition('.experts.')[2]}"
             return f"{self.body}layers.{match[1]}.{place.module if isinstance(place, FusedPart) else place}"
-        return self.body + module
+        return self.body + self.ends.get(module, module)
 
     def _place(self, module: str) -> str | FusedPart | StackedPart:
         """Returns what the table has for a module inside a layer."""
@@ -348,7 +350,7 @@ class NameMap:
                 if stored == wanted:
                     return f"layers.{match[1]}.{engine_name.replace(_EVERY_EXPERT, expert)}"
             return None
-        return rest if rest in ("embed_tokens", "norm") else None
+        return next((module for module in ("embed_tokens", "norm") if self.ends.get(module, module) == rest), None)
 
 
 def _without_expert(module: str) -> tuple[str, str]:
@@ -361,7 +363,7 @@ def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
     """Returns the map with body and head prefixes, fused matrices and stacked experts, as the checkpoint `tensor_names`
     has them."""
     names = names.spelled_as(tensor_names)
-    suffix = "embed_tokens.weight"
+    suffix = f"{names.ends.get('embed_tokens', 'embed_tokens')}.weight"
     bodies = [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
     heads = [name.removesuffix(".weight") for name in tensor_names if name.endswith("lm_head.weight")]
     body = min(bodies, key=len) if bodies and not names.spellings else names.body

@@ -74,6 +74,11 @@ _DELTA_EXPERTS = {
     "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "num_experts": 5, "num_experts_per_tok": 2,
 }  # fmt: skip
 
+_MAMBA = {
+    "rms_norm_eps": 0.1, "head_dim": None, "mamba_n_heads": 10, "mamba_d_head": 8, "mamba_n_groups": 2,
+    "mamba_d_state": 6, "mamba_chunk_size": 7, "num_attention_heads": 2,
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
     "llama fused": ("Llama", {}),
@@ -236,6 +241,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 moe": (
         "Qwen3_5Moe",
         {**_DELTA, **_DELTA_EXPERTS, "layer_types": ["full_attention", *["linear_attention"] * 3]},
+    ),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "granite hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            **_FACTORS,
+            "mamba_n_groups": 1,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 44,
+            "position_embedding_type": None,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
     ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }

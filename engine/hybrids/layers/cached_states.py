@@ -101,3 +101,38 @@ def cached_delta_rule(
     out, final, _ = kernels.delta_forward(q, k, v, decay, beta_TN, pieces, initial, scale=scale, keep=False)
     keep(final)
     return out
+
+
+def cached_state_space(
+    name: str,
+    cache: KeyValueCache,
+    documents: Documents,
+    mixed_TC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor | None,
+    heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    dt_TN: Tensor,
+    a_N: Tensor,
+    d_N: Tensor,
+    *,
+    kernels: HybridKernels,
+) -> Tensor:
+    """Computes the convolution and Mamba2's state space of a pass, which go on from what was kept of each row.
+
+    Args:
+        mixed_TC: the convolution's input.
+        heads: [T, C] -> x [T, N, P], b and c [T, G, S].
+
+    Returns:
+        [T, N, P].
+    """
+    mixed, pieces, states, keep = cached_convolution(
+        name, cache, documents, mixed_TC, weight_C1W, bias_C, activation="silu", kernels=kernels
+    )
+    x, b, c = heads(mixed)
+    initial = None if states is None else torch.stack(states)
+    if initial is None and pieces.received:  # a pass without rows, which fills up
+        initial = dt_TN.new_zeros(len(pieces.received), *x.shape[1:], b.shape[2])
+    y, final, _ = kernels.ssd_forward(x, dt_TN, a_N, b, c, d_N, pieces, initial, keep=False)
+    keep(final)
+    return y

@@ -18,6 +18,7 @@ from engine.seams import resolve
 from engine.size_limits import check_sizes
 
 FAMILIES = {
+    "bamba": "engine.hybrids.families.mamba:BAMBA",
     "cogagent": "engine.vision.families.cogvlm:COGAGENT",
     "cogvlm": "engine.vision.families.cogvlm:COGVLM",
     "cogvlm2": "engine.vision.families.cogvlm:COGVLM",
@@ -29,6 +30,7 @@ FAMILIES = {
     "glm4_moe_lite": "engine.experts.families.deepseek:GLM4_LITE",
     "gpt_oss": "engine.experts.families.gpt_oss:FAMILY",
     "granite": "engine.models.families.granite:FAMILY",
+    "granitemoehybrid": "engine.hybrids.families.mamba:GRANITE_HYBRID",
     "kimi_k2": "engine.experts.families.deepseek:V3",
     "llama": "engine.models.families.llama:FAMILY",
     "minicpm": "engine.models.families.minicpm:FAMILY",

@@ -1,0 +1,182 @@
+"""Bamba and Granite 4's hybrids: Mamba2 in most layers, attention in the others, and an MLP in each.
+
+Granite's have factors on the residual stream, no rotary embedding unless they ask for one, and the MLP that Granite
+calls the shared one; those with experts beside it are adopted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UserError
+from engine.hybrids.layers.mamba2 import NAME, MambaSizes
+from engine.models.decoder_config import DecoderConfig, Multipliers, Rope
+from engine.models.families.family import Family
+from engine.models.families.reading import (
+    PRE_NORM_MODULES,
+    check_activation,
+    check_required,
+    decoder_config,
+    rotating_part,
+)
+from engine.models.names import GATE_UP, NameMap
+
+MIXER_MODULES = {
+    f"{NAME}.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj")
+}
+PARAMETERS = tuple(f"{NAME}.{name}" for name in ("A_log", "dt_bias", "D"))
+BAMBA_NAMES = NameMap(
+    layer_modules={
+        **PRE_NORM_MODULES,
+        **{f"mlp.{name}": f"feed_forward.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+        "post_attention_norm": "pre_ff_layernorm",
+        **MIXER_MODULES,
+    },
+    ends={"norm": "final_layernorm"},
+    parameters=PARAMETERS,
+)
+GRANITE_NAMES = NameMap(
+    layer_modules={
+        **PRE_NORM_MODULES,
+        "mlp.gate_proj": "shared_mlp.gate_proj",
+        "mlp.up_proj": "shared_mlp.up_proj",
+        "mlp.down_proj": "shared_mlp.output_linear",
+        **MIXER_MODULES,
+    },
+    fused_names={GATE_UP: "shared_mlp.input_linear"},
+    parameters=PARAMETERS,
+)
+_MIXER = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
+}  # fmt: skip
+_BAMBA = {**_MIXER, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
+
+
+def mamba_sizes(
+    hf: Mapping[str, Any], layers: Sequence[int], *, width: int | None = None, gates_first: bool = True
+) -> MambaSizes:
+    """Returns the sizes of Mamba2 by the keys that most configs have.
+
+    Args:
+        layers: those that have it.
+        width: of all heads; None for `mamba_expand` times that of the stream.
+        gates_first: as of `MambaSizes`.
+
+    Raises:
+        UserError: they do not fit each other.
+    """
+    heads, given = int(hf["mamba_n_heads"]), hf["mamba_d_head"]
+    width = int(hf["mamba_expand"]) * int(hf["hidden_size"]) if width is None else width
+    head_dim = width // heads if given == "auto" else int(given)
+    low, high = (_limit(value) for value in hf["time_step_limit"])
+    found = MambaSizes(
+        layers=tuple(layers),
+        heads=heads,
+        head_dim=head_dim,
+        groups=int(hf["mamba_n_groups"]),
+        state=int(hf["mamba_d_state"]),
+        taps=int(hf["mamba_d_conv"]),
+        conv_bias=bool(hf["mamba_conv_bias"]),
+        bias=bool(hf["mamba_proj_bias"]),
+        step_limits=(low, high),
+        gates_first=gates_first,
+    )
+    check_sizes(found, width)
+    return found
+
+
+def _limit(value: Any) -> float:
+    """Returns a number, which transformers writes as {"__float__": "Infinity"} where it is that."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)
+
+
+def check_sizes(sizes: MambaSizes, width: int) -> None:
+    """Raises UserError where heads do not make up the width, or do not make groups."""
+    if sizes.width != width:
+        raise UserError(
+            f"config.json has {sizes.heads} Mamba heads of {sizes.head_dim} features, which are not the {width} of its "
+            "Mamba layers: correct it or copy it again."
+        )
+    if sizes.heads % sizes.groups:
+        raise UserError(
+            f"config.json has {sizes.heads} Mamba heads and {sizes.groups} groups of them, which do not divide them: "
+            "correct it or copy it again."
+        )
+
+
+def _filled(hf: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    check_required(hf, family)
+    check_activation(hf, "hidden_act", "silu")
+    return {**defaults, **{key: value for key, value in hf.items() if value is not None}}
+
+
+def bamba(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a Bamba `config.json`.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = _filled(hf, "bamba", _BAMBA)
+    if hf.get("z_loss_coefficient"):
+        raise UserError(
+            f"config.json has z_loss_coefficient {hf['z_loss_coefficient']}, but that loss is not computed here: set "
+            "it to 0, if the model may do without."
+        )
+    attends = {int(index) for index in hf.get("attn_layer_indices") or ()}
+    layers = [index for index in range(int(hf["num_hidden_layers"])) if index not in attends]
+    config = decoder_config(hf, "bamba", mlp_bias=bool(hf.get("mlp_bias", False)), variants=(mamba_sizes(hf, layers),))
+    return rotating_part(config, {**hf, "partial_rotary_factor": 0.5}, usual=0.5)
+
+
+def granite_hybrid(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads the `config.json` of a Granite 4 hybrid.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = _filled(hf, "granitemoehybrid", _MIXER)
+    count = int(hf["num_hidden_layers"])
+    types = [_TYPES.get(kind, kind) for kind in hf.get("layer_types") or ["linear_attention"] * count]
+    check_types(hf, types, ("linear_attention", "full_attention"))
+    layers = [index for index, kind in enumerate(types) if kind == "linear_attention"]
+    more: dict[str, Any] = {}
+    if hf.get("position_embedding_type") != "rope":
+        more["ropes"] = (Rope(theta=None),)
+    config = decoder_config(
+        hf,
+        "granitemoehybrid",
+        variants=(mamba_sizes(hf, layers),),
+        multipliers=Multipliers(
+            embedding=float(hf.get("embedding_multiplier", 1.0)),
+            branch=float(hf.get("residual_multiplier", 1.0)),
+            logits_divisor=float(hf.get("logits_scaling", 1.0)),
+        ),
+        attention_scale=float(hf.get("attention_multiplier", 1.0)),
+        **more,
+    )
+    return replace(config, intermediate=int(hf.get("shared_intermediate_size", 1024)))
+
+
+_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Names that older configs have for them."""
+
+
+def check_types(hf: Mapping[str, Any], types: Sequence[str], known: Sequence[str]) -> None:
+    """Raises UserError where layers are of other types than the known ones, or not one for each layer."""
+    if strange := sorted(set(types) - set(known)):
+        raise UserError(
+            f"config.json has layers of type {strange[0]!r} in a {hf.get('model_type')} model, which the decoder does "
+            f"not have: use a model with layers of {', '.join(known)} alone."
+        )
+    if len(types) != int(hf["num_hidden_layers"]):
+        raise UserError(
+            f"config.json has {len(types)} types for {hf['num_hidden_layers']} layers: expected one for each, correct "
+            "it."
+        )
+
+
+BAMBA = Family(bamba, BAMBA_NAMES)
+GRANITE_HYBRID = Family(granite_hybrid, GRANITE_NAMES, fused=(GATE_UP,))

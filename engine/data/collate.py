@@ -79,6 +79,7 @@ def build_batch(
                 start=start,
                 first_token=b * length + start,
                 dropout_index=int(slots[b]) * dataset.seq_length + start,
+                tokens=tokens,
                 labels=labels_BS[b, start:end],
             )
             for collector in collecting:

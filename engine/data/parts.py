@@ -4,7 +4,7 @@ beside their tokens, in the wing that reads it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ class PlacedDocument(NamedTuple):
         row, start: its row, and its first column there.
         first_token: its first token among the T of the micro-batch.
         dropout_index: the dropout coordinate of its first token.
+        tokens: whole numbers [length], its ids.
         labels: int64 [length], what its positions must predict; a collector may write other labels.
     """
 
@@ -34,6 +35,7 @@ class PlacedDocument(NamedTuple):
     start: int
     first_token: int
     dropout_index: int
+    tokens: NDArray[Any]
     labels: NDArray[np.int64]
 
     @property

@@ -343,11 +343,11 @@ class Generator:
         return self.stage.cache.room(len(prompt.ids), self._limits.max_new_tokens, waits=waits)
 
     def _coordinates(self, prompts: Sequence[Request]) -> PromptCoordinates:
-        lengths, images = [len(request.ids) for request in prompts], [request.images for request in prompts]
+        ids, images = [request.ids for request in prompts], [request.images for request in prompts]
         if self._family is None:
             assert not any(images), "images need a family that reads them"
-            return text_coordinates(lengths)
-        found: PromptCoordinates = resolve("engine.vision.inference:prompt_coordinates")(self._family, lengths, images)
+            return text_coordinates(list(map(len, ids)))
+        found: PromptCoordinates = resolve("engine.vision.inference:prompt_coordinates")(self._family, ids, images)
         return found
 
     def _prefill(self, starting: list[list[Request]], rows: list[_Row]) -> _Pass:

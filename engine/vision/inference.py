@@ -16,13 +16,13 @@ from engine.vision.data.family import VisionFamily
 
 
 def prompt_coordinates(
-    family: VisionFamily, lengths: Sequence[int], images: Sequence[Sequence[PlacedImage]]
+    family: VisionFamily, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]]
 ) -> PromptCoordinates:
     """Returns the coordinates of prompts, whose images are decoded.
 
     Args:
         family: of the model.
-        lengths: tokens of each prompt.
+        prompts: the ids of each.
         images: of each prompt.
 
     Raises:
@@ -30,11 +30,19 @@ def prompt_coordinates(
     """
     # it decodes on every rank, so that a session refuses an image on all of them, or on none
     collector: PartCollector = resolve(family.prompt_collector)(family, columns_of_images(images))
-    labels_T, positions, start = np.zeros(sum(lengths), dtype=np.int64), list[NDArray[np.int64]](), 0
-    for number, length in enumerate(lengths):
-        own = labels_T[start : start + length]
+    labels_T, positions, start = np.zeros(sum(map(len, prompts)), dtype=np.int64), list[NDArray[np.int64]](), 0
+    for number, ids in enumerate(prompts):
+        tokens = np.asarray(ids, dtype=np.int64)
+        length = len(tokens)
         placed = PlacedDocument(
-            number, number=number, row=0, start=start, first_token=start, dropout_index=0, labels=own
+            number,
+            number=number,
+            row=0,
+            start=start,
+            first_token=start,
+            dropout_index=0,
+            tokens=tokens,
+            labels=labels_T[start : start + length],
         )
         found = collector.add(placed)
         positions.append(np.arange(length) if found is None else found)

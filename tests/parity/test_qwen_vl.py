@@ -1,4 +1,5 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 against transformers: logits, loss, every gradient, and training against PEFT's."""
+"""Qwen2.5-VL, Qwen3-VL, Qwen3.5 and MiniCPM-V 4.6 and 4.7 against transformers: logits, loss, every gradient, and
+training against PEFT's."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from tests.distributed.cases import relative_error, uncut
 from tests.parity.test_generate_images import opened
 from tests.support.generation import Ids
 from tests.support.peft_following import ALONE, DECAY, LR, build
-from tests.support.qwen_vl import KINDS, batch_of, make_model, stock_loss, stock_outputs
+from tests.support.qwen_vl import KINDS, batch_of, make_model, stock_images, stock_loss, stock_outputs
 from tests.support.spawning import spawn
 from tests.support.sweeps import sampled
 
@@ -80,7 +81,7 @@ def our_model(folder: Path, memory: MemoryPlan) -> tuple[Decoder, FlatParameters
 def test_logits_loss_and_every_gradient_are_transformers(kind: str, packing: bool) -> None:
     folder, stock, pad = saved(kind)
     batch = batch_of(folder, packing=packing)
-    assert batch.part(Images) is not None and len(batch.part(Images).grids) == 3
+    assert batch.part(Images) is not None and len(batch.part(Images).grids) >= 3
     memory = MemoryPlan(recompute="full") if packing else MemoryPlan()
     model, flat, step, names = our_model(folder, memory)
     with torch.no_grad():
@@ -101,6 +102,9 @@ def test_logits_loss_and_every_gradient_are_transformers(kind: str, packing: boo
     for slot in flat.slots:
         found, place = uncut(slot.view(flat.gradient), slot.entry.spec), places[slot.entry.name]
         wanted = expected[place.name] if place.expert is None else place.expert.of(expected[place.name])
+        if place.name.endswith("self_attn.k_proj.bias"):  # which moves no softmax, so that both are rounding
+            assert max(found.abs().max(), wanted.abs().max()) < 1e-6
+            continue
         errors[slot.entry.name] = relative_error(found, wanted) if wanted.any() else float(found.any())
     assert max(errors.values()) < 2e-4, {name: error for name, error in errors.items() if error >= 2e-4}
 
@@ -109,9 +113,12 @@ STEPS = 20
 TARGETS = "q_proj|v_proj|gate_proj|down_proj"
 _DELTA_TARGETS = "q_proj|v_proj|in_proj_qkv|in_proj_a|out_proj"
 TARGETS_OF = {"qwen3_5": f"{_DELTA_TARGETS}|gate_proj|down_proj", "qwen3_5_moe": _DELTA_TARGETS}
+TARGETS_OF |= dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), TARGETS_OF["qwen3_5"])
 """Stacked experts are no modules to PEFT."""
 SAVED = {
     "qwen2_5_vl": ("visual.merger",),
+    "minicpmv4_6": ("model.merger",),
+    "minicpmv4_7": ("model.merger",),
     "qwen3_5": ("visual.merger",),
     "qwen3_5_moe": ("visual.merger",),
     "qwen3_vl": ("visual.merger", *(f"visual.deepstack_merger_list.{number}" for number in range(3))),
@@ -161,7 +168,7 @@ def their_losses(model: nn.Module, batch: Batch, pad: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "minicpmv4_7")))
 def test_adapters_and_mergers_train_as_under_peft(kind: str, tmp_path: Path) -> None:
     folder, _, pad = saved(kind)
     stock = peft_start(kind, folder, tmp_path / "start")
@@ -215,13 +222,8 @@ def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
     for prompt in prompts(folder):
         ids = torch.tensor([prompt.ids])
         tiles = [family.tiles(Image.open(image.file).convert("RGB")) for image in prompt.images]
-        more: dict[str, Any] = {}
-        if tiles:
-            more = {
-                "pixel_values": torch.cat([torch.from_numpy(one.patches_PF) for one in tiles]),
-                "image_grid_thw": torch.tensor([(1, *one.grids[0]) for one in tiles]),
-                "mm_token_type_ids": (ids == pad).int(),
-            }
+        grids = [grid for one in tiles for grid in one.grids]
+        more = stock_images(stock, ids, [torch.from_numpy(one.patches_PF) for one in tiles], grids, pad)
         out = stock.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
             **more,
@@ -230,7 +232,7 @@ def their_tokens(folder: Path, stock: Any, pad: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "minicpmv4_7")))
 def test_greedy_tokens_are_those_of_transformers_generate(kind: str) -> None:
     folder, stock, pad = saved(kind)
     expected = their_tokens(folder, stock, pad)
@@ -243,7 +245,7 @@ def _tokens_on_ranks(folder: str, places: list[dict[str, int]]) -> list[list[lis
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", sampled(KINDS, KINDS[:3]))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("qwen3_vl", "minicpmv4_7")))
 def test_ranks_generate_the_same_tokens(kind: str) -> None:
     """Qwen3-VL's features for later layers cross the pipeline once, with the prompt."""
     folder, stock, pad = saved(kind)

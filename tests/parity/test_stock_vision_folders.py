@@ -15,23 +15,32 @@ from torch import Tensor, nn
 from engine.checkpoint.model_weights import open_source
 from engine.conversion.peft_read import AdapterSource
 from tests.distributed.cases import relative_error
+from tests.support import minicpm_v4_6 as minicpm
 from tests.support.commands import run_tool
 from tests.support.gemma_images import make_folder as make_gemma
 from tests.support.qwen_vl import KINDS as QWEN
 from tests.support.qwen_vl import make_model as make_qwen
 from tests.support.stock_vision import make_model
+from tests.support.sweeps import sampled
 from tests.unit.test_vision_data_processors import KINDS, NESTED, PINPOINTS, processor_of, saved_images, written
 
 NEW = 6
 TEXTS = ("What is this?", "Who are they, and where do they go?")
 NAMES = ("llava", "internvl", "llava_next", "llava_onevision", "gemma3", *QWEN)
-PROJECTORS = {"gemma3": "mm_input_projection_weight", "qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
+QUICK = ("llava", "internvl", "llava_next", "llava_onevision", "gemma3", "qwen2_5_vl", "qwen3_vl", "minicpmv4_7")
+PROJECTORS = {
+    "gemma3": "mm_input_projection_weight", "qwen2_5_vl": "mlp.0.weight",
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), "linear_fc1.weight"),
+    **dict.fromkeys(minicpm.KINDS, "mlp.0.linear_1.weight"),
+}  # fmt: skip
 
 
 def model_folder(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     """A model with tokenizer and image processor, as released folders have them; returns stock model and processor."""
     if kind in QWEN:
         model = make_qwen(kind, folder)
+        if kind in minicpm.KINDS:
+            return model, minicpm.written(kind, folder / "beside", scale_resolution=minicpm.SLICES[kind])
         return model, processor_of(kind, *written(kind, folder / "beside"))
     if kind == "gemma3":
         model = make_gemma(folder)
@@ -54,7 +63,7 @@ def inputs(kind: str, processor: Any, text: str, shown: list[Any]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", sampled(NAMES, QUICK))
 def test_greedy_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     """With an image, with two, and of text alone."""
     model, processor = model_folder(kind, tmp_path)
@@ -78,12 +87,13 @@ def test_greedy_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     assert [json.loads(line)["completion_ids"] for line in result.stdout.splitlines()] == expected
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", sampled(NAMES, QUICK))
 def test_a_run_leaves_as_adapter_and_as_merged_model(kind: str, tmp_path: Path) -> None:
     """Adapters on language model and tower, the projector in full; from LLaVA's records."""
     from peft import PeftModel
 
     folder, projector = tmp_path / "model", "visual.merger" if kind in QWEN else "multi_modal_projector"
+    projector = "merger" if kind in minicpm.KINDS else projector
     model, processor = model_folder(kind, folder)
     shown = saved_images(tmp_path)
     turns = [{"from": "human", "value": f"<image>\n{TEXTS[0]}"}, {"from": "gpt", "value": "He goes there."}]

@@ -1,4 +1,5 @@
-"""Small random Qwen2.5-VL, Qwen3-VL and Qwen3.5 models as stock transformers saves them, with records about images.
+"""Small random Qwen2.5-VL, Qwen3-VL, Qwen3.5 and MiniCPM-V 4.6 models as stock transformers saves them, with records
+about images.
 
 Everything goes the way of a run: the folder has the model's tokenizer and image processor, the records are read by the
 engine's data side, and stock transformers computes the same documents one by one.
@@ -7,10 +8,12 @@ engine's data side, and stock transformers computes the same documents one by on
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from engine.batch import IGNORE_LABEL, Batch
@@ -22,9 +25,10 @@ from engine.data.tokenizer import load_tokenizer
 from engine.vision.batch_parts import Images
 from engine.vision.data.families import read_vision_family
 from engine.vision.data.reader import ImageReader
+from tests.support import minicpm_v4_6 as minicpm
 from tests.unit.test_vision_data_processors import MESSAGES, saved_images, written
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", *minicpm.KINDS)
 PAD = "<|image_pad|>"
 _TEXT = {
     "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -46,6 +50,10 @@ _DELTA = {
 _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "patch_size": minicpm.PATCH, "image_size": 10 * minicpm.PATCH,
+}  # fmt: skip
 RECORDS: list[dict[str, Any]] = [
     {"images": ["0.png", "1.png"], "messages": MESSAGES},
     {"messages": MESSAGES[2:]},
@@ -57,7 +65,10 @@ def make_model(kind: str, folder: Path) -> Any:
     """The model, every parameter drawn, saved in `folder` with its tokenizer, its processor, images and records."""
     import transformers
 
-    tokenizer, _ = written(kind, folder)
+    if kind in minicpm.KINDS:
+        tokenizer = minicpm.written(kind, folder, scale_resolution=minicpm.SLICES[kind]).tokenizer
+    else:
+        tokenizer, _ = written(kind, folder)
     saved_images(folder)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     ids = {
@@ -75,6 +86,16 @@ def make_model(kind: str, folder: Path) -> Any:
             **ids,
         )
         make = transformers.Qwen2_5_VLForConditionalGeneration
+    elif kind in minicpm.KINDS:
+        ids = minicpm.token_ids(tokenizer) if kind == "minicpmv4_7" else {"image_token_id": ids["image_token_id"]}
+        name = "MiniCPMV4_7" if kind == "minicpmv4_7" else "MiniCPMV4_6"
+        config = getattr(transformers, f"{name}Config")(
+            text_config={**text, **_DELTA, "model_type": "qwen3_5_text"},
+            vision_config=_SIGLIP,
+            insert_layer_id=1,
+            **ids,
+        )
+        make = getattr(transformers, f"{name}ForConditionalGeneration")
     elif kind.startswith("qwen3_5"):
         routed = kind == "qwen3_5_moe"
         name = "Qwen3_5Moe" if routed else "Qwen3_5"
@@ -131,6 +152,24 @@ def batch_of(folder: Path, *, packing: bool) -> Batch:
     return rank_batch(dataset, rows, rows, RowShape(pad_multiple=4))
 
 
+def stock_images(
+    model: Any, ids: Tensor, tiles: Sequence[Tensor], grids: Sequence[tuple[int, ...]], pad: int
+) -> dict[str, Tensor]:
+    """What transformers' model has to know of the images of a document with these token ids [1, S].
+
+    Args:
+        tiles: the patches of each tile, as the engine's tower takes them.
+    """
+    if not tiles:
+        return {}
+    kind, patches = model.config.model_type, torch.cat(list(tiles)).to(model.dtype)
+    types = {} if kind == "minicpmv4_6" else {"mm_token_type_ids": (ids == pad).int()}
+    if kind in minicpm.KINDS:
+        packed = rearrange(patches, "l (c y x) -> c y (l x)", c=3, y=minicpm.PATCH)[None]
+        return {"pixel_values": packed, "target_sizes": torch.tensor(grids), **types}
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids]), **types}
+
+
 def stock_outputs(model: Any, batch: Batch, pad: int) -> list[tuple[slice, Tensor, Tensor]]:
     """For each document its tokens in the flat batch, transformers' logits, and the labels.
 
@@ -143,13 +182,8 @@ def stock_outputs(model: Any, batch: Batch, pad: int) -> list[tuple[slice, Tenso
     for number, length in enumerate(batch.document_lengths):
         ids = batch.tokens_BS.flatten()[start : start + length][None]
         own = [index for index, owner in enumerate(images.documents) if owner == number]
-        more: dict[str, Any] = {}
-        if own:
-            more = {
-                "pixel_values": torch.cat([patches[index] for index in own]).to(model.dtype),
-                "image_grid_thw": torch.tensor([(1, *images.grids[index]) for index in own]),
-                "mm_token_type_ids": (ids == pad).int(),
-            }
+        tiles = [patches[index] for index in own]
+        more = stock_images(model, ids, tiles, [images.grids[index] for index in own], pad)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more).logits[0]
         span = slice(start, start + length)
         found.append((span, logits, batch.labels_BS.flatten()[span]))

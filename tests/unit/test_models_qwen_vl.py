@@ -32,6 +32,7 @@ from engine.vision.towers.qwen2_5_vl import windows
 from tests.distributed.cases import small_config
 from tests.distributed.sharded_runs import QWEN2_5_VL, QWEN3_VL
 from tests.support.commands import options
+from tests.support.minicpm_v4_6 import KINDS as MINICPM
 from tests.support.qwen_vl import KINDS, make_model
 from tests.support.toy_vision import ToyVisionConfig
 
@@ -88,6 +89,9 @@ def test_configs_as_they_are_released() -> None:
 def test_names_that_came_in_go_out_in_both_spellings(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path / "one")
     spelt = {"visual.": "model.visual.", "model.": "model.language_model."}
+    if kind in MINICPM:
+        spelt = {root: f"model.{root}" for root in ("vision_tower.", "merger.")}
+        spelt |= {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
     pairs = spelt if kind == "qwen2_5_vl" else {new: old for old, new in spelt.items()}
     tensors = load_file(tmp_path / "one" / "model.safetensors")
     renamed = {}

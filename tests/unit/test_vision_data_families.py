@@ -246,7 +246,7 @@ def test_cogvlm(folder: str, name: str, tmp_path: Path) -> None:
     for start, end in spans:
         types[start:end] = 1
     assert types.tolist() == case["token_type_ids"]
-    assert family.positions(len(encoded.ids), spans, sizes).tolist() == case["position_ids"]
+    assert family.positions(np.asarray(encoded.ids), spans, sizes).tolist() == case["position_ids"]
     # the experts' rule, by token types: a vision token is one whose successor is of the image too
     vision = [at for at in range(len(types) - 1) if types[at] == types[at + 1] == 1]
     assert [at for start, end in family.expert_spans(spans) for at in range(start, end)] == vision

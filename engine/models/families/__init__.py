@@ -61,6 +61,8 @@ WRAPPINGS = {
     "llava": "engine.vision.families.llava:LLAVA",
     "llava_next": "engine.vision.families.llava:NEXT",
     "llava_onevision": "engine.vision.families.llava:ONEVISION",
+    "minicpmv4_6": "engine.vision.families.minicpm_v4_6:MINICPM_V4_6",
+    "minicpmv4_7": "engine.vision.families.minicpm_v4_6:MINICPM_V4_7",
     "qwen2_5_vl": "engine.vision.families.qwen_vl:QWEN2_5_VL",
     "qwen3_5": "engine.vision.families.qwen_vl:QWEN3_5",
     "qwen3_5_moe": "engine.vision.families.qwen_vl:QWEN3_5_MOE",

@@ -145,8 +145,8 @@ class CogVLM(VisionFamily):
         tile = resized(image, self._cross_size)
         return Tiles(self._cross_norm.patches(tile), self.cross_grids(image.size))
 
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
-        steps = np.ones(length, dtype=np.int64)
+    def positions(self, tokens: NDArray[Any], spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        steps = np.ones(len(tokens), dtype=np.int64)
         steps[:1] = 0
         for start, end in spans:  # boi advances, the first patch too, the other patches do not, eoi does
             steps[start + 2 : end - 1] = 0

@@ -13,13 +13,15 @@ from engine.size_limits import check_sizes
 from engine.vision.data.cogvlm import CogVLM
 from engine.vision.data.family import VisionFamily
 from engine.vision.data.minicpm_v import MiniCPMV
+from engine.vision.data.minicpm_v4_6 import MINICPM_FAMILIES
 from engine.vision.data.omnilmm import OmniLMM
 from engine.vision.data.processors import PROCESSOR_FAMILIES
 
 _COGVLM = ("CogVLMForCausalLM", "CogAgentForCausalLM")
 _COGVLM_TYPES = ("cogvlm", "cogvlm2", "cogagent")
 
-IMAGE_MODELS = tuple(sorted((*PROCESSOR_FAMILIES, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
+_PROCESSED = {**PROCESSOR_FAMILIES, **MINICPM_FAMILIES}
+IMAGE_MODELS = tuple(sorted((*_PROCESSED, *_COGVLM_TYPES, "minicpmv", "omnilmm")))
 """The model types whose images are read."""
 
 
@@ -43,7 +45,7 @@ def vision_family(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer)
             return CogVLM(config, tokenizer, bos=_special(tokenizer, "bos"), eos=_special(tokenizer, "eos"))
         if architecture == "OmniLMMForCausalLM" or config.get("model_type") == "omnilmm":
             return OmniLMM(config, tokenizer, bos=_special(tokenizer, "bos"))
-        if (kind := PROCESSOR_FAMILIES.get(config.get("model_type") or "")) is not None:
+        if (kind := _PROCESSED.get(config.get("model_type") or "")) is not None:
             return kind(config, folder, tokenizer)
     except UserError:  # says itself which file it is, and is a ValueError, too
         raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,14 +178,15 @@ class VisionFamily(ABC):
         """Returns the patches for the second tower, where there is one."""
         return None
 
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+    def positions(self, tokens: NDArray[Any], spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
         """Returns the position of each token of a document: int64 [length], or [3, length] in time, height and width.
 
         Args:
+            tokens: whole numbers [length], the ids.
             spans: the tokens that features replace, in order.
             sizes: of the document's images.
         """
-        return np.arange(length, dtype=np.int64)
+        return np.arange(len(tokens), dtype=np.int64)
 
     def expert_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Returns the tokens that take the weights for images, given those that features replace."""

@@ -65,7 +65,7 @@ class ProcessorFamily(VisionFamily):
         tokenizer: of the model.
     """
 
-    stand_in: ClassVar[StandIn]
+    stand_in: StandIn
     options: ClassVar[Mapping[str, Any]] = {}
     """Arguments of the image processor."""
     turns_upright = True
@@ -96,18 +96,18 @@ class ProcessorFamily(VisionFamily):
         self._check_processing()
 
     def encode(self, chat: Conversation, sizes: Sequence[Size], *, learn: Learn) -> Iterator[EncodedChat]:
-        chat, counts = with_image_first(chat, len(sizes)), self._counts(sizes)
+        chat = with_image_first(chat, len(sizes))
         ids, targets = self._tokenizer.apply_chat(
-            template_messages(chat), learn=learn, images=self._placeholders(chat, counts)
+            template_messages(chat), learn=learn, images=self._placeholders(chat, sizes)
         )
         bos = self._bos(ids)
-        yield self._placed(chat, bos + ids, [False] * len(bos) + targets, counts)
+        yield self._placed(chat, bos + ids, [False] * len(bos) + targets, sizes)
 
     def prompt(self, chat: Conversation, sizes: Sequence[Size]) -> EncodedChat:
-        chat, counts = with_image_first(chat, len(sizes)), self._counts(sizes)
-        ids = self._tokenizer.chat_prompt(template_messages(chat), images=self._placeholders(chat, counts))
+        chat = with_image_first(chat, len(sizes))
+        ids = self._tokenizer.chat_prompt(template_messages(chat), images=self._placeholders(chat, sizes))
         ids = self._bos(ids) + ids
-        return self._placed(chat, ids, [False] * len(ids), counts)
+        return self._placed(chat, ids, [False] * len(ids), sizes)
 
     def grids(self, size: Size, *, is_only_image: bool = True) -> tuple[Grid, ...]:
         rows, columns = (side // self._patch for side in self._image_size())
@@ -122,9 +122,18 @@ class ProcessorFamily(VisionFamily):
     def _num_features(self, grids: tuple[Grid, ...]) -> int:
         """Returns the features of an image with these tiles."""
 
-    def _counts(self, sizes: Sequence[Size]) -> list[int]:
-        """Returns the features of each image of a conversation."""
-        return [self._num_features(self.grids(size, is_only_image=len(sizes) == 1)) for size in sizes]
+    def _runs(self, grids: tuple[Grid, ...]) -> tuple[int, ...]:
+        """Returns the features of an image with these tiles that stand side by side, run after run."""
+        return (self._num_features(grids),)
+
+    def _stand_in_text(self, place: int, size: Size, *, is_only_image: bool) -> str:
+        """Returns what stands for an image.
+
+        Args:
+            place: images of the conversation before it.
+            size: of the image.
+        """
+        return self.stand_in.text(self._num_features(self.grids(size, is_only_image=is_only_image)))
 
     def _processed(self, images: Sequence[Any]) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._processor(images=images, return_tensors="np", **self.options)
@@ -143,26 +152,31 @@ class ProcessorFamily(VisionFamily):
         bos = self._tokenizer.bos_id
         return [bos] if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos] else []
 
-    def _placeholders(self, chat: Conversation, counts: Sequence[int]) -> Placeholders:
-        return Placeholders(
-            self.stand_in.mark, tuple(self.stand_in.text(counts[number]) for number in image_order(chat))
+    def _placeholders(self, chat: Conversation, sizes: Sequence[Size]) -> Placeholders:
+        is_only = len(sizes) == 1
+        texts = (
+            self._stand_in_text(place, sizes[number], is_only_image=is_only)
+            for place, number in enumerate(image_order(chat))
         )
+        return Placeholders(self.stand_in.mark, tuple(texts))
 
-    def _placed(self, chat: Conversation, ids: list[int], targets: list[bool], counts: Sequence[int]) -> EncodedChat:
+    def _placed(self, chat: Conversation, ids: list[int], targets: list[bool], sizes: Sequence[Size]) -> EncodedChat:
         """Returns the tokens with the places of features, which are no targets."""
+        runs = [self._runs(self.grids(size, is_only_image=len(sizes) == 1)) for size in sizes]
         places = [at for at, token in enumerate(ids) if token == self._feature]
-        if len(places) != sum(counts):
+        if len(places) != (expected := sum(map(sum, runs))):
             raise UserError(
                 f"the conversation has {len(places)} times the token {self.stand_in.feature}, but its images have "
-                f"{sum(counts)} features; remove the token from the text."
+                f"{expected} features; remove the token from the text."
             )
-        spans: list[list[Span]] = [[] for _ in counts]
+        spans: list[list[Span]] = [[] for _ in sizes]
         first = 0
         for number in image_order(chat):
-            own = places[first : first + counts[number]]
-            assert own[-1] - own[0] + 1 == len(own), "features of an image are side by side"
-            spans[number] = [(own[0], own[-1] + 1)]
-            first += len(own)
+            for count in runs[number]:
+                own = places[first : first + count]
+                assert own[-1] - own[0] + 1 == len(own), "features of a run are side by side"
+                spans[number].append((own[0], own[-1] + 1))
+                first += count
         stand_ins = set(places)
         targets = [target and at > 0 and at not in stand_ins for at, target in enumerate(targets)]
         return EncodedChat(ids, targets, spans)
@@ -314,7 +328,8 @@ class QwenVL(ProcessorFamily):
         grids = tuple((int(rows), int(columns)) for _, rows, columns in found["image_grid_thw"])
         return Tiles(np.asarray(found["pixel_values"], dtype=np.float32), grids)
 
-    def positions(self, length: int, spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+    def positions(self, tokens: NDArray[Any], spans: Sequence[Span], sizes: Sequence[Size]) -> NDArray[np.int64]:
+        length = len(tokens)
         positions = np.empty((3, length), dtype=np.int64)
         at = after = 0
         for (start, end), size in zip(spans, sizes, strict=True):

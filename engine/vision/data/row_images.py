@@ -78,9 +78,9 @@ class RowImages:
 
     def add(self, placed: PlacedDocument) -> NDArray[np.int64]:
         """Adds a document's images, writes its odd labels, and returns the positions of its tokens."""
-        length, start = placed.length, placed.first_token
+        tokens, start = placed.tokens, placed.first_token
         if self._columns is None:
-            return self._family.positions(length, (), ())
+            return self._family.positions(tokens, (), ())
         spans: list[Span] = []
         sizes: list[Size] = []
         for image in self._columns.images(placed.document):
@@ -91,7 +91,7 @@ class RowImages:
         placed.labels[places] = odd
         self._places += [(start + first, start + end) for first, end in spans]
         self._experts += [(start + first, start + end) for first, end in self._family.expert_spans(spans)]
-        return self._family.positions(length, spans, sizes)
+        return self._family.positions(tokens, spans, sizes)
 
     def finish(self, rows: CollatedRows) -> tuple[BatchPart, ...]:
         """Decodes the images of which this rank encodes a tile, and returns the parts.

@@ -78,6 +78,10 @@ _MAMBA = {
     "rms_norm_eps": 0.1, "head_dim": None, "mamba_n_heads": 10, "mamba_d_head": 8, "mamba_n_groups": 2,
     "mamba_d_state": 6, "mamba_chunk_size": 7, "num_attention_heads": 2,
 }  # fmt: skip
+_GRANITE_HYBRID = {
+    **_MAMBA, **_FACTORS, "mamba_n_groups": 1, "shared_intermediate_size": 44, "position_embedding_type": None,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -243,16 +247,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA, **_DELTA_EXPERTS, "layer_types": ["full_attention", *["linear_attention"] * 3]},
     ),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
-    "granite hybrid": (
+    "granite hybrid": ("GraniteMoeHybrid", {**_GRANITE_HYBRID, "num_local_experts": 0}),
+    "granite hybrid moe": (
         "GraniteMoeHybrid",
         {
-            **_MAMBA,
-            **_FACTORS,
-            "mamba_n_groups": 1,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 44,
-            "position_embedding_type": None,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            **_GRANITE_HYBRID,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "position_embedding_type": "rope",
         },
     ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
@@ -274,6 +277,7 @@ ROUTED = (
     "deepseek v2 greedy",
     "qwen3 next",
     "qwen3.5 moe",
+    "granite hybrid moe",
 )
 """Those with experts that a router chooses."""
 
@@ -387,10 +391,20 @@ def stock_losses(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat(logits), torch.cat(losses)
 
 
+_RENAMED = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
+}
+"""Names on disk -> names of transformers' parameters."""
+
+
 def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
     """That of the stock parameter, or of its rows, that the engine calls `name`."""
     parameters = dict(model.named_parameters())
     place = open_model(folder).names.to_hf(name)
+    for stored, live in _RENAMED.items():
+        place = place._replace(name=place.name.replace(stored, live))
     if place.expert is not None:
         return place.expert.of(parameters[place.name].grad)
     if place.name in parameters:

@@ -1,18 +1,19 @@
 """Bamba and Granite 4's hybrids: Mamba2 in most layers, attention in the others, and an MLP in each.
 
-Granite's have factors on the residual stream, no rotary embedding unless they ask for one, and the MLP that Granite
-calls the shared one; those with experts beside it are adopted.
+Granite's have factors on the residual stream, no rotary embedding unless they ask for one, and an MLP that is called
+the shared one, beside experts in some and alone in others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
+from engine.experts.families.routed import requested_balance, routed_sizes
 from engine.hybrids.layers.mamba2 import NAME, MambaSizes
-from engine.models.decoder_config import DecoderConfig, Multipliers, Rope
+from engine.hybrids.layers.shared_mlp import SharedMLP
+from engine.models.decoder_config import DecoderConfig, LayerVariant, Multipliers, Rope
 from engine.models.families.family import Family
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
@@ -21,7 +22,8 @@ from engine.models.families.reading import (
     decoder_config,
     rotating_part,
 )
-from engine.models.names import GATE_UP, NameMap
+from engine.models.names import SHARED_EXPERT_GATE_UP, NameMap
+from engine.models.stacked_parts import StackedPart
 
 MIXER_MODULES = {
     f"{NAME}.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj")
@@ -39,18 +41,26 @@ BAMBA_NAMES = NameMap(
 )
 GRANITE_NAMES = NameMap(
     layer_modules={
-        **PRE_NORM_MODULES,
-        "mlp.gate_proj": "shared_mlp.gate_proj",
-        "mlp.up_proj": "shared_mlp.up_proj",
-        "mlp.down_proj": "shared_mlp.output_linear",
+        **{name: place for name, place in PRE_NORM_MODULES.items() if not name.startswith("mlp.")},
+        "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.experts.*.gate_proj": StackedPart("block_sparse_moe", "input_linear.weight", 0),
+        "mlp.experts.*.up_proj": StackedPart("block_sparse_moe", "input_linear.weight", 1),
+        "mlp.experts.*.down_proj": StackedPart("block_sparse_moe", "output_linear.weight"),
+        "mlp.shared_expert.gate_proj": "shared_mlp.gate_proj",
+        "mlp.shared_expert.up_proj": "shared_mlp.up_proj",
+        "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
         **MIXER_MODULES,
     },
-    fused_names={GATE_UP: "shared_mlp.input_linear"},
+    fused_names={SHARED_EXPERT_GATE_UP: "shared_mlp.input_linear"},
     parameters=PARAMETERS,
 )
 _MIXER = {
     "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
+}  # fmt: skip
+_GRANITE = {
+    **_MIXER, "shared_intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 _BAMBA = {**_MIXER, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
 
@@ -137,7 +147,7 @@ def granite_hybrid(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    hf = _filled(hf, "granitemoehybrid", _MIXER)
+    hf = _filled(hf, "granitemoehybrid", _GRANITE)
     count = int(hf["num_hidden_layers"])
     types = [_TYPES.get(kind, kind) for kind in hf.get("layer_types") or ["linear_attention"] * count]
     check_types(hf, types, ("linear_attention", "full_attention"))
@@ -145,10 +155,10 @@ def granite_hybrid(hf: dict[str, Any]) -> DecoderConfig:
     more: dict[str, Any] = {}
     if hf.get("position_embedding_type") != "rope":
         more["ropes"] = (Rope(theta=None),)
-    config = decoder_config(
-        hf,
+    return decoder_config(
+        {**hf, "intermediate_size": hf["shared_intermediate_size"]},
         "granitemoehybrid",
-        variants=(mamba_sizes(hf, layers),),
+        variants=(mamba_sizes(hf, layers), _granite_mlp(hf)),
         multipliers=Multipliers(
             embedding=float(hf.get("embedding_multiplier", 1.0)),
             branch=float(hf.get("residual_multiplier", 1.0)),
@@ -157,7 +167,23 @@ def granite_hybrid(hf: dict[str, Any]) -> DecoderConfig:
         attention_scale=float(hf.get("attention_multiplier", 1.0)),
         **more,
     )
-    return replace(config, intermediate=int(hf.get("shared_intermediate_size", 1024)))
+
+
+def _granite_mlp(hf: Mapping[str, Any]) -> LayerVariant:
+    shared = int(hf["shared_intermediate_size"])
+    if not int(hf["num_local_experts"]):
+        return SharedMLP()
+    return routed_sizes(
+        hf,
+        usual=8,
+        intermediate=int(hf["intermediate_size"]),
+        renormalises=False,
+        rounds=True,
+        rule={"scores": "softmax of chosen"},
+        shared=shared,
+        gates_shared=False,
+        balanced_by=requested_balance(hf),
+    )
 
 
 _TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -179,4 +205,4 @@ def check_types(hf: Mapping[str, Any], types: Sequence[str], known: Sequence[str
 
 
 BAMBA = Family(bamba, BAMBA_NAMES)
-GRANITE_HYBRID = Family(granite_hybrid, GRANITE_NAMES, fused=(GATE_UP,))
+GRANITE_HYBRID = Family(granite_hybrid, GRANITE_NAMES, fused=(SHARED_EXPERT_GATE_UP,))

@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import Tensor
 
-from engine.hybrids import reference, state_space_reference
+from engine.hybrids import reference, state_space_reference, triton_shapes
 from engine.hybrids.pieces import Pieces
 from engine.kernels.native.recurrence import num_kept
 from engine.ops.kernels import Kernels, Op
@@ -32,29 +32,42 @@ def _delta_backward_shape(
 
 
 DELTA_FORWARD = Op(
-    reference=reference.delta_forward, native="engine.kernels.native.delta:delta_forward", shape=_delta_forward_shape
+    reference=reference.delta_forward,
+    native="engine.kernels.native.delta:delta_forward",
+    triton="engine.hybrids.triton_ops:delta_forward",
+    shape=_delta_forward_shape,
+    triton_shape=triton_shapes.delta_forward,
 )
 DELTA_BACKWARD = Op(
-    reference=reference.delta_backward, native="engine.kernels.native.delta:delta_backward", shape=_delta_backward_shape
+    reference=reference.delta_backward,
+    native="engine.kernels.native.delta:delta_backward",
+    triton="engine.hybrids.triton_ops:delta_backward",
+    shape=_delta_backward_shape,
+    triton_shape=triton_shapes.delta_backward,
 )
 CONV_FORWARD = Op(
     reference=reference.conv_forward,
     native="engine.kernels.native.convolution:conv_forward",
+    triton="engine.hybrids.triton_ops:conv_forward",
     shape=lambda x, *_, **__: like(x),
 )
 CONV_BACKWARD = Op(
     reference=reference.conv_backward,
     native="engine.kernels.native.convolution:conv_backward",
+    triton="engine.hybrids.triton_ops:conv_backward",
     shape=lambda dy, x, weight, bias, pieces, tail, **_: (like(x), None if tail is None else like(tail)),
+    triton_shape=triton_shapes.conv_backward,
 )
 GATED_NORM_FORWARD = Op(
     reference=reference.gated_norm_forward,
     native="engine.kernels.native.gated_norm:gated_norm_forward",
+    triton="engine.hybrids.triton_ops:gated_norm_forward",
     shape=lambda x, *_: like(x),
 )
 GATED_NORM_BACKWARD = Op(
     reference=reference.gated_norm_backward,
     native="engine.kernels.native.gated_norm:gated_norm_backward",
+    triton="engine.hybrids.triton_ops:gated_norm_backward",
     shape=lambda dy, x, z, *_: (like(x), like(z)),
 )
 SSD_FORWARD = Op(reference=state_space_reference.ssd_forward)

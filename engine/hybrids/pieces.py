@@ -188,6 +188,20 @@ class Pieces(ContextPart):
         pieces = Pieces.of_lengths(lengths, device, received=every if received else (), sent=every if sent else ())
         return pieces, torch.cat(tokens).to(device)
 
+    def places(self, indices: tuple[int, ...]) -> Tensor | None:
+        """Returns int32 [P], the place of each piece among some of them, -1 where it is none of them; None where it is
+        piece i that has place i."""
+        if indices == tuple(range(len(self.lengths))):
+            return None
+        name = "received" if indices is self.received else "sent"
+        if (name, 0) not in self._made:
+            places = torch.full((len(self.lengths),), -1, dtype=torch.int32)
+            places[list(indices)] = torch.arange(len(indices), dtype=torch.int32)
+            self._made[name, 0] = places.to(self.offsets.device)
+        found = self._made[name, 0]
+        assert isinstance(found, Tensor)
+        return found
+
     def chunks(self, length: int) -> Chunks:
         """Returns the pieces cut into chunks of at most `length` tokens."""
         if ("chunks", length) not in self._made:

@@ -27,7 +27,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.kernels.triton import head_norm, launch, lora, output_gradients, paged_attention, quantize, rmsnorm, swiglu
+from engine.kernels.triton import (
+    delta,
+    gated_norm,
+    head_norm,
+    launch,
+    lora,
+    output_gradients,
+    paged_attention,
+    quantize,
+    rmsnorm,
+    swiglu,
+)
 from tests.kernels.kernel_resources import (
     MULTIPROCESSORS,
     accesses,
@@ -52,7 +63,9 @@ def look_like_a_gpu(capability: Callable[[], tuple[int, int]] = lambda: (9, 0)) 
         "capability": lambda device: capability(),
         "num_processors": lambda device: PROCESSORS,
     }
-    for module in (launch, lora, output_gradients, rmsnorm, swiglu, head_norm, quantize, paged_attention):
+    for module in (
+        launch, lora, output_gradients, rmsnorm, swiglu, head_norm, quantize, paged_attention, gated_norm, delta,
+    ):  # fmt: skip
         for name, function in as_on_a_gpu.items():
             if hasattr(module, name):
                 setattr(module, name, function)

@@ -34,6 +34,11 @@ KERNELS = (
     "cross_entropy",
     "quantize",
     "paged_attention",
+    "chunks",
+    "gated_norm",
+    "short_conv",
+    "delta",
+    "delta_gradients",
 )
 
 

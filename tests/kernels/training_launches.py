@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.hybrids import triton_ops
+from engine.hybrids.pieces import Pieces
 from engine.kernels.records import AdapterSection, DropoutKey, InputUpdate
 from engine.kernels.triton import lora, quantize
 from engine.ops.kernels import backend
@@ -335,6 +337,66 @@ def decode_cases(
         yield Case(f"{heads.name} decode {length}", partial(launch, length))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """The sizes of a layer with states."""
+
+    name: str
+    tokens: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 4
+
+
+QWEN_9B = States(name="qwen3.5 9b", tokens=8192, key_heads=16, heads=32, key_dim=128, value_dim=128)
+
+
+def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Yields the ops of a layer with states, in two documents; of the delta rule also between context ranks."""
+    tokens, heads = sizes.tokens, (sizes.heads, sizes.value_dim)
+    key_width = sizes.key_heads * sizes.key_dim
+    channels = 2 * key_width + sizes.heads * sizes.value_dim
+    empty = partial(torch.empty, dtype=dtype)
+
+    def pieces(**links: tuple[int, ...]) -> Pieces:
+        return Pieces.of_lengths([tokens // 2, tokens - tokens // 2], torch.device("cpu"), **links)
+
+    def convolution() -> None:
+        x, weight = empty(tokens, channels), empty(channels, sizes.width)
+        received, trained = empty(1, sizes.width - 1, channels), torch.empty(channels, sizes.width)
+        for tail, bias, gradient in ((None, None, None), (None, empty(channels), trained), (received, None, None)):
+            links = pieces() if tail is None else pieces(received=(1,))
+            triton_ops.conv_forward(x, weight, bias, links, tail, activation="silu")
+            triton_ops.conv_backward(
+                x, x, weight, bias, links, tail, activation="silu", weight_gradient=gradient,
+                bias_gradient=None if bias is None else torch.empty(channels),
+            )  # fmt: skip
+
+    def gated_norm() -> None:
+        x, weight = empty(tokens, *heads), empty(sizes.value_dim)
+        z = empty(tokens, heads[0] * heads[1] + 64)[:, : heads[0] * heads[1]].unflatten(1, heads)
+        triton_ops.gated_norm_forward(x, z, weight, EPS)
+        for gradient in (None, torch.empty(sizes.value_dim)):
+            triton_ops.gated_norm_backward(x, x, z, weight, EPS, gradient)
+
+    def delta_rule() -> None:
+        q, k, v = empty(tokens, channels).split([key_width, key_width, heads[0] * heads[1]], dim=1)
+        q, k, v = (
+            x.unflatten(1, (-1, width)) for x, width in zip((q, k, v), (*2 * [sizes.key_dim], heads[1]), strict=True)
+        )
+        decay = torch.empty(tokens, heads[0])
+        state = torch.empty(1, heads[0], sizes.key_dim, sizes.value_dim)
+        for ends, initial, final in ((pieces(), None, None), (pieces(received=(1,), sent=(0,)), state, state)):
+            given = (q, k, v, decay, decay, ends, initial)
+            out, _, kept = triton_ops.delta_forward(*given, scale=0.1, keep=True)
+            triton_ops.delta_backward(out, final, *given, scale=0.1, kept=kept)
+
+    for launch in (convolution, gated_norm, delta_rule):
+        yield Case(f"{sizes.name} {launch.__name__}", launch)
+
+
 def quick_cases() -> Iterator[Case]:
     """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in."""
     for rank in (16, 8):
@@ -342,6 +404,7 @@ def quick_cases() -> Iterator[Case]:
     yield from elementwise_cases(LLAMA_8B)
     yield from encoded_cases(LLAMA_8B)
     yield from decode_cases(LLAMA_HEADS)
+    yield from state_cases(QWEN_9B)
 
 
 def training_cases() -> Iterator[Case]:
@@ -377,6 +440,7 @@ def other_cases(name: str) -> Iterator[Case]:
         yield from elementwise_cases(ONES)
         yield from encoded_cases(ONES)
         yield from decode_cases(Heads(name="ones", heads=1, kv_heads=1, head_dim=2), lengths=(1, 2048))
+        yield from state_cases(States(name="ones", tokens=2, key_heads=1, heads=1, key_dim=1, value_dim=1, width=2))
     elif name == "rank 192":
         yield from adapter_cases(LLAMA_8B, Adapters(rank=192, folded=False))
     else:
@@ -386,3 +450,4 @@ def other_cases(name: str) -> Iterator[Case]:
         yield from elementwise_cases(LLAMA_8B, dtype)
         yield from encoded_cases(LLAMA_8B, dtype)
         yield from decode_cases(LLAMA_HEADS, dtype)
+        yield from state_cases(QWEN_9B, dtype)

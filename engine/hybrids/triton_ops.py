@@ -1,0 +1,121 @@
+"""The Triton kernels at the signatures of `engine.hybrids.reference`: pieces become tables on the device.
+
+Tables are made again by each op, by one small kernel: a graph that runs again with other offsets makes its own.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.hybrids import reference
+from engine.hybrids.pieces import Pieces
+from engine.kernels.triton import chunks, delta, delta_gradients, gated_norm, short_conv
+
+gated_norm_forward = gated_norm.gated_norm_forward
+gated_norm_backward = gated_norm.gated_norm_backward
+
+
+def _received_rows(pieces: Pieces, given: Tensor | None) -> Tensor | None:
+    """Returns which of the given states or tails each piece has; None where none is given, or piece i has the i-th."""
+    return None if given is None else pieces.places(pieces.received)
+
+
+def conv_forward(
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    pieces: Pieces,
+    tail: Tensor | None,
+    *,
+    activation: str | None,
+) -> Tensor:
+    """Computes a causal convolution of each channel."""
+    table = chunks.cut(pieces.offsets, x_TC.shape[0], short_conv.CHUNK)
+    rows = _received_rows(pieces, tail)
+    return short_conv.conv_forward(x_TC, weight_CW, bias_C, table, tail, rows, activation=activation)
+
+
+def conv_backward(
+    dy: Tensor,
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    pieces: Pieces,
+    tail: Tensor | None,
+    *,
+    activation: str | None,
+    weight_gradient: Tensor | None,
+    bias_gradient: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes the gradients of x and the tail, and adds those of weight and bias."""
+    return short_conv.conv_backward(
+        dy,
+        x_TC,
+        weight_CW,
+        bias_C,
+        chunks.cut(pieces.offsets, x_TC.shape[0], short_conv.CHUNK),
+        tail,
+        _received_rows(pieces, tail),
+        pieces.offsets,
+        activation=activation,
+        weight_gradient=weight_gradient,
+        bias_gradient=bias_gradient,
+    )
+
+
+def _ends(pieces: Pieces, initial: Tensor | None, num_final: int) -> delta.Ends:
+    return delta.Ends(
+        initial=initial,
+        initial_rows=_received_rows(pieces, initial),
+        num_final=num_final,
+        final_rows=pieces.places(pieces.sent) if num_final > 0 else None,
+    )
+
+
+def delta_forward(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    decay: Tensor,
+    beta_TN: Tensor,
+    pieces: Pieces,
+    initial_RNKV: Tensor | None,
+    *,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Computes the gated delta rule; that with a decay for each channel as the specification does."""
+    if decay.dim() == 3:
+        return reference.delta_forward(
+            q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces, initial_RNKV, scale=scale, keep=keep
+        )
+    ends = _ends(pieces, initial_RNKV, len(pieces.sent))
+    out, final, kept = delta.delta_forward(q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces.offsets, ends, scale=scale)
+    return out, final, kept if keep else ()
+
+
+def delta_backward(
+    d_out: Tensor,
+    d_final: Tensor | None,
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    decay: Tensor,
+    beta_TN: Tensor,
+    pieces: Pieces,
+    initial_RNKV: Tensor | None,
+    *,
+    scale: float,
+    kept: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Computes the gradients of q, k, v, decay, beta and the initial states."""
+    if decay.dim() == 3:
+        return reference.delta_backward(
+            d_out, d_final, q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces, initial_RNKV, scale=scale, kept=kept
+        )
+    num_final = 0 if d_final is None else d_final.shape[0]
+    solved = kept[0], kept[1]
+    return delta_gradients.delta_backward(
+        d_out, d_final, q_TGK, k_TGK, v_TNV, beta_TN, pieces.offsets, _ends(pieces, initial_RNKV, num_final),
+        scale=scale, solved=solved,
+    )  # fmt: skip

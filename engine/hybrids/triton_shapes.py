@@ -1,0 +1,65 @@
+"""What the Triton kernels of layers with states allocate, on the meta device: results and buffers, no numbers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.hybrids.pieces import Pieces
+from engine.ops.kernels.op import like, wide
+
+_DELTA_CHUNK = 64
+_CONV_CHUNK = 32
+
+
+def _chunks(tokens: int, pieces: Pieces, length: int) -> int:
+    return tokens // length + min(len(pieces.lengths), tokens)
+
+
+def _walk(k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
+    """Allocates W, U, and a state for each chunk."""
+    tokens, heads, values = v.shape
+    states = v.new_empty(_chunks(tokens, pieces, _DELTA_CHUNK), heads, k.shape[2], values)
+    return v.new_empty(tokens, heads, k.shape[2]), like(v), states
+
+
+def delta_forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pieces: Pieces, initial: Tensor | None, *,
+    scale: float, keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+    """Allocates what the rule with one decay a head does; that with a decay a channel is taken for as large."""
+    tokens, heads, values = v.shape
+    normalised = like(q), like(k)
+    solved = v.new_empty(tokens, heads, _DELTA_CHUNK), wide(v, (tokens, heads))
+    buffers = _walk(k, v, pieces)
+    final = wide(v, (len(pieces.sent), heads, k.shape[2], values)) if pieces.sent else None
+    out = like(v)
+    del normalised, buffers
+    return out, final, solved if keep else ()
+
+
+def delta_backward(
+    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pieces: Pieces,
+    initial: Tensor | None, *, scale: float, kept: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Allocates what the rule with one decay a head does."""
+    tokens, heads, _ = v.shape
+    buffers = like(q), like(k), *_walk(k, v, pieces)
+    gradients = like(v), like(buffers[-1])
+    d_initial = None if initial is None else wide(v, initial.shape)
+    by_head = wide(v, (tokens, heads, k.shape[2])), wide(v, (tokens, heads, k.shape[2]))
+    results = like(v), like(decay), like(beta)
+    dq, dk = like(q), like(k)
+    del buffers, gradients, by_head
+    return dq, dk, *results, d_initial
+
+
+def conv_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces, tail: Tensor | None, *,
+    activation: str | None, weight_gradient: Tensor | None, bias_gradient: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Allocates the gradients, and the partial sums of those of weight and bias."""
+    dx, d_tail = like(x), None if tail is None else like(tail)
+    if weight_gradient is not None or bias_gradient is not None:
+        channels, width = weight.shape
+        wide(x, (_chunks(x.shape[0], pieces, _CONV_CHUNK), width + 1, channels))
+    return dx, d_tail

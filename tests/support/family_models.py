@@ -82,6 +82,9 @@ _GRANITE_HYBRID = {
     **_MAMBA, **_FACTORS, "mamba_n_groups": 1, "shared_intermediate_size": 44, "position_embedding_type": None,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }  # fmt: skip
+_SHORT_CONV = {
+    "head_dim": None, "conv_L_cache": 3, "norm_eps": 0.1, "layer_types": ["conv", "full_attention", "conv", "conv"]
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -257,6 +260,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 20,
             "position_embedding_type": "rope",
         },
+    ),
+    "lfm2": ("Lfm2", {**_SHORT_CONV, "block_multiple_of": 4, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2 with biases": (
+        "Lfm2",
+        {**_SHORT_CONV, "conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }

@@ -32,6 +32,7 @@ FAMILIES = {
     "granite": "engine.models.families.granite:FAMILY",
     "granitemoehybrid": "engine.hybrids.families.mamba:GRANITE_HYBRID",
     "kimi_k2": "engine.experts.families.deepseek:V3",
+    "lfm2": "engine.hybrids.families.lfm2:LFM2",
     "llama": "engine.models.families.llama:FAMILY",
     "minicpm": "engine.models.families.minicpm:FAMILY",
     "minicpmv": "engine.vision.families.minicpm_v:FAMILY",

@@ -26,7 +26,7 @@ from tests.adopted.saved_models import save_small, stored
 from tests.unit.test_checkpoint_peft import RANK, trained_run
 
 SCALE = 5.0 / RANK
-TYPES = ("olmo3", "ernie4_5_moe", "gpt_bigcode", "ctrl")
+TYPES = ("helium", "ernie4_5_moe", "gpt_bigcode", "ctrl")
 """The linears of ctrl's MLPs have numbers for names, as its layers have."""
 
 
@@ -103,7 +103,7 @@ def test_what_peft_lacks_for_parameters_is_refused(tmp_path: Path, option: str) 
 def test_adapters_of_peft_come_in(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    save_small("olmo3", tmp_path / "hf")
+    save_small("cohere2", tmp_path / "hf")
     adapted = get_peft_model(_opened(tmp_path / "hf"), LoraConfig(r=RANK, target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -122,7 +122,7 @@ def test_adapters_of_peft_come_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_base", [True, False])
 def test_experts_trained_in_full_are_written_one_by_one(tmp_path: Path, has_base: bool) -> None:
-    save_small("glm4_moe_lite", tmp_path / "hf")
+    save_small("solar_open", tmp_path / "hf")
     base = open_source(tmp_path / "hf")
     trains = [name for name in base.tensor_names() if not name.endswith(CORRECTION)]
     chosen = [name for name in trains if not has_base or ".experts." in name]
@@ -140,7 +140,7 @@ def test_experts_trained_in_full_are_written_one_by_one(tmp_path: Path, has_base
 def test_a_model_from_random_values_is_written_as_transformers_would(tmp_path: Path) -> None:
     from engine.checkpoint.model_folder import open_model
 
-    save_small("glm4_moe_lite", tmp_path / "hf")
+    save_small("solar_open", tmp_path / "hf")
     base = open_source(tmp_path / "hf")
     values = {name: torch.randn(base.shape(name)) for name in base.tensor_names()}
     run = open_run(trained_run(tmp_path / "run", values, tmp_path / "hf"))

@@ -20,7 +20,7 @@ from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from tests.adopted.saved_models import assert_same, save_small, stored
 
-TYPES = {"olmo3": {}, "ernie4_5_moe": {"tie_word_embeddings": False}, "gpt_bigcode": {}}
+TYPES = {"cohere2": {}, "ernie4_5_moe": {"tie_word_embeddings": False}, "gpt_bigcode": {}}
 """Dense, a mixture whose experts are stored one by one, and one whose body and ends have other names."""
 
 
@@ -182,7 +182,7 @@ def test_folders_that_are_not_the_model_are_refused(tmp_path: Path, fault: str) 
 
 
 def test_a_config_of_more_layers_lacks_tensors(tmp_path: Path) -> None:
-    save_small("olmo3", tmp_path / "hf")
+    save_small("cohere2", tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     config = json.loads(path.read_text())
     config["num_hidden_layers"] += 1

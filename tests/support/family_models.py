@@ -106,6 +106,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {"head_dim": None, "tie_word_embeddings": True}),
     "olmo2 one head each": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "head_dim": None,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {**_YARN, "truncate": True},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "seed oss": ("SeedOss", {"residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "exaone4": ("Exaone4", {"head_dim": None, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone4 with windows": ("Exaone4", {"head_dim": None, "sliding_window": 7, "sliding_window_pattern": 2}),
     "phi3": ("Phi3", {"head_dim": None, "sliding_window": 11}),
     "phi3 longrope": (
         "Phi3",

@@ -271,6 +271,7 @@ STOCK_SIZES = [
     "Qwen2",
     "Qwen3",
     "Qwen3_5Text",
+    "SeedOss",
     "SmolLM3",
 ]
 

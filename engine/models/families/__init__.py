@@ -24,6 +24,7 @@ FAMILIES = {
     "cogvlm2": "engine.vision.families.cogvlm:COGVLM",
     "deepseek_v2": "engine.experts.families.deepseek:V2",
     "deepseek_v3": "engine.experts.families.deepseek:V3",
+    "exaone4": "engine.models.families.exaone4:FAMILY",
     "gemma2": "engine.models.families.gemma2:FAMILY",
     "gemma3_text": "engine.models.families.gemma3:FAMILY",
     "glm4_moe": "engine.experts.families.routed:GLM4_MOE",
@@ -40,6 +41,7 @@ FAMILIES = {
     "mistral": "engine.models.families.mistral:FAMILY",
     "mixtral": "engine.experts.families.routed:MIXTRAL",
     "olmo2": "engine.models.families.olmo2:FAMILY",
+    "olmo3": "engine.models.families.olmo3:FAMILY",
     "olmoe": "engine.experts.families.routed:OLMOE",
     "omnilmm": "engine.vision.families.omnilmm:FAMILY",
     "phi3": "engine.models.families.phi3:FAMILY",
@@ -52,6 +54,7 @@ FAMILIES = {
     "qwen3_moe": "engine.experts.families.routed:QWEN3_MOE",
     "qwen3_next": "engine.hybrids.families.qwen:QWEN3_NEXT",
     "qwen3_vl_text": "engine.vision.families.qwen_vl:QWEN3_VL_TEXT",
+    "seed_oss": "engine.models.families.seed_oss:FAMILY",
     "smollm3": "engine.models.families.smollm3:FAMILY",
 }
 """Language models, and models whose vision model is a part of the language model's family."""

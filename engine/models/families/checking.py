@@ -47,6 +47,7 @@ _SWITCHES = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
+    "attention_out_bias",
     "use_sliding_window",
     "qkv_bias",
     "norm_topk_prob",
@@ -123,6 +124,8 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
         value = hf.get(key)
         if key == "sliding_window" and value == 0 and hf.get("use_sliding_window") is False:
             continue  # as transformers writes it for Qwen2-MoE
+        if key == "sliding_window_pattern" and hf.get("layer_types"):
+            continue  # EXAONE 4 has a text or null there
         needed = key in _NEVER_NULL or (key == "max_window_layers" and hf.get("use_sliding_window"))
         if (value is not None and not fits(value)) or (value is None and key in hf and needed):
             raise _wrong(key, value, expected)

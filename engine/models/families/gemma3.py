@@ -58,8 +58,11 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     check_gemma(hf)
     if hf.get("attn_logit_softcapping"):
         raise UserError("config.json has attn_logit_softcapping, which a Gemma 3 model does not apply: set it to null.")
-    count, pattern = int(hf["num_hidden_layers"]), int(hf["sliding_window_pattern"])
-    types = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
+    count = int(hf["num_hidden_layers"])
+    types = hf.get("layer_types") or [
+        "sliding_attention" if (index + 1) % int(hf["sliding_window_pattern"]) else "full_attention"
+        for index in range(count)
+    ]
     kinds = windows_from_hf(hf, types) or (PLAIN_LAYER,) * count
     everything, window = _ropes(hf)
     assert everything.theta is not None

@@ -160,6 +160,26 @@ def fusing_lines(plan: TrainingPlan, decoder: DecoderConfig, names: NameMap) -> 
     return list(dict.fromkeys(lines))  # experts have parts of one name
 
 
+def bare_mixers_line(plan: TrainingPlan, decoder: DecoderConfig) -> str | None:
+    """Returns the log line of layers that carry a state and have no adapter on what makes it, while attention of other
+    layers has; None where there are none."""
+    adapted = {name for name in module_names(decoder) if plan.adapter(name) is not None}
+    if not any(".attention." in name for name in adapted):
+        return None
+    bare = []
+    for index in range(decoder.num_layers):
+        linears = {name for variant in decoder.variants_at(index) for name in variant.mixer_linears()}
+        own = {name.rpartition(".")[2] for name in adapted if name.startswith(f"layers.{index}.")}
+        if linears and not linears & own:
+            bare.append(index)
+    if not bare:
+        return None
+    return (
+        f"note: the mixers of {len(bare)} of {decoder.num_layers} layers have no adapter, since lora.targets names "
+        f"none of {', '.join(decoder.mixer_linears)} (all-linear means these too)"
+    )
+
+
 def _fusable(lora: LoraOptions, decoder: DecoderConfig, names: NameMap) -> list[str]:
     """Returns the modules, such as `layers.3.attention.qkv_proj`, that one adapter is to stand for."""
     if lora.fused == "auto" and lora.init_from is not None:

@@ -28,7 +28,7 @@ from engine.telemetry.format import (
 from engine.telemetry.log import Log
 from engine.training.build import Training
 from engine.training.learning_rates import rates_line
-from engine.training.module_plan import fusing_lines
+from engine.training.module_plan import bare_mixers_line, fusing_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +129,8 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
             "(lora.ensure_weight_tying true: one matrix for both)"
         )
     for line in fusing_lines(training.plan.modules, training.source.model.decoder, training.source.model.names):
+        log.info(line)
+    if (line := bare_mixers_line(training.plan.modules, training.source.model.decoder)) is not None:
         log.info(line)
     log.info(
         f"layout: {counted(launch.world_size, 'rank')}, tensor {grid.tp}{sequence}, {_pipeline(training)}"

@@ -47,6 +47,8 @@ class Branch(nn.Module):
 
     routes_local_tokens = False
     """Whether each tensor rank has tokens of its own before whole experts."""
+    cached: Any = None
+    """What a cache of keys and values keeps of it, an `engine.layers.attention.CachedAttention`; None for nothing."""
     has_shared = False
     """Whether all tokens share an expert beside those that a router chooses."""
 

@@ -124,19 +124,20 @@ class LastLinear(nn.Module):
         return self.linear(u, source, context)
 
 
-def apply_level(level: Level, branches: Sequence[Branch]) -> None:
+def apply_level(level: Level, branches: Sequence[Branch | None]) -> None:
     """Puts what `level` needs around the linears of a layer.
 
     Args:
-        branches: of the layer, in order; the MLP is the last.
+        branches: of the layer, in order; the MLP is the last. None stands for one that it lacks.
     """
     if level == "none":
         for branch in branches:
-            branch.keep_inputs(_keeping)
-    elif level == "attention":
-        branches[-2].end_region(_last)
+            if branch is not None:
+                branch.keep_inputs(_keeping)
+    elif level == "attention" and (attention := branches[-2]) is not None:
+        attention.end_region(_last)
     elif level == "full":
-        branches[-1].end_region(_last)
+        next(branch for branch in reversed(branches) if branch is not None).end_region(_last)
 
 
 def _last(linear: RowParallelLinear) -> nn.Module:

@@ -364,7 +364,8 @@ class Decoder(nn.Module):
 
     def cached_attentions(self) -> list[CachedAttention]:
         """Returns the attentions of this part's layers, for a cache. Collective, where weights are spread."""
-        return [cached for layer in self.layers if (cached := layer.attention.cached) is not None]
+        attentions = (layer.attention for layer in self.layers if layer.attention is not None)
+        return [cached for attention in attentions if (cached := attention.cached) is not None]
 
     @property
     def called_layers(self) -> dict[str, nn.Module]:

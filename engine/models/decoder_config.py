@@ -19,6 +19,7 @@ from engine.errors import UserError
 from engine.layers.attention import AttentionKind
 from engine.layers.branch import Branch, JoiningBranch
 from engine.layers.context import LayerContext, TrainingPlan
+from engine.layers.mlp import Activation
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.ops.attention.blocks import AttentionBlocks
 from engine.ops.attention.context_parallel import Method
@@ -191,6 +192,11 @@ class LayerVariant:
     def applies(self, index: int) -> bool:
         """Returns whether a layer has it, by its index in the whole model."""
         return True
+
+    def lacks(self, index: int) -> Literal["attention", "mlp"] | None:
+        """Returns which of its two branches a layer does not have, by its index in the whole model; the norm of the
+        other one is then called `input_norm`."""
+        return None
 
     def norm_context(self, build: LayerContext) -> LayerContext:
         """Returns the build context of the norms before attention and MLP."""
@@ -418,7 +424,7 @@ class DecoderConfig:
         qk_norm: RMSNorm on queries and keys before rotation.
         qk_norm_over: "head": over head_dim, one weight vector for all heads; "all": over all heads together.
         max_length: longest sequence the model was made for (positions).
-        activation: of the MLP's gate: SiLU, or GELU by its tanh approximation.
+        activation: of the MLP's gate: SiLU, or GELU by its tanh approximation; "relu2" of an MLP without one.
         norm_offset: a norm multiplies by its weight plus this.
         norms: where a layer has norms: on the inputs of attention and MLP, on their outputs before these are added to
             the residual stream, or both.
@@ -461,7 +467,7 @@ class DecoderConfig:
     qk_norm: bool = False
     qk_norm_over: Literal["head", "all"] = "head"
     max_length: int = 2048
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     norm_offset: float = 0.0
     norms: Literal["inputs", "outputs", "both"] = "inputs"
     multipliers: Multipliers = PLAIN_MULTIPLIERS

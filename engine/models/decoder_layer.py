@@ -62,7 +62,7 @@ def _input(norm: RMSNorm | None) -> LinearInput:
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `memory` says what of it stays for backward.
+    """x + attention(norm(x)), then x + mlp(norm(x)), or one of these alone; `memory` says what stays for backward.
 
     Families may have norms on what is added to x too, or there alone, and a factor on it. The config's variants may
     put something else in the place of attention and MLP, and a branch between the two.
@@ -74,6 +74,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         place = LayerPlace(index=index, config=config, build=build)
         variants = config.variants_at(index)
+        lacking = {variant.lacks(index) for variant in variants}
         self.residual_multiplier = config.multipliers.branch
         inner = build
         for variant in variants:
@@ -86,14 +87,18 @@ class DecoderLayer(nn.Module):
             return RMSNorm(name, config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
 
         self.input_norm = norm("input_norm", "inputs", "both", build=inner)
-        attention = [variant.attention(place) for variant in variants]
-        self.attention = _given(attention) or plain_attention(place)
+        self.attention: Branch | None = None
+        if "attention" not in lacking:
+            self.attention = _given([variant.attention(place) for variant in variants]) or plain_attention(place)
         self.attention_output_norm = norm("attention_output_norm", "outputs", "both", build=build)
         between = [branch for variant in variants if (branch := variant.between(place)) is not None]
         self.between = nn.ModuleList(between)
-        self.post_attention_norm = norm("post_attention_norm", "inputs", "both", build=inner)
-        mlp = [variant.mlp(place) for variant in variants]
-        self.mlp = _given(mlp) or plain_mlp(place)
+        self.mlp: Branch | None = None
+        self.post_attention_norm = self.input_norm
+        if "mlp" not in lacking:
+            if "attention" not in lacking:
+                self.post_attention_norm = norm("post_attention_norm", "inputs", "both", build=inner)
+            self.mlp = _given([variant.mlp(place) for variant in variants]) or plain_mlp(place)
         self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both", build=build)
         self.level = memory.level(index)
         if self.mlp_output_norm is None or self.level == "none":
@@ -103,17 +108,20 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         if self.level == "full":
             return recomputed(self._whole, x, context)
-        if self.level == "attention":
+        if self.level == "attention" and self.attention is not None:
             return self._with_mlp(recomputed(self._with_attention, x, context), context)
         return self._whole(x, context)
 
     def _with_attention(self, x: Tensor, context: TokenContext) -> Tensor:
-        x = self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
+        if self.attention is not None:
+            x = self._add(x, self.attention(x, _input(self.input_norm), context), self.attention_output_norm)
         for branch in self.between:
             x = branch.joined(x, context, self.residual_multiplier)
         return x
 
     def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
+        if self.mlp is None:
+            return x
         return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
 
     def _add(self, x: Tensor, branch: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -33,7 +33,7 @@ def _attention_parameters(config: DecoderConfig, index: int) -> int:
 
 
 def _mlp_parameters(config: DecoderConfig, index: int) -> int:
-    found = 3 * config.hidden * config.intermediate
+    found = (2 if config.activation == "relu2" else 3) * config.hidden * config.intermediate
     for variant in config.variants_at(index):
         found = variant.mlp_parameters(config) or found
     return found

@@ -337,6 +337,27 @@ class ClampedGLUInput(_Gated):
         return du
 
 
+@dataclass(frozen=True, slots=True)
+class SquaredReLUInput(_MadeFirst):
+    """x = relu(u)^2 (arXiv 2109.08668). Plain torch whatever the backend, in fp32; the backend only makes the adapters'
+    update."""
+
+    def make(self, u: Tensor, out: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        x = u.to(torch.promote_types(u.dtype, torch.float32)).relu().square_()
+        return (x.to(u.dtype) if out is None else out.copy_(x)), None
+
+    def make_rows(self, u: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor | None, RowCodes | None]:
+        return *self.make(u, None, kernels), None
+
+    def gradient(
+        self, dx: Tensor, u: Tensor, statistics: Tensor | None, update: InputUpdate | None, kernels: Kernels
+    ) -> Tensor:
+        if update is not None:
+            dx = kernels.apply_update(dx, update)
+        wide = torch.promote_types(u.dtype, torch.float32)
+        return (2.0 * u.to(wide).relu() * dx).to(u.dtype)
+
+
 class _Keep(torch.autograd.Function):
     """Computes nothing and holds x, as autograd holds an op's saved tensors: hooks on these see it."""
 

@@ -210,22 +210,22 @@ def _layer(layer: nn.Module, kv_width: int) -> LayerShape:
         linears = tuple(shape for one in layer.modules() if isinstance(one, _LINEARS) for shape in one.shapes)
         return LayerShape(attention=linears, mlp=linears, kv_width=kv_width, trains=trains)
     attention, mlp = layer.attention, layer.mlp
-    cached = attention.cached
+    cached = None if attention is None else attention.cached
     return LayerShape(
-        attention=attention.linear_shapes,
-        mlp=mlp.linear_shapes,
+        attention=() if attention is None else attention.linear_shapes,
+        mlp=() if mlp is None else mlp.linear_shapes,
         between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
         kv_width=0 if cached is None else cached.num_kv_heads * cached.head_dim,
         trains=trains,
-        routes_local_tokens=mlp.routes_local_tokens,
-        has_shared=mlp.has_shared,
+        routes_local_tokens=mlp is not None and mlp.routes_local_tokens,
+        has_shared=mlp is not None and mlp.has_shared,
     )
 
 
 def _check_products(model: Decoder, device_type: str) -> None:
     device = torch.device(device_type)
     for layer in model.layers:
-        if isinstance(layer, DecoderLayer):
+        if isinstance(layer, DecoderLayer) and layer.mlp is not None:
             layer.mlp.check_products(device_type)
     for entry in encoded_entries(model):
         rows, columns = entry.spec.local_shape

@@ -152,8 +152,8 @@ class _Times:
 
     def _attention_links(self, layer: LayerShape, *, last: bool = True) -> float:
         """Returns the seconds of the collectives around the attention block (not recomputed: `last`)."""
-        gathers = (layer.attention[0], *layer.between[:1])
-        scatters = len(gathers) - (not last)
+        gathers = (*layer.attention[:1], *layer.between[:1])
+        scatters = max(0, len(gathers) - (not last))
         return sum(map(self.gathered_input, gathers)) + self.sequence_links(scatters)
 
     def _mlp_links(self, layer: LayerShape, *, last: bool = True) -> float:
@@ -162,6 +162,8 @@ class _Times:
             # a shared expert is an ordinary MLP; tokens that were not apart before meet again behind the experts
             joins = self.sequence_links(1) if last and not self._splits else 0.0
             return joins + (self.sequence_links(1 + last) if layer.has_shared else 0.0)
+        if not layer.mlp:
+            return 0.0
         return self.gathered_input(layer.mlp[0]) + (self.sequence_links(1) if last else 0.0)
 
     def _exchange(self, sizes: Iterable[int]) -> float:

@@ -280,6 +280,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2",
         {**_SHORT_CONV, "conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     ),
+    "nemotron h": (
+        "NemotronH",
+        {
+            "layer_norm_epsilon": 0.1,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 5,
+            "n_groups": 2,
+            "ssm_state_size": 7,
+            "chunk_size": 6,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_shared_expert_intermediate_size": 28,
+            "routed_scaling_factor": 2.5,
+            "time_step_min": 0.4,
+        },
+    ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
@@ -300,6 +320,7 @@ ROUTED = (
     "qwen3 next",
     "qwen3.5 moe",
     "granite hybrid moe",
+    "nemotron h",
 )
 """Those with experts that a router chooses."""
 
@@ -424,7 +445,7 @@ _RENAMED = {
 def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
     """That of the stock parameter, or of its rows, that the engine calls `name`."""
     parameters = dict(model.named_parameters())
-    place = open_model(folder).names.to_hf(name)
+    place = open_model(folder).names.live.to_hf(name)
     for stored, live in _RENAMED.items():
         place = place._replace(name=place.name.replace(stored, live))
     if place.expert is not None:
@@ -432,6 +453,8 @@ def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
     if place.name in parameters:
         gradient = parameters[place.name].grad
         return gradient if place.num_rows is None else gradient[place.row_offset : place.row_offset + place.num_rows]
+    if match := re.match(r"(.*\.mixer\.experts)\.(\d+)\.(.*_proj)", place.name):
+        return parameters[f"{match[1]}.{match[3]}"].grad[int(match[2])]
     if match := re.match(r"layers\.(\d+)\.mlp\.(router|experts\.(\d+)\.(.*)_proj)", name):  # which transformers stacks
         mlp = f"model.layers.{match[1]}.mlp"
         if match[2] == "router":

@@ -35,13 +35,13 @@ from engine.experts.ops.encoded_experts import EncodedExperts
 from engine.experts.ops.expert_exchange import plan_exchange
 from engine.experts.ops.grouped_products import GROUPED_MULTIPLE, GradientBlock
 from engine.experts.ops.load_balance import LoadBalance
-from engine.experts.ops.routed_experts import SWIGLU, Blocks, GroupedLowRank, GroupedOperands, RoutedPass
+from engine.experts.ops.routed_experts import Blocks, GroupedLowRank, GroupedOperands, RoutedPass
 from engine.experts.ops.routing import RoutingRule, sink_linear
 from engine.kernels.records import AdapterPlace
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.encoded_storage import EncodedStorage
-from engine.layers.mlp import MLP
+from engine.layers.mlp import INPUTS, MLP, Activation, first_linears
 from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.models.names import EXPERT_GATE_UP, FUSED, GATE_UP, SHARED_EXPERT_GATE_UP
@@ -64,6 +64,7 @@ class RoutedSizes(LayerVariant):
         dense_layers: the layers that have an MLP after all.
         has_biases: every linear of an expert has one.
         clamp: steepness and limit of the clamped gate (see ops.inputs.ClampedGLUInput); None for SwiGLU.
+        activation: of an expert; "relu2", the square of a ReLU, is of experts without a gate.
         balanced_by: coefficient of the auxiliary loss that the config asks for; 0 where it does not, None where the
             family has none.
     """
@@ -76,6 +77,7 @@ class RoutedSizes(LayerVariant):
     has_biases: bool = False
     clamp: tuple[float, float] | None = None
     balanced_by: float | None = None
+    activation: Activation = "silu"
 
     @property
     def num_experts(self) -> int:
@@ -100,7 +102,8 @@ class RoutedSizes(LayerVariant):
 
     def mlp_parameters(self, config: DecoderConfig) -> int:
         rule = self.rule
-        met = 3 * (rule.per_token * self.intermediate + self.shared) + rule.num_experts + int(self.shared > 0)
+        linears = 1 + len(first_linears(self.activation))
+        met = linears * (rule.per_token * self.intermediate + self.shared) + rule.num_experts + int(self.shared > 0)
         return config.hidden * met
 
     def auxiliary_loss(self, coefficient: float, device: torch.device) -> LoadBalance:
@@ -109,6 +112,8 @@ class RoutedSizes(LayerVariant):
     def fused_places(self, fused: str) -> tuple[str, ...]:
         if fused != GATE_UP:
             return (fused,)
+        if self.activation == "relu2":
+            return ()
         experts = (EXPERT_GATE_UP.replace("*", str(expert)) for expert in range(self.num_experts))
         return (*experts, *((SHARED_EXPERT_GATE_UP,) if self.shared else ()))
 
@@ -444,16 +449,16 @@ class RoutedMLP(Branch):
         self._loops = not _is_gpu(build)
         inner = deferred_sums(build)
         self.router = Router(f"{prefix}.router", rule, hidden, site=shared_site + 2, build=inner)
-        what = "the experts' intermediate size"
+        what, firsts = "the experts' intermediate size", first_linears(sizes.activation)
         self.gate_up = GroupedLinear(
             f"{prefix}.experts",
-            ("gate_proj", "up_proj"),
+            firsts,
             replace(split_spec((intermediate, hidden), 0, rank=tp.rank, size=tp.size, what=what), data=axes.data),
             site=first_site,
             experts=experts,
             num_experts=rule.num_experts,
             bias=sizes.has_biases,
-            fused="gate_up_proj",
+            fused="gate_up_proj" if len(firsts) > 1 else None,
             build=inner,
         )
         self.down = GroupedLinear(
@@ -467,7 +472,7 @@ class RoutedMLP(Branch):
             bias=sizes.has_biases,
             build=inner,
         )
-        self._gated: LinearInput = SWIGLU
+        self._gated: LinearInput = INPUTS[sizes.activation]
         if sizes.clamp is not None:
             self._gated = ClampedGLUInput(alpha=sizes.clamp[0], limit=sizes.clamp[1])
         self.shared: MLP | None = None
@@ -479,6 +484,7 @@ class RoutedMLP(Branch):
                 intermediate=sizes.shared,
                 bias=False,
                 first_site=shared_site,
+                activation=sizes.activation,
                 build=build if self.routes_local_tokens else inner,
             )
             if sizes.gates_shared:

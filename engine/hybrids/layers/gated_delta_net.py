@@ -136,8 +136,6 @@ class GatedDeltaNet(Branch):
         UserError: the heads do not fit the layout.
     """
 
-    cached = None
-
     def __init__(
         self, prefix: str, sizes: DeltaSizes, *, hidden: int, norm_eps: float, first_site: int, build: LayerContext
     ) -> None:

@@ -144,8 +144,6 @@ class Mamba2(Branch):
         UserError: heads, groups or states do not fit the layout.
     """
 
-    cached = None
-
     def __init__(
         self, prefix: str, sizes: MambaSizes, *, hidden: int, norm_eps: float, first_site: int, build: LayerContext
     ) -> None:

@@ -40,6 +40,7 @@ FAMILIES = {
     "minimax_m2": "engine.experts.families.routed:MINIMAX_M2",
     "mistral": "engine.models.families.mistral:FAMILY",
     "mixtral": "engine.experts.families.routed:MIXTRAL",
+    "nemotron_h": "engine.hybrids.families.nemotron:FAMILY",
     "olmo2": "engine.models.families.olmo2:FAMILY",
     "olmo3": "engine.models.families.olmo3:FAMILY",
     "olmoe": "engine.experts.families.routed:OLMOE",

@@ -37,6 +37,7 @@ using simd::LANES;
 constexpr int64_t CHUNK = 60;     // tokens; ten tiles' rows
 constexpr int64_t SEGMENT = 4;    // chunks
 constexpr int64_t HEADS = 8;      // value heads of an item
+constexpr int64_t PART = 12;      // tokens of a chunk whose pairs are made channel by channel
 constexpr int64_t LD = 80;        // between rows of [CHUNK, CHUNK]
 constexpr float NORM_EPS = 1e-6f;
 
@@ -156,12 +157,29 @@ class Recurrence {
 
     // exp(c), exp(c_last - c) and exp(c_last): [CHUNK] and a number, or [CHUNK, ld_key] and [K].
     struct Factors {
-        float *total, *grow, *shrink, *last, *beta, *below;  // below: what rounding took from total, [CHUNK]
-        static int64_t floats(const Shape& s) { return 3 * rows(s) + Arena::size(s.ld_key()) + 2 * 64; }
+        float *total, *below;  // c, and what rounding took from it; with channels decay itself, and a row for sums
+        float *grow, *shrink, *last, *beta;
+        static int64_t floats(const Shape& s) { return 3 * rows(s) + 2 * Arena::size(s.ld_key()) + 2 * 64; }
         static int64_t rows(const Shape& s) { return CHANNEL ? CHUNK * s.ld_key() : 64; }
         Factors(const Shape& s, Arena& arena)
-            : total(arena.take(rows(s))), grow(arena.take(rows(s))), shrink(arena.take(rows(s))),
-              last(arena.take(s.ld_key())), beta(arena.take(64)), below(arena.take(64)) {}
+            : total(arena.take(rows(s))), below(arena.take(std::max<int64_t>(64, s.ld_key()))),
+              grow(arena.take(rows(s))), shrink(arena.take(rows(s))), last(arena.take(s.ld_key())),
+              beta(arena.take(64)) {}
+    };
+
+    // With channels, pairs of a part of a chunk with the tokens before it are products of rows: with c_0 that of the
+    // part's first token, q and k times near = exp(c_i - c_0), and k times far = exp(c_0 - c_j).
+    struct Parts {
+        float *near, *far, *q, *k, *before, *transposed, *d_near, *d_before;
+        static int64_t floats(const Shape& s) {
+            return CHANNEL ? (4 * PART + 3 * CHUNK) * s.ld_key() + tiles::padded(s.key) * LD : 0;
+        }
+        Parts(const Shape& s, Arena& arena) {
+            if (!CHANNEL) return;
+            for (float** one : {&near, &q, &k, &d_near}) *one = arena.take(PART * s.ld_key());
+            for (float** one : {&far, &before, &d_before}) *one = arena.take(CHUNK * s.ld_key());
+            transposed = arena.take(tiles::padded(s.key) * LD);
+        }
     };
 
     SIMD_INLINE Float factor(const float* factors, int64_t row, int64_t d) const {
@@ -200,20 +218,20 @@ class Recurrence {
             for (int64_t i = 0; i < rows; ++i) {
                 const float* decay = in_.decay + ((token + i) * s_.heads + head) * s_.key;
                 std::fill(f.total + i * ld + s_.key, f.total + (i + 1) * ld, 0.0f);
-                simd::for_each(s_.key, [&](auto, int64_t d, int64_t count) {
-                    Float sum = simd::load_up_to(decay + d, count);
-                    if (i > 0) sum += simd::load_up_to(f.total + (i - 1) * ld + d, count);
-                    simd::store_up_to(f.total + i * ld + d, sum, count);
-                });
+                std::copy(decay, decay + s_.key, f.total + i * ld);
             }
-            const float* end = f.total + (rows - 1) * ld;
+            // sums from either end, not their differences: neighbours' are small where sums are large
             for (int64_t d = 0; d < s_.key; d += LANES) {
-                const Float last = simd::load(end + d);
-                simd::store(f.last + d, simd::exp(last));
+                Float sum = {};
                 for (int64_t i = 0; i < rows; ++i) {
-                    const Float total = simd::load(f.total + i * ld + d);
-                    simd::store(f.grow + i * ld + d, simd::exp(total));
-                    simd::store(f.shrink + i * ld + d, simd::exp(last - total));
+                    sum += simd::load(f.total + i * ld + d);
+                    simd::store(f.grow + i * ld + d, simd::exp(sum));
+                }
+                simd::store(f.last + d, simd::exp(sum));
+                sum = Float{};
+                for (int64_t i = rows - 1; i >= 0; --i) {
+                    simd::store(f.shrink + i * ld + d, simd::exp(sum));
+                    sum += simd::load(f.total + i * ld + d);
                 }
             }
         } else {
@@ -256,9 +274,9 @@ class Recurrence {
     }
 
     // P, and -A: the right sides of the equations above. Either may be null.
-    void pairs(const Keys& keys, const Factors& f, int64_t rows, float* p, float* neg) const {
+    void pairs(const Keys& keys, const Factors& f, const Parts& parts, int64_t rows, float* p, float* neg) const {
         if constexpr (CHANNEL) {
-            channel_pairs(keys, f, rows, p, neg);
+            channel_pairs(keys, f, parts, rows, p, neg);
         } else {
             for (int64_t i = 0; i < rows; ++i)
                 for (int64_t j = 0; j < rows; j += LANES) {
@@ -273,7 +291,74 @@ class Recurrence {
         }
     }
 
-    void channel_pairs(const Keys&, const Factors&, int64_t, float*, float*) const {}
+    void channel_pairs(const Keys& keys, const Factors& f, const Parts& parts, int64_t rows, float* p, float* neg) const {
+        const int64_t ld = s_.ld_key();
+        for (float* pairs : {p, neg})
+            if (pairs) std::fill(pairs, pairs + rows * LD, 0.0f);
+        for (int64_t first = 0; first < rows; first += PART) {
+            const int64_t count = std::min(PART, rows - first);
+            if (first > 0) {
+                read_part(keys, f, first, count, parts);
+                blocks::transpose(parts.before, ld, first, s_.key, parts.transposed, LD);
+                const int64_t columns = tiles::padded(first), at = first * LD;
+                if (p) blocks::product<false>(count, columns, s_.key, {parts.q, ld, 1}, parts.transposed, LD, p + at, LD);
+                if (neg) {
+                    blocks::product<false>(count, columns, s_.key, {parts.k, ld, 1}, parts.transposed, LD, neg + at, LD);
+                    for (int64_t i = first; i < first + count; ++i)
+                        for (int64_t j = 0; j < columns; ++j) neg[i * LD + j] *= -f.beta[i];
+                }
+            }
+            each_pair(f, first, count, [&](int64_t i, int64_t j, const auto& apart) {
+                Float with_q = {}, with_k = {};
+                for (int64_t d = 0; d < s_.key; d += LANES) {
+                    const Float right = apart(d) * simd::load(keys.k + j * ld + d);
+                    with_q += right * simd::load(keys.q + i * ld + d);
+                    with_k += right * simd::load(keys.k + i * ld + d);
+                }
+                if (p) p[i * LD + j] = simd::sum(with_q);
+                if (neg) neg[i * LD + j] = i == j ? 0.0f : simd::sum(with_k) * -f.beta[i];
+            });
+        }
+    }
+
+    // Rows of the part that begins at `first`, and k of those before it.
+    void read_part(const Keys& keys, const Factors& f, int64_t first, int64_t count, const Parts& parts) const {
+        const int64_t ld = s_.ld_key();
+        for (int64_t d = 0; d < s_.key; d += LANES) {
+            Float sum = {};
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t at = i * ld + d, from = (first + i) * ld + d;
+                if (i > 0) sum += simd::load(f.total + from);
+                const Float near = simd::exp(sum);
+                simd::store(parts.near + at, near);
+                simd::store(parts.q + at, near * simd::load(keys.q + from));
+                simd::store(parts.k + at, near * simd::load(keys.k + from));
+            }
+            sum = Float{};
+            for (int64_t j = first - 1; j >= 0; --j) {
+                sum += simd::load(f.total + (j + 1) * ld + d);
+                const Float far = simd::exp(sum);
+                simd::store(parts.far + j * ld + d, far);
+                simd::store(parts.before + j * ld + d, far * simd::load(keys.k + j * ld + d));
+            }
+        }
+    }
+
+    // Calls work(i, j, apart) for j <= i in a part; apart(d) is exp(c_i - c_j) and is to be called once for each d.
+    template <class Work>
+    void each_pair(const Factors& f, int64_t first, int64_t count, const Work& work) const {
+        const int64_t ld = s_.ld_key();
+        for (int64_t j = first; j < first + count; ++j) {
+            std::fill(f.below, f.below + ld, 0.0f);
+            for (int64_t i = j; i < first + count; ++i)
+                work(i, j, [&](int64_t d) {
+                    if (i == j) return simd::splat(1.0f);
+                    const Float sum = simd::load(f.below + d) + simd::load(f.total + i * ld + d);
+                    simd::store(f.below + d, sum);
+                    return simd::exp(sum);
+                });
+        }
+    }
 
     // u of a chunk, and -A where it is solved with.
     void solve(int64_t token, int64_t head, int64_t rows, const Keys& keys, const Factors& f, const float* state,
@@ -344,9 +429,11 @@ class Recurrence {
                        const Heads<T>& out, float* final, float* kept) const {
         const int64_t ld = s_.ld_value(), size = s_.key * ld, count = end_head - first_head, ld_key = s_.ld_key();
         Arena arena(common::scratch(Keys::floats(s_) + Factors::floats(s_) + count * Arena::size(size) +
-                                    tiles::padded(s_.key) * LD + 2 * CHUNK * LD + CHUNK * ld_key + 2 * CHUNK * ld));
+                                    Parts::floats(s_) + tiles::padded(s_.key) * LD + 2 * CHUNK * LD + CHUNK * ld_key +
+                                    2 * CHUNK * ld));
         const Keys keys(s_, arena);
         const Factors f(s_, arena);
+        const Parts parts(s_, arena);
         float* states = arena.take(count * Arena::size(size));
         float *transposed = arena.take(tiles::padded(s_.key) * LD), *p = arena.take(CHUNK * LD);
         float *neg = arena.take(CHUNK * LD), *scaled = arena.take(CHUNK * ld_key);
@@ -363,7 +450,7 @@ class Recurrence {
                 if (kept && place > 0 && place % (CHUNK * SEGMENT) == 0)
                     copy_state(state, ld, state_at(kept, piece.kept + place / (CHUNK * SEGMENT) - 1, head), s_.value);
                 read_factors(token, head, rows, f);
-                pairs(keys, f, rows, p, neg);
+                pairs(keys, f, parts, rows, p, neg);
                 solve(token, head, rows, keys, f, fresh ? nullptr : state, scaled, neg, u);
                 if (fresh) {
                     blocks::product_lower<false>(rows, s_.value, p, LD, u, ld, sums, ld);
@@ -467,20 +554,21 @@ class Recurrence {
 
     struct Work {
         Factors f;
+        Parts parts;
         float *transposed, *turned, *p, *dp, *da, *scaled, *dscaled, *dq, *plus, *minus, *d_out, *du, *dc;
         static int64_t floats(const Shape& s) {
             const int64_t key = CHUNK * s.ld_key(), value = CHUNK * s.ld_value();
-            return Factors::floats(s) + tiles::padded(std::max(s.key, s.value)) * LD + tiles::padded(s.value) * s.ld_key() +
-                   3 * CHUNK * LD + 5 * key + 2 * value + (CHANNEL ? key : 64) + 64;
+            return Factors::floats(s) + Parts::floats(s) + tiles::padded(std::max(s.key, s.value)) * LD +
+                   tiles::padded(s.value) * s.ld_key() + 3 * CHUNK * LD + 5 * key + 2 * value + s.ld_key();
         }
         Work(const Shape& s, Arena& arena)
-            : f(s, arena), transposed(arena.take(tiles::padded(std::max(s.key, s.value)) * LD)),
+            : f(s, arena), parts(s, arena), transposed(arena.take(tiles::padded(std::max(s.key, s.value)) * LD)),
               turned(arena.take(tiles::padded(s.value) * s.ld_key())), p(arena.take(CHUNK * LD)),
               dp(arena.take(CHUNK * LD)), da(arena.take(CHUNK * LD)), scaled(arena.take(CHUNK * s.ld_key())),
               dscaled(arena.take(CHUNK * s.ld_key())), dq(arena.take(CHUNK * s.ld_key())),
               plus(arena.take(CHUNK * s.ld_key())), minus(arena.take(CHUNK * s.ld_key())),
               d_out(arena.take(CHUNK * s.ld_value())), du(arena.take(CHUNK * s.ld_value())),
-              dc(arena.take(CHANNEL ? CHUNK * s.ld_key() : 64)) {}
+              dc(arena.take(s.ld_key())) {}
     };
 
     template <class D>
@@ -517,7 +605,7 @@ class Recurrence {
                 for (int64_t c = 0; c < chunks; ++c) {
                     const Saved& one = saved[c];
                     read_factors(token(c), head, rows(c), work.f);
-                    pairs(one.keys, work.f, rows(c), nullptr, one.neg);
+                    pairs(one.keys, work.f, work.parts, rows(c), nullptr, one.neg);
                     solve(token(c), head, rows(c), one.keys, work.f, fresh && c == 0 ? nullptr : one.state, work.scaled,
                           one.neg, one.u);
                     if (c + 1 < chunks)
@@ -562,11 +650,10 @@ class Recurrence {
         const Keys& keys = saved.keys;
         const Factors& f = w.f;
         read_factors(token, head, rows, f);
-        pairs(keys, f, rows, w.p, nullptr);
+        pairs(keys, f, w.parts, rows, w.p, nullptr);
         for (int64_t i = 0; i < rows; ++i) simd::widen_rows(d_out.at(token + i, head), 0, 1, value, w.d_out + i * ld, 0);
         float dc_last = 0.0f;  // of c of the last token, beside its own
-        float* dc_channels = CHANNEL ? w.dc + (rows - 1) * ld_key : nullptr;
-        if (CHANNEL) std::fill(dc_channels, dc_channels + ld_key, 0.0f);
+        std::fill(w.dc, w.dc + ld_key, 0.0f);
 
         // out = qs S + P u and S' = exp(c_last) S + kd^T u, of u and the keys
         blocks::product_upper<false>(rows, value, w.p, LD, w.d_out, ld, w.du, ld);
@@ -585,10 +672,10 @@ class Recurrence {
                     const Float d_kd = simd::load(at) * factor(f.shrink, i, d);
                     simd::store(at, d_kd);
                 }
-            for (int64_t i = 0; i < rows; ++i) dc_last += add_products(keys.k + i * ld_key, w.minus + i * ld_key, dc_channels);
+            for (int64_t i = 0; i < rows; ++i) dc_last += add_products(keys.k + i * ld_key, w.minus + i * ld_key, w.dc);
             for (int64_t d = 0; !fresh && d < key; ++d) {
                 const float along = blocks::dot(saved.state + d * ld, d_state + d * ld, value) * f.last[CHANNEL ? d : 0];
-                if (CHANNEL) dc_channels[d] += along;
+                if (CHANNEL) w.dc[d] += along;
                 else dc_last += along;
             }
         }
@@ -641,7 +728,19 @@ class Recurrence {
         }
 
         // c, from the last token on
-        if constexpr (!CHANNEL) {
+        if constexpr (CHANNEL) {
+            for (int64_t i = rows - 1; i >= 0; --i) {
+                float* ddecay = to.ddecay + ((token + i) * s_.heads + head) * key;
+                for (int64_t d = 0; d < key; d += LANES) {
+                    const int64_t at = i * ld_key + d;
+                    const Float of_k = simd::load(w.plus + at) - simd::load(w.minus + at);
+                    const Float sum = simd::load(w.dc + d) + (simd::load(keys.q + at) * simd::load(w.dq + at) +
+                                                              simd::load(keys.k + at) * of_k);
+                    simd::store(w.dc + d, sum);
+                    simd::store_up_to(ddecay + d, sum, key - d);
+                }
+            }
+        } else {
             float sum = dc_last;
             for (int64_t i = rows - 1; i >= 0; --i) {
                 const float *q = keys.q + i * ld_key, *k = keys.k + i * ld_key, *dq = w.dq + i * ld_key;
@@ -706,6 +805,52 @@ class Recurrence {
                 finish_row(keys, f, i, w, dbeta);
             }
             blocks::product_upper<true>(rows, key, w.da, LD, keys.k, ld, w.minus, ld);
+        } else {
+            channel_pairs_backward(keys, f, rows, w);
+            for (int64_t i = 0; i < rows; ++i) finish_row(keys, f, i, w, dbeta);
+        }
+    }
+
+    void channel_pairs_backward(const Keys& keys, const Factors& f, int64_t rows, const Work& w) const {
+        const int64_t key = s_.key, ld = s_.ld_key();
+        const Parts& parts = w.parts;
+        const auto add = [](float* to, Float value) { simd::store(to, simd::load(to) + value); };
+        for (int64_t i = 0; i < rows; ++i) {
+            std::fill(w.dscaled + i * ld, w.dscaled + (i + 1) * ld, 0.0f);
+            for (int64_t j = 0; j <= i; ++j) w.da[i * LD + j] *= -1.0f;
+        }
+        for (int64_t first = 0; first < rows; first += PART) {
+            const int64_t count = std::min(PART, rows - first), at = first * LD;
+            if (first > 0) {
+                read_part(keys, f, first, count, parts);
+                for (const bool of_q : {true, false}) {
+                    const float* d_pairs = (of_q ? w.dp : w.da) + at;
+                    blocks::product<false>(count, key, first, {d_pairs, LD, 1}, parts.before, ld, parts.d_near, ld);
+                    for (int64_t i = 0; i < count; ++i)
+                        for (int64_t d = 0; d < key; d += LANES) {
+                            const Float grad = simd::load(parts.d_near + i * ld + d) * simd::load(parts.near + i * ld + d);
+                            add((of_q ? w.dq : w.dscaled) + (first + i) * ld + d, grad);
+                            float* row = parts.k + i * ld + d;
+                            if (!of_q) simd::store(row, simd::load(row) * f.beta[first + i]);
+                        }
+                }
+                blocks::product<false>(first, key, count, {w.dp + at, 1, LD}, parts.q, ld, parts.d_before, ld);
+                blocks::product<true>(first, key, count, {w.da + at, 1, LD}, parts.k, ld, parts.d_before, ld);
+                for (int64_t j = 0; j < first * ld; j += ld)
+                    for (int64_t d = j; d < j + key; d += LANES)
+                        add(w.minus + d, simd::load(parts.d_before + d) * simd::load(parts.far + d));
+            }
+            each_pair(f, first, count, [&](int64_t i, int64_t j, const auto& apart) {
+                const float of_q = w.dp[i * LD + j], of_k = i == j ? 0.0f : w.da[i * LD + j];
+                for (int64_t d = 0; d < key; d += LANES) {
+                    const int64_t row = i * ld + d, column = j * ld + d;
+                    const Float e = apart(d), right = e * simd::load(keys.k + column);
+                    add(w.dq + row, right * of_q);
+                    add(w.dscaled + row, right * of_k);
+                    add(w.minus + column,
+                        e * (simd::load(keys.q + row) * of_q + simd::load(keys.k + row) * (of_k * f.beta[i])));
+                }
+            });
         }
     }
 

@@ -20,6 +20,8 @@ _UPDATE = [c_int64, *_MATRIX, *_MATRIX, *_MATRIX, c_float]
 _DELTA = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, c_float, c_int, *_HEADS * 3, *_POINTER * 2]
 """Pieces, sizes, scale, whether each channel decays by itself, q, k, v, decay, beta."""
 
+_SSD = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 5, *_HEADS * 3, *_POINTER * 3]
+"""Pieces, sizes, c, b, x, dt, a, d."""
 _CONV = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 2, c_int]
 """Pieces, sizes, whether there is a silu."""
 
@@ -59,6 +61,8 @@ SIGNATURES: dict[str, list[Any]] = {
     ],
     "engine_delta_forward": [*_DELTA, *_POINTER, *_HEADS, *_POINTER * 2],
     "engine_delta_backward": [*_DELTA, *_POINTER, *_HEADS, *_POINTER * 8],
+    "engine_ssd_forward": [*_SSD, *_POINTER * 4],
+    "engine_ssd_backward": [*_SSD, *_POINTER, *_HEADS, *_POINTER * 9],
     "engine_conv_forward": [*_CONV, *_MATRIX, *_POINTER * 4],
     "engine_conv_backward": [*_CONV, *_MATRIX * 2, *_POINTER * 7],
     "engine_gated_norm_forward": [*_TYPED, *_SIZE * 3, *_HEADS * 2, *_POINTER, c_float, *_POINTER],

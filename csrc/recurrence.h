@@ -741,7 +741,7 @@ class Recurrence {
                 }
             }
         } else {
-            float sum = dc_last;
+            double sum = dc_last, rate = 0.0;  // of terms that nearly cancel
             for (int64_t i = rows - 1; i >= 0; --i) {
                 const float *q = keys.q + i * ld_key, *k = keys.k + i * ld_key, *dq = w.dq + i * ld_key;
                 const float *plus = w.plus + i * ld_key, *minus = w.minus + i * ld_key;
@@ -752,12 +752,13 @@ class Recurrence {
                 sum += simd::sum(sums);
                 const int64_t at = (token + i) * s_.heads + head;
                 if (DELTA) {
-                    to.ddecay[at] = sum;
+                    to.ddecay[at] = (float)sum;
                 } else {
-                    to.dbeta[at] += sum * in_.rate[head];
-                    to.drate[index * s_.heads + head] += sum * f.beta[i];
+                    to.dbeta[at] += (float)sum * in_.rate[head];
+                    rate += sum * f.beta[i];
                 }
             }
+            if (!DELTA) to.drate[index * s_.heads + head] += (float)rate;
         }
         for (int64_t i = 0; i < rows * ld_key; i += LANES) {
             simd::store(saved.dq + i, simd::load(saved.dq + i) + simd::load(w.dq + i));

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from engine.hybrids import reference
 from engine.hybrids.pieces import Pieces
-from engine.kernels.native import convolution, delta, gated_norm
+from engine.kernels.native import convolution, delta, gated_norm, ssd
 from tests.kernels.native_support import (
     ON_EVERY_INSTRUCTION_SET,
     assert_accurate,
@@ -46,21 +46,24 @@ def _compare(run: Callable[..., list[Tensor | None]], ours: ModuleType, dtypes: 
             assert_accurate(one, other.to(dtype), value.double())
 
 
-def _delta_inputs(lengths: tuple[int, ...], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
+def _delta_inputs(
+    lengths: tuple[int, ...], sizes: tuple[int, int, int, int], dtype: torch.dtype, *, by_channel: bool = False
+) -> list[Tensor]:
     """q, k, v, decay, beta, d_out; columns of wider tensors."""
     (groups, heads, key, value), tokens = sizes, sum(lengths)
     torch.manual_seed(0)
     q, k = (widened(torch.randn(tokens, groups, key).to(dtype)) for _ in range(2))
     v, d_out = (widened(torch.randn(tokens, heads, value).to(dtype)) for _ in range(2))
     # a few tokens forget nearly everything, so that sums of decays are large
-    decay = -(2 * torch.randn(tokens, heads)).exp()
+    decay = -(2 * torch.randn(tokens, heads, *([key] if by_channel else []))).exp()
     return [q, k, v, decay, torch.rand(tokens, heads), d_out]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 3, 5, 4), (2, 4, 32, 16), (1, 10, 16, 33)])
-def test_delta_rule(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    q, k, v, decay, beta, d_out = _delta_inputs(LENGTHS, sizes, dtype)
+def test_delta_rule(sizes: tuple[int, int, int, int], by_channel: bool, dtype: torch.dtype) -> None:
+    q, k, v, decay, beta, d_out = _delta_inputs(LENGTHS, sizes, dtype, by_channel=by_channel)
     pieces = Pieces.of_lengths(LENGTHS, CPU, received=RECEIVED, sent=SENT)
     state = (sizes[1], sizes[2], sizes[3])
     initial, d_final = torch.randn(len(RECEIVED), *state), torch.randn(len(SENT), *state)
@@ -116,6 +119,57 @@ def test_delta_rule_on_any_threads() -> None:
         out, _, kept = delta.delta_forward(q, k, v, decay, beta, pieces, None, scale=1.0, keep=True)
         found = delta.delta_backward(d_out, None, q, k, v, decay, beta, pieces, None, scale=1.0, kept=kept)
         return out, *found[:5]
+
+    assert_same_on_any_threads(run)
+
+
+def _space(given: list[Tensor], initial: Tensor, d_y: Tensor, d_final: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """y, the last states, and the gradients of x, dt, a, b, c, d and the first states, token by token."""
+    x, dt, a, b, c, d, start = inputs = [one.to(dtype).requires_grad_() for one in (*given, initial)]
+    heads, ys, finals = x.shape[1], [], {}
+    b, c = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (b, c))
+    for index, tokens in enumerate(torch.arange(x.shape[0]).split(LENGTHS)):
+        h = start[RECEIVED.index(index)] if index in RECEIVED else x.new_zeros(start.shape[1:])
+        for t in tokens:
+            h = (dt[t] * a).exp()[:, None, None] * h + torch.einsum("n,np,ns->nps", dt[t], x[t], b[t])
+            ys.append(torch.einsum("nps,ns->np", h, c[t]) + d[:, None] * x[t])
+        finals[index] = h
+    y, final = torch.stack(ys), torch.stack([finals[index] for index in SENT])
+    return [y, final, *torch.autograd.grad([y, final], inputs, [d_y.to(dtype), d_final.to(dtype)])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 24), (1, 10, 5, 7)])
+def test_state_space(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    (groups, heads, features, size), tokens = sizes, sum(LENGTHS)
+    torch.manual_seed(0)
+    x, dy = (widened(torch.randn(tokens, heads, features).to(dtype)) for _ in range(2))
+    b, c = (widened(torch.randn(tokens, groups, size).to(dtype)) for _ in range(2))
+    given = [x, torch.rand(tokens, heads), -torch.rand(heads) - 0.1, b, c, torch.randn(heads)]
+    initial = torch.randn(len(RECEIVED), heads, features, size)
+    d_final = torch.randn(len(SENT), heads, features, size)
+    pieces = Pieces.of_lengths(LENGTHS, CPU, received=RECEIVED, sent=SENT)
+    y, final, kept = ssd.ssd_forward(*given, pieces, initial, keep=True)
+    found = ssd.ssd_backward(dy, d_final, *given, pieces, initial, kept=kept)
+    plain, exact = (_space(given, initial, dy, d_final, kind) for kind in (torch.float32, torch.float64))
+    for one, other, value in zip((y, final, *found), plain, exact, strict=True):
+        assert one is not None
+        # the gradients of a and d are sums over all tokens
+        assert_accurate(one, other.to(one.dtype), value, 2 * value if one.dim() == 1 else None)
+    without = ssd.ssd_forward(*given[:5], None, pieces, initial, keep=False)
+    torch.testing.assert_close(without[0].float() + given[5][:, None] * x.float(), y.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_state_space_on_any_threads() -> None:
+    torch.manual_seed(0)
+    tokens, heads = sum(LENGTHS), 10
+    given = [torch.randn(tokens, heads, 8), torch.rand(tokens, heads), -torch.rand(heads)]
+    b, c, d = torch.randn(tokens, 1, 16), torch.randn(tokens, 1, 16), torch.randn(heads)
+    pieces = Pieces.of_lengths(LENGTHS, CPU)
+
+    def run() -> tuple[Tensor, ...]:
+        y, _, kept = ssd.ssd_forward(*given, b, c, d, pieces, None, keep=True)
+        return y, *ssd.ssd_backward(y, None, *given, b, c, d, pieces, None, kept=kept)[:5]
 
     assert_same_on_any_threads(run)
 

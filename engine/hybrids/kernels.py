@@ -31,6 +31,23 @@ def _delta_backward_shape(
     return like(q), like(k), like(v), like(decay), like(beta), None if initial is None else like(initial)
 
 
+def _ssd_forward_shape(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, pieces: Pieces, initial: Tensor | None, *,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+    heads, features, size = x.shape[1], x.shape[2], b.shape[2]
+    final = wide(x, (len(pieces.sent), heads, features, size)) if pieces.sent else None
+    return like(x), final, (wide(x, (num_kept(pieces), heads, size, features)),) if keep else ()
+
+
+def _ssd_backward_shape(
+    dy: Tensor, d_final: Tensor | None, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
+    pieces: Pieces, initial: Tensor | None, *, kept: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    of_d, of_initial = (None if one is None else like(one) for one in (d, initial))
+    return like(x), like(dt), like(a), like(b), like(c), of_d, of_initial
+
+
 DELTA_FORWARD = Op(
     reference=reference.delta_forward,
     native="engine.kernels.native.delta:delta_forward",
@@ -70,8 +87,16 @@ GATED_NORM_BACKWARD = Op(
     triton="engine.hybrids.triton_ops:gated_norm_backward",
     shape=lambda dy, x, z, *_: (like(x), like(z)),
 )
-SSD_FORWARD = Op(reference=state_space_reference.ssd_forward)
-SSD_BACKWARD = Op(reference=state_space_reference.ssd_backward)
+SSD_FORWARD = Op(
+    reference=state_space_reference.ssd_forward,
+    native="engine.kernels.native.ssd:ssd_forward",
+    shape=_ssd_forward_shape,
+)
+SSD_BACKWARD = Op(
+    reference=state_space_reference.ssd_backward,
+    native="engine.kernels.native.ssd:ssd_backward",
+    shape=_ssd_backward_shape,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,31 +145,31 @@ def test_state_space(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> No
     torch.manual_seed(0)
     x, dy = (widened(torch.randn(tokens, heads, features).to(dtype)) for _ in range(2))
     b, c = (widened(torch.randn(tokens, groups, size).to(dtype)) for _ in range(2))
-    given = [x, torch.rand(tokens, heads), -torch.rand(heads) - 0.1, b, c, torch.randn(heads)]
+    dt, a, d = torch.rand(tokens, heads), -torch.rand(heads) - 0.1, torch.randn(heads)
     initial = torch.randn(len(RECEIVED), heads, features, size)
     d_final = torch.randn(len(SENT), heads, features, size)
     pieces = Pieces.of_lengths(LENGTHS, CPU, received=RECEIVED, sent=SENT)
-    y, final, kept = ssd.ssd_forward(*given, pieces, initial, keep=True)
-    found = ssd.ssd_backward(dy, d_final, *given, pieces, initial, kept=kept)
-    plain, exact = (_space(given, initial, dy, d_final, kind) for kind in (torch.float32, torch.float64))
+    y, final, kept = ssd.ssd_forward(x, dt, a, b, c, d, pieces, initial, keep=True)
+    found = ssd.ssd_backward(dy, d_final, x, dt, a, b, c, d, pieces, initial, kept=kept)
+    plain, exact = (_space([x, dt, a, b, c, d], initial, dy, d_final, kind) for kind in (torch.float32, torch.float64))
     for one, other, value in zip((y, final, *found), plain, exact, strict=True):
         assert one is not None
-        # the gradients of a and d are sums over all tokens
-        assert_accurate(one, other.to(one.dtype), value, 2 * value if one.dim() == 1 else None)
-    without = ssd.ssd_forward(*given[:5], None, pieces, initial, keep=False)
-    torch.testing.assert_close(without[0].float() + given[5][:, None] * x.float(), y.float(), rtol=2e-2, atol=2e-2)
+        # those of a are sums over all tokens of differences, c dc - b db, of terms about ten times as large
+        assert_accurate(one, other.to(one.dtype), value, 16 * value if one.dim() == 1 else None)
+    without = ssd.ssd_forward(x, dt, a, b, c, None, pieces, initial, keep=False)
+    torch.testing.assert_close(without[0].float() + d[:, None] * x.float(), y.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_state_space_on_any_threads() -> None:
     torch.manual_seed(0)
     tokens, heads = sum(LENGTHS), 10
-    given = [torch.randn(tokens, heads, 8), torch.rand(tokens, heads), -torch.rand(heads)]
+    x, dt, a = torch.randn(tokens, heads, 8), torch.rand(tokens, heads), -torch.rand(heads)
     b, c, d = torch.randn(tokens, 1, 16), torch.randn(tokens, 1, 16), torch.randn(heads)
     pieces = Pieces.of_lengths(LENGTHS, CPU)
 
     def run() -> tuple[Tensor, ...]:
-        y, _, kept = ssd.ssd_forward(*given, b, c, d, pieces, None, keep=True)
-        return y, *ssd.ssd_backward(y, None, *given, b, c, d, pieces, None, kept=kept)[:5]
+        y, _, kept = ssd.ssd_forward(x, dt, a, b, c, d, pieces, None, keep=True)
+        return y, *ssd.ssd_backward(y, None, x, dt, a, b, c, d, pieces, None, kept=kept)[:5]
 
     assert_same_on_any_threads(run)
 

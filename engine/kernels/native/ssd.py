@@ -1,4 +1,5 @@
-"""The state space of Mamba2 by the compiled kernels; the plain specification is `engine.hybrids.reference`.
+"""The state space of Mamba2 by the compiled kernels; the plain specification is
+`engine.hybrids.state_space_reference`.
 
 Legend: T tokens, N heads, P features of a head, G groups of heads that share b and c, S size of the state, R received
 runs.

@@ -28,6 +28,7 @@ QWEN_TOKENS = (
 """Behind the pieces of a byte-level vocabulary."""
 QWEN_VOCABULARY = 384
 """Rows of the embedding, more than there are tokens, as in the released models."""
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -57,17 +58,24 @@ def qwen_token(token: str) -> int:
     return BYTE_LEVEL_VOCABULARY + QWEN_TOKENS.index(token)
 
 
-def write_weights(folder: Path, shapes: Iterable[Shape], config: Mapping[str, Any]) -> None:
-    """Writes model.safetensors and config.json into a new folder."""
+def write_weights(
+    folder: Path, shapes: Iterable[Shape], config: Mapping[str, Any], *, zeros: tuple[str, ...] = ()
+) -> None:
+    """Writes model.safetensors and config.json into a new folder.
+
+    Args:
+        zeros: endings of the names of tensors that are 0, beside biases: norms that are scaled by 1 + weight.
+    """
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    save_file({name: _drawn(name, shape) for name, shape in shapes}, folder / "model.safetensors", {"format": "pt"})
+    drawn = {name: _drawn(name, shape, zeros) for name, shape in shapes}
+    save_file(drawn, folder / "model.safetensors", {"format": "pt"})
     write_json(folder / "config.json", config)
 
 
-def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+def _drawn(name: str, shape: tuple[int, ...], zeros: tuple[str, ...]) -> Tensor:
     """Normal weights, which keep the size of what passes through; norms that do nothing yet; biases of 0."""
-    if name.endswith("bias"):
+    if name.endswith(("bias", *zeros)):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
@@ -96,8 +104,15 @@ def write_sentencepiece(folder: Path, texts: Iterable[str], added: tuple[str, ..
     write_json(folder / "tokenizer_config.json", {**names, "added_tokens_decoder": decoder})
 
 
-def write_byte_level(folder: Path, texts: Iterable[str]) -> None:
-    """Writes a byte-level BPE of BYTE_LEVEL_VOCABULARY pieces that has read `texts`, with Qwen's tokens behind them."""
+def write_byte_level(
+    folder: Path, texts: Iterable[str], *, added: tuple[str, ...] = (), image: str = QWEN_IMAGE
+) -> None:
+    """Writes a byte-level BPE of BYTE_LEVEL_VOCABULARY pieces that has read `texts`, with Qwen's tokens behind them.
+
+    Args:
+        added: further tokens behind these.
+        image: what the chat template writes for an image.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,13 +120,13 @@ def write_byte_level(folder: Path, texts: Iterable[str]) -> None:
     trainer = trainers.BpeTrainer(vocab_size=BYTE_LEVEL_VOCABULARY, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     pieces = [f"<|unused_{number}|>" for number in range(BYTE_LEVEL_VOCABULARY - tokenizer.get_vocab_size())]
-    tokenizer.add_special_tokens([*pieces, *QWEN_TOKENS])
+    tokenizer.add_special_tokens([*pieces, *QWEN_TOKENS, *added])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": QWEN_TEMPLATE,
+        "chat_template": QWEN_TEMPLATE.replace(QWEN_IMAGE, image),
     }
     write_json(folder / "tokenizer_config.json", settings)
 

@@ -18,6 +18,8 @@ from engine.distributed.sharding import NamedShard, ShardSpec
 from engine.experts.layers.attention_sinks import AttentionSinks
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.experts.ops.routing import RoutingRule
+from engine.hybrids.layers.gated_attention import GatedHeads
+from engine.hybrids.layers.gated_delta_net import DeltaSizes
 from engine.kernels.native.product import multiply
 from engine.layers.context import TensorLayout
 from engine.layers.encoded_storage import encoded_entries, fill_encoded
@@ -51,6 +53,7 @@ from engine.vision.towers.gemma3 import Gemma3VisionConfig
 from engine.vision.towers.internvl import InternVLVisionConfig
 from engine.vision.towers.llava import LlavaVisionConfig, ProjectorConfig
 from engine.vision.towers.llava_tiles import TiledLlavaConfig
+from engine.vision.towers.minicpm_v4_6 import MiniCPMV46VisionConfig
 from engine.vision.towers.qwen2_5_vl import Qwen25VisionConfig
 from engine.vision.towers.qwen3_vl import Qwen3VisionConfig
 from engine.vision.towers.siglip import SiglipConfig
@@ -168,6 +171,17 @@ QWEN3_VL = Qwen3VisionConfig(
     width=24, mlp_width=20, num_heads=2, num_layers=3, patch=2, merge=2, table_side=3, deepstack=(1, 0), hidden=32,
     theta=100.0,
 )  # fmt: skip
+MINICPM_V4_7 = MiniCPMV46VisionConfig(
+    width=24, mlp_width=20, num_heads=2, num_layers=3, stored_layers=3, patch=2, side=5, activation="gelu_pytorch_tanh",
+    norm_eps=1e-5, window_behind=1, hidden=32,
+)  # fmt: skip
+_HYBRID: dict[str, Any] = {
+    "norm_eps": 0.1,  # a document's first output is a multiple of one value, which the norm after it takes away
+    "variants": (
+        DeltaSizes(layers=(0,), key_heads=2, value_heads=4, key_dim=6, value_dim=5, taps=4, stored="apart"),
+        GatedHeads(layers=(1,)),
+    ),
+}
 _BY_GRID: dict[str, Any] = {"ropes": (Rope(theta=10000.0, axes=(2, 0, 1)),)}
 TOWERS: dict[str, DecoderConfig] = {
     "llava": small_config(num_layers=2, multipliers=_TRIPLED, fronts=(ImageTower(model=LLAVA),)),
@@ -183,6 +197,9 @@ TOWERS: dict[str, DecoderConfig] = {
     ),
     "qwen2_5_vl": small_config(num_layers=2, qkv_bias=True, fronts=(ImageTower(model=QWEN2_5_VL),), **_BY_GRID),
     "qwen3_vl": small_config(num_layers=2, qk_norm=True, fronts=(ImageTower(model=QWEN3_VL, deepstack=2),), **_BY_GRID),
+    "minicpmv4_7": small_config(
+        num_layers=2, qk_norm=True, fronts=(ImageTower(model=MINICPM_V4_7),), **_BY_GRID, **_HYBRID
+    ),
 }
 """Models with towers of transformers."""
 GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -199,10 +216,11 @@ GRIDS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "gemma3": lambda slot, number: (4, 4),
     "qwen2_5_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
     "qwen3_vl": lambda slot, number: (2 + 2 * (slot % 2), 4),
+    "minicpmv4_7": lambda slot, number: (4 + 4 * (slot % 2), 8),
 }
 """First word of a case -> patches of an image of a row."""
 TOWER_LINEARS = r"vision\.(vision_tower|visual\.blocks)\..*(q_proj|v_proj|fc2|qkv)"
-PROJECTORS = r"vision\.(multi_modal_projector|visual\.(deepstack_)?merger.*)\..*"
+PROJECTORS = r"vision\.(multi_modal_projector|merger|visual\.(deepstack_)?merger.*)\..*"
 ENCODED: dict[str, Any] = {
     "variants": (CrossAttentionSizes(encoded=12, width=32),),
     "fronts": (ImageEncoder(model=ToyVisionConfig(hidden=12), width=12),),

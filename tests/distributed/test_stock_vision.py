@@ -35,6 +35,7 @@ QUICK = {
     "qwen2_5_vl in full": ("tp2 sequence", "cp2", "dp2, parameters"),
     "qwen3_vl in full": ("pp2", "cp2", "dp2, parameters, recomputed"),
     "qwen3_vl adapters": ("tp2 sequence",),
+    "minicpmv4_7 in full": ("tp2 sequence", "pp2", "cp2", "dp2, parameters, recomputed"),
 }
 
 

@@ -84,6 +84,8 @@ def test_llama3_8b_one_gpu(name: str, small: dict[str, object], tmp_path: Path) 
         ("minicpm_v", 3e-3, ("embed_tokens", "k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
         ("cogvlm", 1e-2, ("vision_expert_query_key_value",)),
         ("qwen_vl", 1e-2, ("_proj.", "visual.merger")),
+        ("qwen3_5", 1e-2, ("_proj", "visual.merger")),
+        ("minicpm_v_4_6", 1e-2, ("_proj", "model.merger")),
         ("omnilmm", 3e-3, ("k_proj", "o_proj", "q_proj", "resampler", "v_proj")),
     ],
 )
@@ -91,10 +93,15 @@ def test_images(name: str, lr: float, changed: tuple[str, ...], tmp_path: Path) 
     """What run.yaml says trains, and nothing else: the merged model has the released names, and differs there alone."""
     from examples.cogvlm import make_small as cogvlm
     from examples.minicpm_v import make_small as minicpm_v
+    from examples.minicpm_v_4_6 import make_small as minicpm_v_4_6
     from examples.omnilmm import make_small as omnilmm
+    from examples.qwen3_5 import make_small as qwen3_5
     from examples.qwen_vl import make_small as qwen_vl
 
-    makers = {"minicpm_v": minicpm_v, "cogvlm": cogvlm, "omnilmm": omnilmm, "qwen_vl": qwen_vl}
+    makers = {
+        "minicpm_v": minicpm_v, "cogvlm": cogvlm, "omnilmm": omnilmm, "qwen_vl": qwen_vl, "qwen3_5": qwen3_5,
+        "minicpm_v_4_6": minicpm_v_4_6,
+    }  # fmt: skip
     makers[name].write(tmp_path / "in")
     _check_what_trains(name, tmp_path, lr, changed)
 

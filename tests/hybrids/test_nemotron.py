@@ -1,0 +1,74 @@
+"""Nemotron-H: the corrections of its routers, which differ by less than bfloat16 tells apart, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint.loading import load_parameters
+from engine.checkpoint.model_weights import open_source
+from engine.conversion.import_export import export_hf, import_checkpoint
+from engine.errors import UserError
+from engine.hybrids.families.nemotron import nemotron_h
+from engine.layers.context import TensorLayout, TrainingPlan
+from engine.layers.module import shard_entries
+from engine.models.decoder import Decoder
+from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
+
+KEY = "backbone.layers.1.mixer.gate.e_score_correction_bias"
+
+
+def test_corrections_near_64_stay_in_fp32(tmp_path: Path) -> None:
+    model = make_model("nemotron h", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    corrections = 64.0 + torch.linspace(-0.1, 0.1, 6)
+    assert len(corrections.to(torch.bfloat16).unique()) == 1
+    dict(model.named_buffers())["model.layers.1.mixer.gate.e_score_correction_bias"].copy_(corrections)
+    tensors = {**load_file(path), KEY: corrections}
+    save_file(tensors, path, {"format": "pt"})
+    built, batch = engine_model(tmp_path / "hf"), batch_of()
+    with torch.no_grad():
+        losses = built.model(batch, built.stage.step, training=False)
+        _, expected = stock_losses(model, batch)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-4)
+    # a run in bfloat16, of a base that was partitioned and a checkpoint that is written of it
+    save_file({key: one if key == KEY else one.bfloat16() for key, one in tensors.items()}, path, {"format": "pt"})
+    import_checkpoint(open_source(tmp_path / "hf"), tmp_path / "parts", tensor=2)
+    source = open_source(tmp_path / "parts")
+    half = Decoder(
+        source.model.decoder,
+        layout=TensorLayout(),
+        plan=TrainingPlan(trains=lambda _: False),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
+    load_parameters([entry.shard for entry in shard_entries(half)], source)
+    (correction,) = (entry.parameter for entry in shard_entries(half) if "correction" in entry.name)
+    assert correction.dtype == torch.float32 and torch.equal(correction, corrections)
+    export_hf(source, tmp_path / "back")
+    assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")[KEY], corrections)
+
+
+def test_a_pattern_of_letters_is_a_list_of_layers() -> None:
+    sizes = {"hidden_size": 40, "num_attention_heads": 4, "vocab_size": 67, "n_group": 1}
+    config = nemotron_h({**sizes, "hybrid_override_pattern": "ME*-M"})
+    listed = ["mamba", "moe", "attention", "mlp", "mamba"]
+    assert config == nemotron_h({**sizes, "layers_block_type": listed}) and config.num_layers == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"moe_latent_size": 8}, "moe_latent_size 8"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
+        ({"hybrid_override_pattern": "MX"}, "layers of type 'X'"),
+        ({"n_groups": 3}, "128 Mamba heads and 3 groups"),
+    ],
+)
+def test_what_is_not_computed_is_refused(more: dict[str, object], words: str) -> None:
+    sizes = {"hidden_size": 40, "num_attention_heads": 4, "vocab_size": 67}
+    with pytest.raises(UserError, match=words):
+        nemotron_h({**sizes, **more})

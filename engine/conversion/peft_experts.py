@@ -37,7 +37,8 @@ _UNSTACKED_BY_PEFT = ("qwen2_moe",)
 """Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
 no module of an expert, and computes without its adapter."""
 _OTHER_ROUTERS = (
-    "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss", "minimax_m2", *_UNSTACKED_BY_PEFT
+    "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa",
+    "gpt_oss", "minimax_m2", *_UNSTACKED_BY_PEFT
 )  # fmt: skip
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it
 opens none."""

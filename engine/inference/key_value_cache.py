@@ -205,7 +205,7 @@ class _Pass:
     """
 
     def __init__(self, cache: KeyValues) -> None:
-        self._cache = cache
+        self._cache, self.length = cache, cache.length
         self.keep, self.kept = cache.keep, cache.kept
 
 

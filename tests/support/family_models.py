@@ -62,6 +62,8 @@ _LATENT = {
     "v_head_dim": 7,
 }
 _GLM4 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "num_nextn_predict_layers": 0}
+_INDEX = {"q_lora_rank": 18, "index_topk": 6, "index_head_dim": 10, "index_n_heads": 16}
+"""With few heads, exact zeros behind the relu make ties."""
 _V2 = {"moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1, **_LATENT}
 
 _DELTA = {
@@ -229,6 +231,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
         },
     ),
+    "deepseek v32": (
+        "DeepseekV32",
+        {
+            **_GLM4,
+            **_LATENT,
+            **_INDEX,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm moe dsa": (
+        "GlmMoeDsa",
+        {**_GLM4, **_LATENT, **_INDEX, "n_routed_experts": 5, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
+    ),
     "minimax m2": (
         "MiniMaxM2",
         {
@@ -315,6 +334,8 @@ ROUTED = (
     "deepseek v3 yarn",
     "glm4 moe lite",
     "minimax m2",
+    "deepseek v32",
+    "glm moe dsa",
     "deepseek v2",
     "deepseek v2 greedy",
     "qwen3 next",

@@ -218,6 +218,9 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ),
         ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "1 mlp_layer_types for 2 layers"),
         ({"model_type": "minimax_m2", "output_router_logits": True}, "output_router_logits True, but that is not"),
+        ({"model_type": "glm_moe_dsa", "index_topk_freq": 4}, "share the keys .*: set model.implementation to adopted"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}, "share the keys"),
+        ({"model_type": "deepseek_v32", "layer_types": ["full_attention"] * 2}, "expected indexed_attention alone"),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit 0, but a number above 0"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "mlp_only_layers 3, but a list of whole numbers"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
@@ -257,7 +260,18 @@ def test_latent_heads_need_not_divide_the_hidden_size_and_scales_may_be_zero():
         family_of({**SIZES, "model_type": "qwen3_moe", "hidden_size": 9})
 
 
-ROUTED_SIZES = ["DeepseekV3", "Glm4Moe", "Glm4MoeLite", "GptOss", "MiniMaxM2", "Mixtral", "Qwen3Moe", "Qwen3Next"]
+ROUTED_SIZES = [
+    "DeepseekV3",
+    "DeepseekV32",
+    "GlmMoeDsa",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "GptOss",
+    "MiniMaxM2",
+    "Mixtral",
+    "Qwen3Moe",
+    "Qwen3Next",
+]
 ROUTED_SIZES += ["Qwen3_5MoeText"]
 """Classes of which a few layers are counted."""
 STOCK_SIZES = [
@@ -280,7 +294,7 @@ STOCK_SIZES = [
 def test_sizes_of_released_models_have_the_parameters_that_transformers_counts(prefix: str):
     """The classes' own default sizes, which are those of a released model."""
     few = {"num_hidden_layers": 4 if prefix in ("Qwen3Next", "Qwen3_5MoeText") else 2} if prefix in ROUTED_SIZES else {}
-    if prefix in ("DeepseekV3", "Glm4Moe"):
+    if prefix in ("DeepseekV3", "DeepseekV32", "Glm4Moe", "GlmMoeDsa"):
         few |= {"first_k_dense_replace": 1}
     if prefix == "Glm4Moe":  # whose default is no model's
         few |= {"head_dim": 128}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UserError
@@ -22,6 +23,7 @@ from engine.experts.families.routed import (
     read_routed,
     routed_sizes,
 )
+from engine.experts.layers.key_indexer import INDEXER_MODULES, IndexSizes
 from engine.experts.layers.latent_attention import LatentSizes
 from engine.experts.layers.routed_experts import RoutedSizes
 from engine.models.decoder_config import DecoderConfig
@@ -38,6 +40,13 @@ NAMES = NameMap(
         **{f"attention.{name}_norm": f"self_attn.{name}_layernorm" for name in ("q_a", "kv_a")},
     }
 )
+INDEXED_NAMES = replace(
+    NAMES,
+    layer_modules={
+        **NAMES.layer_modules,
+        **{f"attention.indexer.{name}": f"self_attn.indexer.{name}" for name in INDEXER_MODULES},
+    },
+)
 _DEFAULTS = {
     "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
     "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
@@ -49,6 +58,14 @@ _GLM4_LITE_DEFAULTS = {
     "n_shared_experts": 1, "n_routed_experts": 64, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
     "norm_topk_prob": True, "num_nextn_predict_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 192, "v_head_dim": 256, "rope_interleave": True,
+}  # fmt: skip
+_V32_DEFAULTS = {
+    **_DEFAULTS, "max_position_embeddings": 163840, "q_lora_rank": 1536, "index_topk": 2048, "index_head_dim": 128,
+    "index_n_heads": 64,
+}  # fmt: skip
+_GLM_DSA_DEFAULTS = {
+    **_V32_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "q_lora_rank": 2048, "n_group": 1,
+    "topk_group": 1, "index_n_heads": 32, "qk_nope_head_dim": 192, "v_head_dim": 256,
 }  # fmt: skip
 _V2_DEFAULTS = {
     "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "n_shared_experts": 2, "n_routed_experts": 64,
@@ -89,6 +106,45 @@ def glm4_lite_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return _decoder(filled, "glm4_moe_lite", hf.get("q_lora_rank", 768), sizes, bool(filled["rope_interleave"]))
 
 
+def v32_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a DeepSeek-V3.2 `config.json`: DeepSeek-V3 with an indexer, which turns halves of its features.
+
+    Raises:
+        UserError: as `config_from_hf`.
+    """
+    return _indexed(read_routed(hf, _V32_DEFAULTS), "deepseek_v32", interleaved=False)
+
+
+def glm_dsa_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads a GLM-5 `config.json`: each layer has an indexer of its own, which turns neighbouring features.
+
+    Raises:
+        UserError: layers share what an indexer chose; see also `config_from_hf`.
+    """
+    pattern, step = hf.get("indexer_types") or hf.get("index_topk_pattern"), hf.get("index_topk_freq")
+    if (pattern is not None and any(one not in ("full", "F") for one in pattern)) or (step or 1) != 1:
+        raise UserError(
+            "config.json has layers that share the keys which an earlier layer's indexer chose, but layers here choose "
+            "their own: set model.implementation to adopted."
+        )
+    return _indexed(read_routed(hf, _GLM_DSA_DEFAULTS), "glm_moe_dsa", interleaved=True)
+
+
+def _indexed(hf: dict[str, Any], model_type: str, *, interleaved: bool) -> DecoderConfig:
+    if (kinds := hf.get("layer_types")) and set(kinds) != {"indexed_attention"}:
+        raise UserError(
+            f"config.json has layer_types that a {model_type} model does not have: expected indexed_attention alone."
+        )
+    sizes = balanced_sizes(hf, usual=256)
+    index = IndexSizes(
+        heads=int(hf["index_n_heads"]),
+        dim=int(hf["index_head_dim"]),
+        kept=int(hf["index_topk"]),
+        interleaved=interleaved,
+    )
+    return _decoder(hf, model_type, int(hf["q_lora_rank"]), sizes, True, index)
+
+
 def v2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Reads a DeepSeek-V2 `config.json`.
 
@@ -121,12 +177,18 @@ def v2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def _decoder(
-    hf: dict[str, Any], model_type: str, query_rank: int | None, sizes: RoutedSizes, interleaved: bool
+    hf: dict[str, Any],
+    model_type: str,
+    query_rank: int | None,
+    sizes: RoutedSizes,
+    interleaved: bool,
+    index: IndexSizes | None = None,
 ) -> DecoderConfig:
     """Reads what both have in common: latent attention.
 
     Args:
         query_rank: of the narrow vectors that queries come from; None without, which is a value of its own.
+        index: of the indexer, where there is one.
     """
     rotated, values = int(hf["qk_rope_head_dim"]), int(hf["v_head_dim"])
     head_dim = int(hf["qk_nope_head_dim"]) + rotated
@@ -146,6 +208,7 @@ def _decoder(
         rotated=rotated,
         values=values,
         interleaved=interleaved,
+        index=index,
     )
     return decoder_config(
         {**hf, "head_dim": head_dim, "num_key_value_heads": hf.get("num_attention_heads")},
@@ -156,6 +219,8 @@ def _decoder(
     )
 
 
+GLM_DSA = Family(glm_dsa_config_from_hf, INDEXED_NAMES, unused=later_tokens)
 GLM4_LITE = Family(glm4_lite_config_from_hf, NAMES, unused=later_tokens)
 V2 = Family(v2_config_from_hf, NAMES)
+V32 = Family(v32_config_from_hf, INDEXED_NAMES, unused=later_tokens)
 V3 = Family(config_from_hf, NAMES, unused=later_tokens)

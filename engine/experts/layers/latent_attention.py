@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.distributed.differentiable import join_tokens
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
+from engine.experts.layers.key_indexer import INDEXER_MODULES, IndexSizes, KeyIndexer, sparse_attention
 from engine.layers.attention import AttentionKind, CachedAttention, attend, attention_of, check_heads
 from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext, deferred_sums
@@ -28,7 +30,7 @@ from engine.layers.norm import RMSNorm
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
-from engine.ops.inputs import GivenInput, LinearInput
+from engine.ops.inputs import GivenInput, LinearInput, compute_input
 from engine.ops.rope import rotate
 
 _NORM_EPS = 1e-6
@@ -45,6 +47,7 @@ class LatentSizes(LayerVariant):
         rotated: features of r, and of each head that are turned.
         values: features of a head of values, no more than a key's.
         interleaved: the pairs that are turned are neighbours, and not halves of the turned features.
+        index: of the indexer that chooses the keys of each query; None where queries see all keys before them.
     """
 
     query_rank: int | None
@@ -52,6 +55,7 @@ class LatentSizes(LayerVariant):
     rotated: int
     values: int
     interleaved: bool
+    index: IndexSizes | None = None
 
     def attention(self, place: LayerPlace) -> LatentAttention:
         config = place.config
@@ -74,7 +78,20 @@ class LatentSizes(LayerVariant):
         return (*queries, "kv_a_proj", "kv_b_proj", *others)
 
     def plain_torch(self) -> tuple[str, ...]:
-        return ("the rotation of queries and keys of latent attention",)
+        indexer = () if self.index is None else ("the choice of keys of sparse attention",)
+        return ("the rotation of queries and keys of latent attention", *indexer)
+
+    def graph_obstacle(self, family: str) -> str | None:
+        if self.index is None:
+            return None
+        return f"the choice of keys for each document of this {family} model has not been captured in graphs yet"
+
+    def unread_modules(self, config: DecoderConfig) -> tuple[str, ...]:
+        if self.index is None:
+            return ()
+        return tuple(
+            f"layers.{index}.attention.indexer.{name}" for index in range(config.num_layers) for name in INDEXER_MODULES
+        )
 
     def attention_parameters(self, config: DecoderConfig) -> int:
         queries = config.num_heads * config.head_dim
@@ -157,6 +174,17 @@ class LatentAttention(Branch):
         features = head_dim - sizes.rotated + sizes.values
         section = Section(name=f"{prefix}.kv_b_proj", spec=heads(features, sizes.key_value_rank))
         self.kv_b = ColumnParallelLinear([section], bias=False, site=inner_site + 1, build=inner)
+        self.indexer: KeyIndexer | None = None
+        if sizes.index is not None:
+            assert rank is not None
+            self.indexer = KeyIndexer(
+                f"{prefix}.indexer",
+                sizes.index,
+                hidden=hidden,
+                narrow=rank,
+                rotated=sizes.rotated,
+                build=build,
+            )
         self.o_proj = RowParallelLinear(
             f"{prefix}.o_proj", num_heads * sizes.values, hidden, bias=bias, site=first_site + 1, build=build
         )
@@ -178,9 +206,19 @@ class LatentAttention(Branch):
             x_TNR = torch.cat((x_TNR[..., 0::2], x_TNR[..., 1::2]), dim=-1)
         return rotate(x_TNR, context.cos, context.sin)
 
+    @torch.no_grad()
+    def _seen(self, u: Tensor, source: LinearInput, narrow: Tensor, context: TokenContext) -> list[Tensor | None]:
+        """Returns the keys that the indexer chooses for each document; see `KeyIndexer.seen`."""
+        assert self.indexer is not None and self.q_norm is not None
+        x = compute_input(u, source, self.layout.kernels)
+        if self.layout.splits_tokens:
+            x = join_tokens(x, self.layout.tp)
+        return self.indexer.seen(x, self.q_norm(narrow.contiguous()), context.cos, context.sin, context.documents)
+
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         sizes, plain = self._sizes, self.head_dim - self._sizes.rotated
         q, latent, shared = self.qkv(u, source, context).split(self._widths, dim=1)
+        narrow = q
         if self.q_b is not None and self.q_norm is not None:
             q = self.q_b(q.contiguous(), self.q_norm.as_input(), context)
         q = q.unflatten(1, (self.num_heads, self.head_dim))
@@ -190,5 +228,11 @@ class LatentAttention(Branch):
         turned = self._turned(shared[:, None, :], context).expand(-1, self.num_heads, -1)
         k = torch.cat((keys, turned), dim=-1)
         v = pad(v, (0, self.head_dim - sizes.values))
-        out = attend(self.prefix, self.attention, self.layout, self.scale, q, k, v, context)
+        if self.indexer is not None and context.cache is not None:
+            self.indexer.check_generated(context.cache.length)
+        if self.indexer is None or context.cache is not None:
+            out = attend(self.prefix, self.attention, self.layout, self.scale, q, k, v, context)
+        else:
+            seen = self._seen(u, source, narrow, context)
+            out = sparse_attention(q, k, v, context.documents, seen, self.attention, scale=self.scale)
         return self.o_proj(out[..., : sizes.values].flatten(1), GivenInput(), context)

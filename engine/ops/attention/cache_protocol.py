@@ -18,6 +18,11 @@ class KeyValueCache(Protocol):
     """Keys and values of earlier tokens, as one pass through the layers sees them."""
 
     @property
+    def length(self) -> int:
+        """The most tokens that a row may reach."""
+        ...
+
+    @property
     def starts(self) -> Mapping[int, int] | None:
         """First token of each prompt of the pass -> the prompt's slot; None where token i continues the row of slot
         i."""

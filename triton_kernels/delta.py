@@ -227,7 +227,10 @@ def _states_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Walks over the chunks of a piece: writes the state that each begins with [C, N, K, V], and N over U."""
+    """Walks over the chunks of a piece: writes the state that each begins with [C, N, K, V], and N over U.
+
+    Without W, N is U: what `state_space` computes.
+    """
     piece, head = tl.program_id(0), tl.program_id(1)
     keys_K, values_V = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     order = tl.arange(0, LENGTH)
@@ -247,11 +250,14 @@ def _states_kernel(
         ok_L = tokens_L < end
         place, ok_KV = state_place(first + index, num_heads, head, num_keys, num_values, keys_K, values_V)
         tl.store(states_ptr + place, state_KV, mask=ok_KV)
-        w_LK = head_tile(w_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys).to(DOT)
         u_LV = head_tile(u_ptr, num_heads * num_values, num_values, tokens_L, ok_L, head, values_V, num_values)
         k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys)
-        new_LV = u_LV.to(tl.float32) - tl.dot(w_LK, state_KV.to(DOT), input_precision=PRECISION)
-        store_head_tile(u_ptr, num_heads * num_values, num_values, tokens_L, ok_L, head, values_V, num_values, new_LV)
+        new_LV = u_LV.to(tl.float32)
+        if w_ptr is not None:
+            w_LK = head_tile(w_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys).to(DOT)
+            new_LV -= tl.dot(w_LK, state_KV.to(DOT), input_precision=PRECISION)
+            v_stride = num_heads * num_values
+            store_head_tile(u_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, new_LV)
         last = tl.minimum(begin + index * LENGTH + LENGTH, end) - 1
         g_last = tl.load(g_ptr + last * num_heads + head)
         g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
@@ -271,6 +277,10 @@ def _outputs_kernel(
     new_ptr,
     g_ptr,
     states_ptr,
+    past_ptr,
+    past_stride_t,
+    past_stride_n,
+    past_weight_ptr,
     out_ptr,
     table_ptr,
     num_heads,
@@ -283,7 +293,7 @@ def _outputs_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Computes out = exp(g) q S + P N."""
+    """Computes out = exp(g) q S + P N, and adds what passes by the state, a number for each head times `past`."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, _, _, end = load_chunk(table_ptr, chunk)
     if start >= end:
@@ -304,6 +314,9 @@ def _outputs_kernel(
         new_LV = head_tile(new_ptr, num_heads * num_values, num_values, tokens_L, ok_L, head, values_V, num_values)
         out_LV = tl.dot(q_LK, state_KV, input_precision=PRECISION) * tl.exp(g_L)[:, None]
         out_LV += tl.dot(p_LL, new_LV.to(DOT), input_precision=PRECISION)
+        if past_weight_ptr is not None:
+            past_LV = head_tile(past_ptr, past_stride_t, past_stride_n, tokens_L, ok_L, head, values_V, num_values)
+            out_LV += past_LV.to(tl.float32) * tl.load(past_weight_ptr + head).to(tl.float32)
         store_head_tile(out_ptr, num_heads * num_values, num_values, tokens_L, ok_L, head, values_V, num_values, out_LV)
 
 
@@ -469,11 +482,27 @@ def walk(
         **sizes.blocks,
         num_warps=4,
     )
-    states = torch.empty(chunks.num_chunks, *head, dtype=v_TNV.dtype, device=v_TNV.device)
+    states, final = walk_chunks(k_TGK, w_TNK, u_TNV, g_TN, chunks, offsets, ends, sizes)
+    return w_TNK, u_TNV, states, final
+
+
+def walk_chunks(
+    k_TGK: Tensor,
+    w_TNK: Tensor | None,
+    u_TNV: Tensor,
+    g_TN: Tensor,
+    chunks: ChunkTable,
+    offsets: Tensor,
+    ends: Ends,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the states that chunks begin with and the last ones, as of `walk`, and writes N over U."""
+    head = (sizes.num_heads, sizes.num_keys, sizes.num_values)
+    states = torch.empty(chunks.num_chunks, *head, dtype=u_TNV.dtype, device=u_TNV.device)
     initial = None if ends.initial is None else ends.initial.contiguous()
     final = None
     if ends.num_final > 0:
-        final = torch.empty(ends.num_final, *head, dtype=torch.float32, device=v_TNV.device)
+        final = torch.empty(ends.num_final, *head, dtype=torch.float32, device=u_TNV.device)
     _states_kernel[(offsets.shape[0] - 1, sizes.num_heads, ceil_div(sizes.num_values, sizes.values))](
         k_TGK,
         w_TNK,
@@ -492,7 +521,41 @@ def walk(
         num_warps=4,
         num_stages=2,
     )
-    return w_TNK, u_TNV, states, final
+    return states, final
+
+
+def outputs(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    new_TNV: Tensor,
+    g_TN: Tensor,
+    states: Tensor,
+    chunks: ChunkTable,
+    sizes: Sizes,
+    past_TNV: Tensor | None = None,
+    past_weight_N: Tensor | None = None,
+) -> Tensor:
+    """Returns out [T, N, V]."""
+    out_TNV = torch.empty_like(new_TNV)
+    past_strides = (0, 0) if past_TNV is None else past_TNV.stride()[:2]
+    _outputs_kernel[(chunks.num_chunks, sizes.num_heads)](
+        q_TGK,
+        k_TGK,
+        new_TNV,
+        g_TN,
+        states,
+        past_TNV,
+        *past_strides,
+        past_weight_N,
+        out_TNV,
+        chunks.table,
+        *sizes.heads,
+        sizes.num_values,
+        **sizes.blocks,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out_TNV
 
 
 def delta_forward(
@@ -522,19 +585,14 @@ def delta_forward(
     q_TGK, k_TGK = normalised(q_TGK, scale), normalised(k_TGK, 1.0)
     solved = solve(k_TGK, decay_TN, beta_TN, chunks, sizes)
     _, new_TNV, states, final = walk(k_TGK, v_TNV, beta_TN, solved, chunks, offsets, ends, sizes)
-    out_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
-    _outputs_kernel[(chunks.num_chunks, sizes.num_heads)](
-        q_TGK,
-        k_TGK,
-        new_TNV,
-        solved[1],
-        states,
-        out_TNV,
-        chunks.table,
-        *sizes.heads,
-        sizes.num_values,
-        **sizes.blocks,
-        num_warps=4,
-        num_stages=2,
-    )
-    return out_TNV, final, solved
+    return outputs(q_TGK, k_TGK, new_TNV, solved[1], states, chunks, sizes), final, solved
+
+
+def bytes_moved(
+    num_tokens: int, num_key_heads: int, num_heads: int, num_keys: int, num_values: int, itemsize: int
+) -> dict[str, int]:
+    """Returns the compulsory bytes: inputs read once, results written once, decay and beta in fp32."""
+    queries = 2 * num_tokens * num_key_heads * num_keys * itemsize
+    values = num_tokens * num_heads * num_values * itemsize
+    single = 2 * num_tokens * num_heads * 4
+    return {"forward": queries + 2 * values + single, "backward": 2 * queries + 3 * values + 2 * single}

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.chunks import cut, load_chunk
+from engine.kernels.triton.chunks import ChunkTable, cut, load_chunk
 from engine.kernels.triton.delta import (
     _EPS,
     CHUNK,
@@ -144,10 +144,11 @@ def _state_gradients_kernel(
         q_LK = head_tile(q_ptr, k_stride, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
         dout_LV = head_tile(dout_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values)
         dout_LV = (dout_LV.to(tl.float32) * tl.exp(g_L)[:, None]).to(DOT)
-        w_LK = head_tile(w_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys).to(DOT)
         d_KV *= tl.exp(g_last)
         d_KV += tl.dot(tl.trans(q_LK), dout_LV, input_precision=PRECISION)
-        d_KV -= tl.dot(tl.trans(w_LK), dnew_LV.to(DOT), input_precision=PRECISION)
+        if w_ptr is not None:
+            w_LK = head_tile(w_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys).to(DOT)
+            d_KV -= tl.dot(tl.trans(w_LK), dnew_LV.to(DOT), input_precision=PRECISION)
     if d_initial_ptr is not None:
         row = place_of(piece, initial_rows_ptr)
         if row >= 0:
@@ -186,7 +187,10 @@ def _gradients_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Computes dv, ddecay and dbeta, and dq and dk of normalised queries and keys, fp32, for each value head."""
+    """Computes dv, ddecay and dbeta, and dq and dk of normalised queries and keys, fp32, for each value head.
+
+    Without X, where N is no solution, there are dq, dk = Z and ddecay.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, _, _, end = load_chunk(table_ptr, chunk)
     if start >= end:
@@ -218,29 +222,30 @@ def _gradients_kernel(
     store_head_tile(dq_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys, dq_LK)
 
     # dv, and Y
-    beta_L = tl.load(beta_ptr + one, mask=ok_L, other=0.0)
-    x_LL = head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
-    df_LL, y_LK = tl.zeros([LENGTH, LENGTH], tl.float32), tl.zeros([LENGTH, KEYS], tl.float32)
-    dbeta_L = tl.zeros([LENGTH], tl.float32)
-    for first in range(0, num_values, VALUES):
-        values_V = first + tl.arange(0, VALUES)
-        dnew_LV = head_tile(dnew_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-        r_LV = tl.dot(tl.trans(x_LL), dnew_LV, input_precision=PRECISION)
-        v_LV = head_tile(v_ptr, v_stride_t, v_stride_n, tokens_L, ok_L, head, values_V, num_values)
-        dbeta_L += tl.sum(v_LV.to(tl.float32) * r_LV, 1)
-        dv_LV = r_LV * beta_L[:, None]
-        store_head_tile(dv_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, dv_LV)
-        new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-        place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
-        state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
-        df_LL += tl.dot(r_LV.to(DOT), tl.trans(new_LV), input_precision=PRECISION)
-        y_LK += tl.dot(r_LV.to(DOT), tl.trans(state_KV), input_precision=PRECISION)
-    below_LL = order[:, None] > order[None, :]
-    f_LL = tl.where(below_LL, -df_LL * decays_between(g_L, ok_L, LENGTH), 0.0)
-    y_LK = tl.dot(f_LL.to(DOT), k_LK, input_precision=PRECISION) - y_LK * tl.exp(g_L)[:, None]
-    along_L = tl.sum(y_LK * k_LK.to(tl.float32), 1)
-    tl.store(dbeta_ptr + one, dbeta_L + along_L, mask=ok_L)
-    dg_L += beta_L * along_L
+    if x_ptr is not None:
+        beta_L = tl.load(beta_ptr + one, mask=ok_L, other=0.0)
+        x_LL = head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
+        df_LL, y_LK = tl.zeros([LENGTH, LENGTH], tl.float32), tl.zeros([LENGTH, KEYS], tl.float32)
+        dbeta_L = tl.zeros([LENGTH], tl.float32)
+        for first in range(0, num_values, VALUES):
+            values_V = first + tl.arange(0, VALUES)
+            dnew_LV = head_tile(dnew_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+            r_LV = tl.dot(tl.trans(x_LL), dnew_LV, input_precision=PRECISION)
+            v_LV = head_tile(v_ptr, v_stride_t, v_stride_n, tokens_L, ok_L, head, values_V, num_values)
+            dbeta_L += tl.sum(v_LV.to(tl.float32) * r_LV, 1)
+            dv_LV = r_LV * beta_L[:, None]
+            store_head_tile(dv_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, dv_LV)
+            new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+            place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
+            state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
+            df_LL += tl.dot(r_LV.to(DOT), tl.trans(new_LV), input_precision=PRECISION)
+            y_LK += tl.dot(r_LV.to(DOT), tl.trans(state_KV), input_precision=PRECISION)
+        below_LL = order[:, None] > order[None, :]
+        f_LL = tl.where(below_LL, -df_LL * decays_between(g_L, ok_L, LENGTH), 0.0)
+        y_LK = tl.dot(f_LL.to(DOT), k_LK, input_precision=PRECISION) - y_LK * tl.exp(g_L)[:, None]
+        along_L = tl.sum(y_LK * k_LK.to(tl.float32), 1)
+        tl.store(dbeta_ptr + one, dbeta_L + along_L, mask=ok_L)
+        dg_L += beta_L * along_L
 
     # Z
     z_LK = tl.zeros([LENGTH, KEYS], tl.float32)
@@ -256,9 +261,11 @@ def _gradients_kernel(
     z_LK *= tl.exp(tl.where(ok_L, g_last - g_L, 0.0))[:, None]
     dlast = kept * tl.exp(g_last) + tl.sum(tl.sum(z_LK * k_LK.to(tl.float32), 1), 0)
     z_LK += tl.dot(tl.trans(m_LL), q_LK, input_precision=PRECISION)
-    z_LK += tl.dot(tl.trans((f_LL * beta_L[:, None]).to(DOT)), k_LK, input_precision=PRECISION)
+    if x_ptr is not None:
+        z_LK += tl.dot(tl.trans((f_LL * beta_L[:, None]).to(DOT)), k_LK, input_precision=PRECISION)
     dg_L -= tl.sum(z_LK * k_LK.to(tl.float32), 1)
-    z_LK += y_LK * beta_L[:, None]
+    if x_ptr is not None:
+        z_LK += y_LK * beta_L[:, None]
     store_head_tile(dk_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys, z_LK)
     # from each token to the chunk's end
     ddecay_L = dlast + tl.sum(dg_L, 0) - tl.cumsum(dg_L, 0) + dg_L
@@ -321,6 +328,109 @@ def _through_norm(dy_TNK: Tensor, x_TGK: Tensor, scale: float) -> Tensor:
     return dx_TGK
 
 
+def walk_back(
+    q: Tensor,
+    k: Tensor,
+    w_TNK: Tensor | None,
+    d_out: Tensor,
+    d_final: Tensor | None,
+    g_TN: Tensor,
+    states: Tensor,
+    chunks: ChunkTable,
+    offsets: Tensor,
+    ends: Ends,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns dN [T, N, V], dS' of each chunk [C, N, K, V], and the gradients of the initial states, fp32."""
+    dnew_TNV = torch.empty_like(d_out)
+    _local_kernel[(chunks.num_chunks, sizes.num_heads)](
+        q,
+        k,
+        d_out,
+        g_TN,
+        dnew_TNV,
+        chunks.table,
+        *sizes.heads,
+        sizes.num_values,
+        **sizes.blocks,
+        num_warps=4,
+        num_stages=2,
+    )
+    dstates, d_initial = torch.empty_like(states), None
+    if ends.initial is not None:
+        d_initial = torch.empty(ends.initial.shape, dtype=torch.float32, device=d_out.device)
+    _state_gradients_kernel[(offsets.shape[0] - 1, sizes.num_heads, ceil_div(sizes.num_values, sizes.values))](
+        q,
+        k,
+        w_TNK,
+        d_out,
+        g_TN,
+        dnew_TNV,
+        dstates,
+        None if d_final is None else d_final.contiguous(),
+        ends.final_rows,
+        d_initial,
+        ends.initial_rows,
+        offsets,
+        chunks.firsts,
+        *sizes.heads,
+        sizes.num_values,
+        **sizes.blocks,
+        num_warps=4,
+        num_stages=1,
+    )
+    return dnew_TNV, dstates, d_initial
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v_TNV: Tensor | None,
+    g_TN: Tensor,
+    beta_TN: Tensor | None,
+    x_TNL: Tensor | None,
+    new_TNV: Tensor,
+    dnew_TNV: Tensor,
+    d_out: Tensor,
+    states: Tensor,
+    dstates: Tensor,
+    dv_TNV: Tensor | None,
+    dbeta_TN: Tensor | None,
+    chunks: ChunkTable,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq and dk of each value head, fp32 [T, N, K], and ddecay, fp32 [T, N]; writes dv and dbeta."""
+    shape = (sizes.num_tokens, sizes.num_heads, sizes.num_keys)
+    dq_TNK, dk_TNK = (torch.empty(shape, dtype=torch.float32, device=d_out.device) for _ in range(2))
+    ddecay_TN = torch.empty_like(g_TN)
+    _gradients_kernel[(chunks.num_chunks, sizes.num_heads)](
+        q,
+        k,
+        v_TNV,
+        *((0, 0) if v_TNV is None else v_TNV.stride()[:2]),
+        g_TN,
+        beta_TN,
+        x_TNL,
+        new_TNV,
+        dnew_TNV,
+        d_out,
+        states,
+        dstates,
+        dq_TNK,
+        dk_TNK,
+        dv_TNV,
+        ddecay_TN,
+        dbeta_TN,
+        chunks.table,
+        *sizes.heads,
+        sizes.num_values,
+        **sizes.blocks,
+        num_warps=sizes.warps,
+        num_stages=1,
+    )
+    return dq_TNK, dk_TNK, ddecay_TN
+
+
 def delta_backward(
     d_out: Tensor,
     d_final: Tensor | None,
@@ -351,75 +461,10 @@ def delta_backward(
     w_TNK, new_TNV, states, _ = walk(
         k, v_TNV, beta_TN, solved, chunks, offsets, Ends(initial=ends.initial, initial_rows=ends.initial_rows), sizes
     )
-    grid, constants = (chunks.num_chunks, sizes.num_heads), sizes.blocks
-    dnew_TNV = torch.empty_like(new_TNV)
-    _local_kernel[grid](
-        q,
-        k,
-        d_out,
-        g_TN,
-        dnew_TNV,
-        chunks.table,
-        *sizes.heads,
-        sizes.num_values,
-        **constants,
-        num_warps=4,
-        num_stages=2,
-    )
-    dstates = torch.empty_like(states)
-    d_initial = (
-        None if ends.initial is None else torch.empty(ends.initial.shape, dtype=torch.float32, device=v_TNV.device)
-    )
-    _state_gradients_kernel[(offsets.shape[0] - 1, sizes.num_heads, ceil_div(sizes.num_values, sizes.values))](
-        q,
-        k,
-        w_TNK,
-        d_out,
-        g_TN,
-        dnew_TNV,
-        dstates,
-        None if d_final is None else d_final.contiguous(),
-        ends.final_rows,
-        d_initial,
-        ends.initial_rows,
-        offsets,
-        chunks.firsts,
-        *sizes.heads,
-        sizes.num_values,
-        **constants,
-        num_warps=4,
-        num_stages=1,
-    )
-    dq_TNK, dk_TNK = (
-        torch.empty(sizes.num_tokens, sizes.num_heads, sizes.num_keys, dtype=torch.float32, device=v_TNV.device)
-        for _ in range(2)
-    )
-    dv_TNV, ddecay_TN, dbeta_TN = torch.empty_like(new_TNV), torch.empty_like(g_TN), torch.empty_like(g_TN)
-    _gradients_kernel[grid](
-        q,
-        k,
-        v_TNV,
-        v_TNV.stride(0),
-        v_TNV.stride(1),
-        g_TN,
-        beta_TN,
-        x_TNL,
-        new_TNV,
-        dnew_TNV,
-        d_out,
-        states,
-        dstates,
-        dq_TNK,
-        dk_TNK,
-        dv_TNV,
-        ddecay_TN,
-        dbeta_TN,
-        chunks.table,
-        *sizes.heads,
-        sizes.num_values,
-        **constants,
-        num_warps=sizes.warps,
-        num_stages=1,
+    dnew_TNV, dstates, d_initial = walk_back(q, k, w_TNK, d_out, d_final, g_TN, states, chunks, offsets, ends, sizes)
+    dv_TNV, dbeta_TN = torch.empty_like(new_TNV), torch.empty_like(g_TN)
+    dq_TNK, dk_TNK, ddecay_TN = gradients(
+        q, k, v_TNV, g_TN, beta_TN, x_TNL, new_TNV, dnew_TNV, d_out, states, dstates, dv_TNV, dbeta_TN, chunks, sizes
     )
     dq, dk = _through_norm(dq_TNK, q_TGK, scale), _through_norm(dk_TNK, k_TGK, 1.0)
     return dq, dk, dv_TNV, ddecay_TN, dbeta_TN, d_initial

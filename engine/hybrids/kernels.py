@@ -90,12 +90,16 @@ GATED_NORM_BACKWARD = Op(
 SSD_FORWARD = Op(
     reference=state_space_reference.ssd_forward,
     native="engine.kernels.native.ssd:ssd_forward",
+    triton="engine.hybrids.triton_ops:ssd_forward",
     shape=_ssd_forward_shape,
+    triton_shape=triton_shapes.ssd_forward,
 )
 SSD_BACKWARD = Op(
     reference=state_space_reference.ssd_backward,
     native="engine.kernels.native.ssd:ssd_backward",
+    triton="engine.hybrids.triton_ops:ssd_backward",
     shape=_ssd_backward_shape,
+    triton_shape=triton_shapes.ssd_backward,
 )
 
 

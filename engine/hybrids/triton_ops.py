@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.hybrids import reference
 from engine.hybrids.pieces import Pieces
-from engine.kernels.triton import chunks, delta, delta_gradients, gated_norm, short_conv
+from engine.kernels.triton import chunks, delta, delta_gradients, gated_norm, short_conv, state_space
 
 gated_norm_forward = gated_norm.gated_norm_forward
 gated_norm_backward = gated_norm.gated_norm_backward
@@ -119,3 +119,40 @@ def delta_backward(
         d_out, d_final, q_TGK, k_TGK, v_TNV, beta_TN, pieces.offsets, _ends(pieces, initial_RNKV, num_final),
         scale=scale, solved=solved,
     )  # fmt: skip
+
+
+def ssd_forward(
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    a_N: Tensor,
+    b_TGS: Tensor,
+    c_TGS: Tensor,
+    d_N: Tensor | None,
+    pieces: Pieces,
+    initial_RNPS: Tensor | None,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Computes a state space; nothing is kept for backward."""
+    ends = _ends(pieces, initial_RNPS, len(pieces.sent))
+    y, final = state_space.ssd_forward(x_TNP, dt_TN, a_N, b_TGS, c_TGS, d_N, pieces.offsets, ends)
+    return y, final, ()
+
+
+def ssd_backward(
+    dy: Tensor,
+    d_final: Tensor | None,
+    x_TNP: Tensor,
+    dt_TN: Tensor,
+    a_N: Tensor,
+    b_TGS: Tensor,
+    c_TGS: Tensor,
+    d_N: Tensor | None,
+    pieces: Pieces,
+    initial_RNPS: Tensor | None,
+    *,
+    kept: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Computes the gradients of x, dt, a, b, c, d and the initial states."""
+    ends = _ends(pieces, initial_RNPS, 0 if d_final is None else d_final.shape[0])
+    return state_space.ssd_backward(dy, d_final, x_TNP, dt_TN, a_N, b_TGS, c_TGS, d_N, pieces.offsets, ends)

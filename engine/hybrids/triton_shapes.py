@@ -63,3 +63,38 @@ def conv_backward(
         channels, width = weight.shape
         wide(x, (_chunks(x.shape[0], pieces, _CONV_CHUNK), width + 1, channels))
     return dx, d_tail
+
+
+def ssd_forward(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, pieces: Pieces, initial: Tensor | None, *,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+    """Allocates y, the last states, and a state for each chunk."""
+    buffers = _weighed(x, b, c, pieces)
+    final = wide(x, (len(pieces.sent), *x.shape[1:], b.shape[2])) if pieces.sent else None
+    y = like(x)
+    del buffers
+    return y, final, ()
+
+
+def ssd_backward(
+    dy: Tensor, d_final: Tensor | None, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
+    pieces: Pieces, initial: Tensor | None, *, kept: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Allocates the gradients, those of b and c for each head first, and two states for each chunk."""
+    tokens, heads, _ = x.shape
+    buffers = _weighed(x, b, c, pieces)
+    gradients = like(x), like(buffers[-1])
+    d_initial = None if initial is None else wide(x, initial.shape)
+    by_head = wide(x, (tokens, heads, b.shape[2])), wide(x, (tokens, heads, b.shape[2])), wide(x, dt.shape)
+    results = like(x), wide(x, dt.shape), wide(x, (heads,)), like(b), like(c)
+    del buffers, gradients, by_head
+    return *results, None if d is None else like(d), d_initial
+
+
+def _weighed(x: Tensor, b: Tensor, c: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
+    """Allocates N, sums of decays, dense copies of columns, and a state for each chunk."""
+    tokens, heads, features = x.shape
+    copies = [like(one) for one in (b, c) if not one.is_contiguous()]
+    states = x.new_empty(_chunks(tokens, pieces, _DELTA_CHUNK), heads, b.shape[2], features)
+    return like(x), wide(x, (tokens, heads)), *copies, states

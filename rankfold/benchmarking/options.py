@@ -249,10 +249,10 @@ class KernelOptions(SectionOptions):
     Every contestant's result is compared with one in float64 before anything is timed.
     """
 
-    PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4")
+    PEERS: ClassVar[tuple[str, ...]] = ("torch", "compile", "liger", "quack", "flash-attn", "flash-attn-4", "fla")
     GROUPS: ClassVar[tuple[str, ...]] = (
         "norm", "swiglu", "rope", "dropout", "low-rank", "loss", "head", "optimizer", "attention",
-        "quantize", "frozen", "product",
+        "quantize", "frozen", "states", "product",
     )  # fmt: skip
 
     tokens: int | None = by_device(1024, 8192, "tokens", least=1)

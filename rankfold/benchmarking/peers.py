@@ -48,9 +48,10 @@ _PACKAGES = {
     "quack": ("quack", "quack.rmsnorm"),
     "flash-attn": ("flash_attn", "flash_attn.flash_attn_interface"),
     "flash-attn-4": ("flash_attn", "flash_attn.cute"),
+    "fla": ("fla", "fla.ops.gated_delta_rule"),
 }
 """Peer -> its package, and the others that must be importable."""
-_ON_GPU_ONLY = ("liger", "quack", "flash-attn", "flash-attn-4")
+_ON_GPU_ONLY = ("liger", "quack", "flash-attn", "flash-attn-4", "fla")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,6 +39,7 @@ KERNELS = (
     "short_conv",
     "delta",
     "delta_gradients",
+    "state_space",
 )
 
 

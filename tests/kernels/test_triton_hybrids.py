@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.hybrids import reference
+from engine.hybrids import reference, state_space_reference
 from engine.hybrids.kernels import hybrid_kernels
 from engine.hybrids.pieces import Pieces
 from engine.kernels.triton import chunks
@@ -196,6 +196,41 @@ def test_delta_rule(
         results[name] = (out, final, *gradients)
     names = ("out", "final", "dq", "dk", "dv", "ddecay", "dbeta", "d_initial")
     for name, ours, exact in zip(names, *results.values(), strict=True):
+        assert (ours is None) == (exact is None), name
+        if ours is not None:
+            assert_within(place, ours, exact, name)
+
+
+@long_places
+@pytest.mark.parametrize(
+    ("lengths", "received", "sent", "passing"),
+    [((1, 70, 3), (), (), True), ((5, 66, 2), (1,), (0, 1), False)],
+    ids=["packed", "some"],
+)
+def test_state_space(
+    place, lengths: tuple[int, ...], received: tuple[int, ...], sent: tuple[int, ...], passing: bool
+) -> None:
+    tokens, heads, features, size = sum(lengths), 4, 12, 20
+    widths = [heads * features, 2 * size, 2 * size]
+    parts = drawn(place, tokens, sum(widths), seed=1).split(widths, dim=1)
+    x, b, c = (part.unflatten(1, (n, -1)) for part, n in zip(parts, (heads, 2, 2), strict=True))
+    wide = (place[0], torch.float32)
+    dt, a = drawn(wide, tokens, heads, seed=2).sigmoid(), -drawn(wide, 1, heads, seed=3)[0].exp()
+    d = drawn(wide, 1, heads, seed=4)[0] if passing else None
+    pieces = pieces_at(place, lengths, received=received, sent=sent)
+    state = (heads, features, size)
+    initial = drawn(wide, len(received), heads * features * size, seed=6).unflatten(1, state) if received else None
+    dy = drawn(place, tokens, heads * features, seed=7).unflatten(1, (heads, features))
+    d_final = drawn(wide, len(sent), heads * features * size, seed=8).unflatten(1, state) if sent else None
+    results = []
+    for ops, cast in ((triton_ops, lambda one: one), (state_space_reference, Tensor.double)):
+        given = [None if one is None else cast(one) for one in (x, dt, a, b, c, d)]
+        given += [pieces, None if initial is None else cast(initial)]
+        y, final, kept = ops.ssd_forward(*given, keep=True)
+        gradients = ops.ssd_backward(cast(dy), None if d_final is None else cast(d_final), *given, kept=kept)
+        results.append((y, final, *gradients))
+    names = ("y", "final", "dx", "ddt", "da", "db", "dc", "dd", "d_initial")
+    for name, ours, exact in zip(names, *results, strict=True):
         assert (ours is None) == (exact is None), name
         if ours is not None:
             assert_within(place, ours, exact, name)

@@ -397,6 +397,26 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
         yield Case(f"{sizes.name} {launch.__name__}", launch)
 
 
+def state_space_case(
+    name: str, tokens: int, heads: int, groups: int, features: int, size: int, dtype: torch.dtype = torch.bfloat16
+) -> Case:
+    """Returns a state space of two documents; the second may go on from a state."""
+
+    def launch() -> None:
+        x, b, c = (
+            torch.empty(tokens, n, width, dtype=dtype) for n, width in ((heads, features), *2 * [(groups, size)])
+        )
+        one, dt, state = torch.empty(heads), torch.empty(tokens, heads), torch.empty(1, heads, features, size)
+        lengths = [tokens // 2, tokens - tokens // 2]
+        for d, initial, links in ((one, None, {}), (None, state, {"received": (1,), "sent": (0,)})):
+            pieces = Pieces.of_lengths(lengths, torch.device("cpu"), **links)
+            given = (x, dt, one, b, c, d, pieces, initial)
+            y, final, kept = triton_ops.ssd_forward(*given, keep=True)
+            triton_ops.ssd_backward(y, final, *given, kept=kept)
+
+    return Case(f"{name} state_space", launch)
+
+
 def quick_cases() -> Iterator[Case]:
     """Yields a training of Llama-3-8B as a GPU runs it by default, with PEFT's default rank too; every kernel is in."""
     for rank in (16, 8):
@@ -405,6 +425,7 @@ def quick_cases() -> Iterator[Case]:
     yield from encoded_cases(LLAMA_8B)
     yield from decode_cases(LLAMA_HEADS)
     yield from state_cases(QWEN_9B)
+    yield state_space_case("nemotron 8b", 8192, 128, 8, 64, 128)
 
 
 def training_cases() -> Iterator[Case]:
@@ -441,6 +462,7 @@ def other_cases(name: str) -> Iterator[Case]:
         yield from encoded_cases(ONES)
         yield from decode_cases(Heads(name="ones", heads=1, kv_heads=1, head_dim=2), lengths=(1, 2048))
         yield from state_cases(States(name="ones", tokens=2, key_heads=1, heads=1, key_dim=1, value_dim=1, width=2))
+        yield state_space_case("ones", 2, 1, 1, 1, 1)
     elif name == "rank 192":
         yield from adapter_cases(LLAMA_8B, Adapters(rank=192, folded=False))
     else:
@@ -451,3 +473,4 @@ def other_cases(name: str) -> Iterator[Case]:
         yield from encoded_cases(LLAMA_8B, dtype)
         yield from decode_cases(LLAMA_HEADS, dtype)
         yield from state_cases(QWEN_9B, dtype)
+        yield state_space_case("nemotron 8b", 8192, 128, 8, 64, 128, dtype)

@@ -119,6 +119,7 @@ PARTS = (
     Part("test-training", "tests",
          "tests/kernels/test_triton_training.py tests/unit/test_cuda_graph.py tests/unit/test_varlen_attention.py"),
     Part("check-kernels", "kernels", "--repeats 0 --only norm,swiglu,low-rank,dropout,head,attention"),
+    Part("states", "kernels", "--only states"),
     Part("check-encoded", "kernels", "--repeats 0 --only quantize"),
     Part("check-lora-tax", "lora-tax", "--repeats 0"),
     Part("product", "kernels", "--only product"),

@@ -20,6 +20,7 @@ from rankfold.benchmarking.kernels import (
     product,
     quantize,
     rope,
+    states,
     swiglu,
 )
 from rankfold.benchmarking.kernels.setting import Setting
@@ -39,6 +40,7 @@ GROUPS: dict[str, tuple[str, dict[str, Build]]] = {
     "attention": ("Causal attention", attention.CASES),
     "quantize": ("Quantised weights and operands", quantize.CASES),
     "frozen": ("Frozen products on a CPU", frozen.CASES),
+    "states": ("Layers with states", states.CASES),
     "product": ("Frozen product and adapters: which way is faster", product.CASES),
 }
 """Name that `--only` knows -> title and cases."""

@@ -226,13 +226,13 @@ def _gradients_kernel(
         beta_L = tl.load(beta_ptr + one, mask=ok_L, other=0.0)
         x_LL = head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
         df_LL, y_LK = tl.zeros([LENGTH, LENGTH], tl.float32), tl.zeros([LENGTH, KEYS], tl.float32)
-        dbeta_L = tl.zeros([LENGTH], tl.float32)
+        dbeta_LV = tl.zeros([LENGTH, VALUES], tl.float32)
         for first in range(0, num_values, VALUES):
             values_V = first + tl.arange(0, VALUES)
             dnew_LV = head_tile(dnew_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
             r_LV = tl.dot(tl.trans(x_LL), dnew_LV, input_precision=PRECISION)
             v_LV = head_tile(v_ptr, v_stride_t, v_stride_n, tokens_L, ok_L, head, values_V, num_values)
-            dbeta_L += tl.sum(v_LV.to(tl.float32) * r_LV, 1)
+            dbeta_LV += v_LV.to(tl.float32) * r_LV
             dv_LV = r_LV * beta_L[:, None]
             store_head_tile(dv_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, dv_LV)
             new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
@@ -244,22 +244,22 @@ def _gradients_kernel(
         f_LL = tl.where(below_LL, -df_LL * decays_between(g_L, ok_L, LENGTH), 0.0)
         y_LK = tl.dot(f_LL.to(DOT), k_LK, input_precision=PRECISION) - y_LK * tl.exp(g_L)[:, None]
         along_L = tl.sum(y_LK * k_LK.to(tl.float32), 1)
-        tl.store(dbeta_ptr + one, dbeta_L + along_L, mask=ok_L)
+        tl.store(dbeta_ptr + one, tl.sum(dbeta_LV, 1) + along_L, mask=ok_L)
         dg_L += beta_L * along_L
 
     # Z
     z_LK = tl.zeros([LENGTH, KEYS], tl.float32)
-    kept = 0.0
+    kept_KV = tl.zeros([KEYS, VALUES], tl.float32)
     for first in range(0, num_values, VALUES):
         values_V = first + tl.arange(0, VALUES)
         new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
         place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
         state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0)
         dstate_KV = tl.load(dstates_ptr + place, mask=ok_KV, other=0.0)
-        kept += tl.sum(tl.sum(state_KV.to(tl.float32) * dstate_KV.to(tl.float32), 1), 0)
+        kept_KV += state_KV.to(tl.float32) * dstate_KV.to(tl.float32)
         z_LK += tl.dot(new_LV, tl.trans(dstate_KV.to(DOT)), input_precision=PRECISION)
     z_LK *= tl.exp(tl.where(ok_L, g_last - g_L, 0.0))[:, None]
-    dlast = kept * tl.exp(g_last) + tl.sum(tl.sum(z_LK * k_LK.to(tl.float32), 1), 0)
+    dlast_L = tl.sum(z_LK * k_LK.to(tl.float32), 1)
     z_LK += tl.dot(tl.trans(m_LL), q_LK, input_precision=PRECISION)
     if x_ptr is not None:
         z_LK += tl.dot(tl.trans((f_LL * beta_L[:, None]).to(DOT)), k_LK, input_precision=PRECISION)
@@ -267,8 +267,10 @@ def _gradients_kernel(
     if x_ptr is not None:
         z_LK += y_LK * beta_L[:, None]
     store_head_tile(dk_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys, z_LK)
-    # from each token to the chunk's end
-    ddecay_L = dlast + tl.sum(dg_L, 0) - tl.cumsum(dg_L, 0) + dg_L
+    # dg from each token to the chunk's end, and all of what belongs to that end; in one sum over a matrix, because Triton
+    # 3.6 finds no layout on Blackwell for a sum over a vector that comes of products
+    later_LL = tl.where(order[None, :] >= order[:, None], dg_L[None, :], 0.0) + dlast_L[None, :]
+    ddecay_L = tl.sum(later_LL, 1) + tl.sum(tl.sum(kept_KV, 1), 0) * tl.exp(g_last)
     tl.store(ddecay_ptr + one, ddecay_L, mask=ok_L)
 
 

@@ -267,8 +267,8 @@ def _gradients_kernel(
     if x_ptr is not None:
         z_LK += y_LK * beta_L[:, None]
     store_head_tile(dk_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys, z_LK)
-    # dg from each token to the chunk's end, and all of what belongs to that end; in one sum over a matrix, because Triton
-    # 3.6 finds no layout on Blackwell for a sum over a vector that comes of products
+    # dg from each token to the chunk's end, and all of what belongs to that end; in one sum over a matrix, because
+    # Triton 3.6 finds no layout on Blackwell for a sum over a vector that comes of products
     later_LL = tl.where(order[None, :] >= order[:, None], dg_L[None, :], 0.0) + dlast_L[None, :]
     ddecay_L = tl.sum(later_LL, 1) + tl.sum(tl.sum(kept_KV, 1), 0) * tl.exp(g_last)
     tl.store(ddecay_ptr + one, ddecay_L, mask=ok_L)

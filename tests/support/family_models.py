@@ -345,7 +345,7 @@ ROUTED = (
 )
 """Those with experts that a router chooses."""
 
-_SEEDS = {"qwen3 next": 5, "gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
+_SEEDS = {"seed oss": 1, "qwen3 next": 5, "gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
 """Seeds of models that otherwise say the same whatever they are asked."""
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}

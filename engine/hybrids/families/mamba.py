@@ -79,9 +79,11 @@ def mamba_sizes(
         UserError: they do not fit each other.
     """
     heads, given = int(hf["mamba_n_heads"]), hf["mamba_d_head"]
+    if given != "auto" and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise UserError(f"config.json has mamba_d_head {given!r}: expected a number of features, or auto.")
     width = int(hf["mamba_expand"]) * int(hf["hidden_size"]) if width is None else width
     head_dim = width // heads if given == "auto" else int(given)
-    low, high = (_limit(value) for value in hf["time_step_limit"])
+    low, high = _limits(hf["time_step_limit"])
     found = MambaSizes(
         layers=tuple(layers),
         heads=heads,
@@ -98,9 +100,17 @@ def mamba_sizes(
     return found
 
 
-def _limit(value: Any) -> float:
-    """Returns a number, which transformers writes as {"__float__": "Infinity"} where it is that."""
-    return float(value["__float__"] if isinstance(value, Mapping) else value)
+def _limits(given: Any) -> tuple[float, float]:
+    """Returns the two numbers, which transformers writes as {"__float__": "Infinity"} where they are that."""
+    values = given if isinstance(given, list | tuple) else []
+    found = [value.get("__float__") if isinstance(value, Mapping) else value for value in values]
+    try:
+        low, high = map(float, found)
+    except (TypeError, ValueError, OverflowError):
+        low, high = 1.0, 0.0
+    if not low <= high:
+        raise UserError("config.json has a time_step_limit that is no range: expected two numbers, the smaller first.")
+    return low, high
 
 
 def check_sizes(sizes: MambaSizes, width: int) -> None:
@@ -135,7 +145,9 @@ def bamba(hf: dict[str, Any]) -> DecoderConfig:
             f"config.json has z_loss_coefficient {hf['z_loss_coefficient']}, but that loss is not computed here: set "
             "it to 0, if the model may do without."
         )
-    attends = {int(index) for index in hf.get("attn_layer_indices") or ()}
+    attends = hf.get("attn_layer_indices") or []
+    if not isinstance(attends, list) or not all(isinstance(index, int) for index in attends):
+        raise UserError("config.json has attn_layer_indices that are no list of layers: correct it or copy it again.")
     layers = [index for index in range(int(hf["num_hidden_layers"])) if index not in attends]
     config = decoder_config(hf, "bamba", mlp_bias=bool(hf.get("mlp_bias", False)), variants=(mamba_sizes(hf, layers),))
     return rotating_part(config, {**hf, "partial_rotary_factor": 0.5}, usual=0.5)
@@ -149,7 +161,7 @@ def granite_hybrid(hf: dict[str, Any]) -> DecoderConfig:
     """
     hf = _filled(hf, "granitemoehybrid", _GRANITE)
     count = int(hf["num_hidden_layers"])
-    types = [_TYPES.get(kind, kind) for kind in hf.get("layer_types") or ["linear_attention"] * count]
+    types = listed_types("layer_types", hf.get("layer_types") or ["linear_attention"] * count)
     check_types(hf, types, ("linear_attention", "full_attention"))
     layers = [index for index, kind in enumerate(types) if kind == "linear_attention"]
     more: dict[str, Any] = {}
@@ -184,6 +196,17 @@ def _granite_mlp(hf: Mapping[str, Any]) -> LayerVariant:
         gates_shared=False,
         balanced_by=requested_balance(hf),
     )
+
+
+def listed_types(key: str, given: Any) -> list[str]:
+    """Returns the types of layers that a config lists, by their newer names.
+
+    Raises:
+        UserError: it lists something else.
+    """
+    if not isinstance(given, list) or not all(isinstance(kind, str) for kind in given):
+        raise UserError(f"config.json has {key} that is no list of names: correct it or copy it again.")
+    return [_TYPES.get(kind, kind) for kind in given]
 
 
 _TYPES = {"mamba": "linear_attention", "attention": "full_attention"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.experts.families.routed import compared_by_group, routed_sizes
-from engine.hybrids.families.mamba import check_sizes, check_types
+from engine.hybrids.families.mamba import check_sizes, check_types, listed_types
 from engine.hybrids.layers.mamba2 import NAME, MambaSizes
 from engine.hybrids.layers.single_branches import SingleBranches
 from engine.models.decoder_config import DecoderConfig, LayerVariant, Rope
@@ -44,15 +44,16 @@ _DEFAULTS = {
     "topk_group": 1, "norm_topk_prob": True, "use_bias": False, "mlp_bias": False, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 _KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 
 
 def _types(hf: Mapping[str, Any]) -> list[str]:
     """Returns the type of each layer, of a list or of a pattern of letters."""
     pattern = hf.get("hybrid_override_pattern")
-    given = hf.get("layers_block_type") or ([_LETTERS.get(one, one) for one in pattern] if pattern else None)
-    return [_OLDER.get(kind, kind) for kind in given or ("linear_attention", "moe", "full_attention", "mlp")]
+    if pattern is not None and not isinstance(pattern, str):
+        raise UserError("config.json has a hybrid_override_pattern that is no text: correct it or copy it again.")
+    letters = [_LETTERS.get(one, one) for one in pattern or "ME*-"]
+    return listed_types("layers_block_type", hf.get("layers_block_type") or letters)
 
 
 def _check(hf: Mapping[str, Any]) -> None:

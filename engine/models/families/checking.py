@@ -35,14 +35,16 @@ _COUNTS = (
     "cross_hidden_size", "cross_compute_hidden_size", "cross_image_size", "n_group", "topk_group",
     "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "linear_conv_kernel_dim",
     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "full_attention_interval", "rotary_dim",
+    "full_attention_interval", "rotary_dim", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+    "mamba_expand", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+    "shared_intermediate_size", "moe_shared_expert_intermediate_size",
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
     "scale_emb", "scale_depth", "initializer_range", "routed_scaling_factor",
-    "swiglu_alpha", "swiglu_limit",
+    "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon", "time_step_min",
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings",

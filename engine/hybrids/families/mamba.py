@@ -103,9 +103,9 @@ def mamba_sizes(
 def _limits(given: Any) -> tuple[float, float]:
     """Returns the two numbers, which transformers writes as {"__float__": "Infinity"} where they are that."""
     values = given if isinstance(given, list | tuple) else []
-    found = [value.get("__float__") if isinstance(value, Mapping) else value for value in values]
+    found: list[Any] = [value.get("__float__") if isinstance(value, Mapping) else value for value in values]
     try:
-        low, high = map(float, found)
+        low, high = (float(value) for value in found)
     except (TypeError, ValueError, OverflowError):
         low, high = 1.0, 0.0
     if not low <= high:
@@ -206,10 +206,11 @@ def listed_types(key: str, given: Any) -> list[str]:
     """
     if not isinstance(given, list) or not all(isinstance(kind, str) for kind in given):
         raise UserError(f"config.json has {key} that is no list of names: correct it or copy it again.")
-    return [_TYPES.get(kind, kind) for kind in given]
+    names: list[str] = given
+    return [_TYPES.get(kind, kind) for kind in names]
 
 
-_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+_TYPES: dict[str, str] = {"mamba": "linear_attention", "attention": "full_attention"}
 """Names that older configs have for them."""
 
 

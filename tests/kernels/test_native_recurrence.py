@@ -145,8 +145,10 @@ def test_state_space(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> No
         assert one is not None and other is not None and value is not None
         # those of a are sums over all tokens of differences, c dc - b db, of terms about ten times as large
         assert_accurate(one, other.to(one.dtype), value.double(), 16 * value if one.dim() == 1 else None)
+    y = found[0]
+    assert y is not None
     without = ssd.ssd_forward(x, dt, a, b, c, None, pieces, initial, keep=False)
-    torch.testing.assert_close(without[0].float() + d[:, None] * x.float(), found[0].float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(without[0].float() + d[:, None] * x.float(), y.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_state_space_on_any_threads() -> None:

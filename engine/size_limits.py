@@ -20,7 +20,7 @@ _LIMITS: dict[str, int] = {
     **dict.fromkeys(
         (
             "num_hidden_layers", "depth", "depth_in_timm", "layers_in_checkpoint", "layers_run",
-            "num_nextn_predict_layers", "first_k_dense_replace",
+            "num_nextn_predict_layers", "first_k_dense_replace", "num_dense_layers",
         ),
         MOST_LAYERS,
     ),
@@ -32,13 +32,20 @@ _LIMITS: dict[str, int] = {
         1 << 17,
     ),
     **dict.fromkeys(
-        ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_hidden"), 1 << 20
+        (
+            "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_hidden",
+            "block_ff_dim", "block_multiple_of",
+        ),
+        1 << 20,
     ),
+    "block_ffn_dim_multiplier": 1 << 6,
     **dict.fromkeys(
         (
             "num_attention_heads", "num_key_value_heads", "num_multi_query_heads", "num_heads", "head_dim",
             "head_width", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_experts", "num_local_experts",
             "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
+            "conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_num_key_heads", "linear_num_value_heads", "linear_head_dim", "linear_num_heads",
         ),
         1 << 12,
     ),

@@ -33,7 +33,7 @@ _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.router"
 _STACKED_ALONE = ("gpt_oss",)
 """Families of which PEFT and servers read no adapters of single experts."""
-_UNSTACKED_BY_PEFT = ("qwen2_moe",)
+_UNSTACKED_BY_PEFT = ("qwen2_moe", "lfm2_moe")
 """Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
 no module of an expert, and computes without its adapter."""
 _OTHER_ROUTERS = (

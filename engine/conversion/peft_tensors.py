@@ -163,7 +163,7 @@ def stacked_tensors(
     for layer in routed_layers(model.decoder):
         stacks = {leaf: _stack(trained, model.decoder, layer, linears) for linears, leaf in PEFT_LEAVES.items()}
         found = {leaf: one for leaf, one in stacks.items() if one is not None}
-        experts = f"{model.names.body}layers.{layer}.mlp.experts"
+        experts = f"{model.names.body}layers.{layer}.{model.names.live_experts}"
         for leaf, (a_ERI, b_EOR, module) in found.items():
             both = leaf == PEFT_LEAVES[GATE_UP]
             if both and turns:

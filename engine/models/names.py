@@ -251,15 +251,23 @@ class NameMap:
         """Whether the checkpoint has the matrices of all experts of a layer in one tensor."""
         return any(isinstance(place, StackedPart) for place in self.layer_modules.values())
 
+    @property
+    def live_experts(self) -> str:
+        """The name, inside a layer, of the module of all experts in transformers' model."""
+        router = self.layer_modules.get("mlp.router")
+        return "feed_forward.experts" if isinstance(router, str) and router.startswith("feed_") else "mlp.experts"
+
     def stack(self) -> NameMap:
         """Returns the map of a checkpoint that transformers wrote as its modules are, with experts stacked."""
         if self.is_stacked or "mlp.router" not in self.layer_modules:
             return self
-        table = {**self.layer_modules, "mlp.router": "mlp.gate", **stacked("mlp.experts")}
+        experts = self.live_experts
+        parent = experts.rpartition(".")[0]
+        table = {**self.layer_modules, "mlp.router": f"{parent}.gate", **stacked(experts)}
         return replace(
             self,
             layer_modules=table,
-            tensors={name: f"mlp.{place.rpartition('.')[2]}" for name, place in self.tensors.items()},
+            tensors={name: f"{parent}.{place.rpartition('.')[2]}" for name, place in self.tensors.items()},
         )
 
     @property
@@ -369,6 +377,6 @@ def nest(names: NameMap, tensor_names: list[str]) -> NameMap:
     body = min(bodies, key=len) if bodies and not names.spellings else names.body
     inside = {name.removesuffix(".weight").rpartition(".")[2] for name in tensor_names if name.startswith(body)}
     fused = [module for module in FUSED if module.rpartition(".")[2] in inside]
-    if any(name.endswith(".mlp.experts.gate_up_proj") for name in tensor_names):
+    if any(name.endswith(f".{names.live_experts}.gate_up_proj") for name in tensor_names):
         names, fused = names.stack(), [module for module in fused if module.rpartition(".")[2] != "gate_up_proj"]
     return replace(names.fuse(fused), body=body, head=min(heads, key=len) if heads else names.head)

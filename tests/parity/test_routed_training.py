@@ -56,8 +56,10 @@ def stock_places(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Te
                     stored = f"{owner}.{expert}.{part}"
                     if type(model).__name__.startswith("Mixtral"):
                         stored = re.sub("mlp(.*)\\.\\w+$", rf"block_sparse_moe\1.{MIXTRAL[part]}", stored)
+                    if type(model).__name__.startswith("Lfm2"):
+                        stored = f"{owner}.{expert}.{MIXTRAL[part]}"
                     found[stored] = name, lambda x, e=expert, p=rows[part]: p(x[e])
-        elif leaf == "weight" and owner.rpartition(".")[2] in (*MLP, *ROUTERS):
+        elif leaf == "weight" and owner.rpartition(".")[2] in (*MLP, *MIXTRAL.values(), *ROUTERS):
             found[owner] = name, lambda x: x
     return found
 
@@ -153,13 +155,15 @@ def test_adapters_of_experts_follow_plain_autograd(name: str, form: str, tmp_pat
 def test_stacked_adapters_are_continued_as_peft_does(name: str, tmp_path: Path) -> None:
     """A folder of `target_parameters`, in which gate and up have one A; the router's weight is one of them. B read
     expert by expert instead of rank by rank moves the first loss by 1e-2."""
-    stacks, router = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], ["router"]
+    parent, router = "feed_forward" if name == "lfm2 moe" else "mlp", ["router"]
+    stacks = [f"{parent}.experts.gate_up_proj", f"{parent}.experts.down_proj"]
     attention = ["o_proj"] if name.startswith("deepseek") else ATTENTION
+    stock_attention = [*ATTENTION[:3], "self_attn.out_proj"] if name == "lfm2 moe" else attention
     if name == "gpt oss":  # whose routers are no product alone
-        model, router = peft_start(name, tmp_path, target_modules=attention, target_parameters=stacks), []
+        model, router = peft_start(name, tmp_path, target_modules=stock_attention, target_parameters=stacks), []
     else:
-        parameters = [*stacks, "mlp.gate.weight"]
-        model = peft_start(name, tmp_path, target_modules=attention, target_parameters=parameters)
+        parameters = [*stacks, f"{parent}.gate.weight"]
+        model = peft_start(name, tmp_path, target_modules=stock_attention, target_parameters=parameters)
     targets = [*attention, r".*mlp\.experts\.\d+\.(gate|up|down)_proj", *router]
     given = {
         "lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start",
@@ -173,7 +177,8 @@ def test_stacked_adapters_are_continued_as_peft_does(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", ROUTED)
 def test_adapters_of_attention_follow_peft(name: str, tmp_path: Path) -> None:
     targets = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"] if name.startswith("deepseek") else ATTENTION
-    model = peft_start(name, tmp_path, target_modules=targets)
+    stock_targets = [*ATTENTION[:3], "self_attn.out_proj"] if name == "lfm2 moe" else targets
+    model = peft_start(name, tmp_path, target_modules=stock_targets)
     given = {
         "lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", "lora.targets": ",".join(targets),
         "train.steps": STEPS,
@@ -194,9 +199,9 @@ def test_weights_in_full_follow_transformers(name: str, trainable: str, tmp_path
             trainable = trainable.replace("shared_expert_gate,", "")
         model.requires_grad_(False)
         for key, parameter in model.named_parameters():
-            router = ("mlp.gate.", "mlp.router.", "shared_expert_gate")
-            parameter.requires_grad_(any(name in key for name in router) or ".mlp.experts." in key)
-            if ".mlp.experts." in key:  # the second expert's part of a stack
+            router = ("mlp.gate.", "feed_forward.gate.", "mlp.router.", "shared_expert_gate")
+            parameter.requires_grad_(any(name in key for name in router) or ".experts." in key)
+            if ".experts." in key:  # the second expert's part of a stack
                 parameter.register_hook(_only_expert_one)
     eps = EPS if trainable == "*" else 1e-8
     given = {"lora.rank": 0, "trainable": trainable, "train.steps": STEPS, "optim.eps": eps}
@@ -228,7 +233,7 @@ def _losses_without_decay_of_others(model: nn.Module) -> list[float]:
         nn.utils.clip_grad_norm_(trained, 1.0)
         with torch.no_grad():
             for key, value in named.items():
-                part = value[1] if ".mlp.experts." in key else value
+                part = value[1] if ".experts." in key else value
                 if "bias" not in key:
                     part.mul_(1 - LR * DECAY)
         optimizer.step()

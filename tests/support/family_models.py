@@ -319,6 +319,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 0.4,
         },
     ),
+    "lfm2 moe": (
+        "Lfm2Moe",
+        {
+            **_SHORT_CONV,
+            "moe_intermediate_size": 20,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
@@ -338,6 +349,7 @@ ROUTED = (
     "glm moe dsa",
     "deepseek v2",
     "deepseek v2 greedy",
+    "lfm2 moe",
     "qwen3 next",
     "qwen3.5 moe",
     "granite hybrid moe",
@@ -383,7 +395,7 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
         else:
             torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
     for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.05)  # so that all experts have tokens
     if folder is not None:
         model.save_pretrained(folder)
@@ -477,7 +489,7 @@ def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
     if match := re.match(r"(.*\.mixer\.experts)\.(\d+)\.(.*_proj)", place.name):
         return parameters[f"{match[1]}.{match[3]}"].grad[int(match[2])]
     if match := re.match(r"layers\.(\d+)\.mlp\.(router|experts\.(\d+)\.(.*)_proj)", name):  # which transformers stacks
-        mlp = f"model.layers.{match[1]}.mlp"
+        mlp = f"model.layers.{match[1]}.{open_model(folder).names.live_experts.rpartition('.')[0]}"
         if match[2] == "router":
             return parameters[f"{mlp}.gate.weight"].grad
         if match[4] == "down":

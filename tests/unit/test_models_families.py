@@ -7,6 +7,7 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,13 +273,14 @@ ROUTED_SIZES = [
     "Qwen3Moe",
     "Qwen3Next",
 ]
-ROUTED_SIZES += ["Qwen3_5MoeText"]
+ROUTED_SIZES += ["Lfm2Moe", "Qwen3_5MoeText"]
 """Classes of which a few layers are counted."""
 STOCK_SIZES = [
     *ROUTED_SIZES,
     "Gemma2",
     "Gemma3Text",
     "Granite",
+    "Lfm2",
     "Mistral",
     "Olmo2",
     "Phi3",
@@ -293,9 +295,12 @@ STOCK_SIZES = [
 @pytest.mark.parametrize("prefix", STOCK_SIZES)
 def test_sizes_of_released_models_have_the_parameters_that_transformers_counts(prefix: str):
     """The classes' own default sizes, which are those of a released model."""
-    few = {"num_hidden_layers": 4 if prefix in ("Qwen3Next", "Qwen3_5MoeText") else 2} if prefix in ROUTED_SIZES else {}
+    layers = 4 if prefix in ("Lfm2Moe", "Qwen3Next", "Qwen3_5MoeText") else 2
+    few: dict[str, Any] = {"num_hidden_layers": layers} if prefix in ROUTED_SIZES else {}
     if prefix in ("DeepseekV3", "DeepseekV32", "Glm4Moe", "GlmMoeDsa"):
         few |= {"first_k_dense_replace": 1}
+    if prefix == "Lfm2Moe":
+        few |= {"layer_types": ["conv", "full_attention", "conv", "conv"]}
     if prefix == "Glm4Moe":  # whose default is no model's
         few |= {"head_dim": 128}
     config = getattr(transformers, f"{prefix}Config")(**few)

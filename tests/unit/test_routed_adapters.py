@@ -95,7 +95,7 @@ def test_megatron_bridge_3981_5588_5939_6075_ms_swift_7891_peft_opens_exports_an
     checkpoint = open_run(trained_run(tmp_path / "run", tensors, base, alpha=SCALE * RANK))
     source = open_source(base)
     values = EachExpert(checkpoint.trained(), source.model.decoder)
-    by_vllm_alone = name == "qwen2 moe" and form == "per_expert"  # whose experts PEFT computes without
+    by_vllm_alone = name in ("qwen2 moe", "lfm2 moe") and form == "per_expert"  # whose experts PEFT computes without
     reader: AdapterReader | None = "vllm" if by_vllm_alone else None
     export_peft(values, checkpoint.lora, source.model, tmp_path / "adapter", form=form, reader=reader)
     export_hf(MergedSource(source.model, source, values, scale=SCALE), tmp_path / "merged")

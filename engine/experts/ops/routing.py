@@ -43,6 +43,7 @@ class RoutingRule:
         has_bias: on the logits.
         has_correction: each expert has a number that is added to its score where experts are compared, and nowhere
             else.
+        least: added to the sum that sigmoids are divided by, which may be 0 in fp32; probabilities' may not.
         wide: logits are computed in fp32, whatever the dtype of the activations.
     """
 
@@ -57,6 +58,7 @@ class RoutingRule:
     factor: float = 1.0
     has_bias: bool = False
     has_correction: bool = False
+    least: float = 1e-20
     wide: bool = False
 
 
@@ -180,8 +182,7 @@ def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = N
         ids_TK = torch.topk(compared_TE, rule.per_token, dim=-1).indices
         weights_TK = scores_TE.gather(1, ids_TK)
     if rule.renormalises:
-        # sigmoids may all be 0 in fp32, probabilities may not
-        least = 1e-20 if rule.scores == "sigmoid" else 0.0
+        least = rule.least if rule.scores == "sigmoid" else 0.0
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
     if rule.factor != 1.0:
         weights_TK = weights_TK * rule.factor

@@ -1,16 +1,18 @@
-"""LFM2: short convolutions in most layers, attention with norms on queries and keys in the others, and MLPs."""
+"""LFM2 and LFM2-MoE: short convolutions in most layers, attention with norms on queries and keys in the others, and an
+MLP in each; the second has experts behind its first layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from engine.experts.families.routed import routed_sizes
 from engine.hybrids.families.mamba import check_types
 from engine.hybrids.layers.short_conv import NAME, ShortConvSizes
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
 from engine.models.families.reading import check_required, decoder_config
-from engine.models.names import NameMap
+from engine.models.names import CORRECTION, NameMap
 
 _MODULES = {
     "input_norm": "operator_norm",
@@ -25,6 +27,17 @@ _MODULES = {
     "mlp.down_proj": "feed_forward.w2",
 }
 NAMES = NameMap(layer_modules=_MODULES, ends={"norm": "embedding_norm"})
+MOE_NAMES = NameMap(
+    layer_modules={
+        **_MODULES,
+        "mlp.router": "feed_forward.gate",
+        "mlp.experts.*.gate_proj": "feed_forward.experts.*.w1",
+        "mlp.experts.*.up_proj": "feed_forward.experts.*.w3",
+        "mlp.experts.*.down_proj": "feed_forward.experts.*.w2",
+    },
+    ends=NAMES.ends,
+    tensors={f"mlp.router.{CORRECTION}": "feed_forward.expert_bias"},
+)
 
 _COMMON = {
     "num_key_value_heads": 8, "norm_eps": 1e-5, "max_position_embeddings": 128_000, "rope_theta": 1e6,
@@ -32,6 +45,10 @@ _COMMON = {
 }  # fmt: skip
 _LFM2 = {
     **_COMMON, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+}  # fmt: skip
+_LFM2_MOE = {
+    **_COMMON, "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts_per_tok": 4, "use_expert_bias": True,
+    "routed_scaling_factor": 1.0, "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -66,7 +83,7 @@ def _mlp_width(hf: Mapping[str, Any]) -> int:
         return width
     width = int(float(hf["block_ffn_dim_multiplier"]) * int(2 * width / 3))
     multiple = int(hf["block_multiple_of"])
-    return -(-width // multiple) * multiple
+    return max(1, -(-width // multiple)) * multiple
 
 
 def lfm2(hf: dict[str, Any]) -> DecoderConfig:
@@ -80,4 +97,29 @@ def lfm2(hf: dict[str, Any]) -> DecoderConfig:
     return decoder_config({**hf, "intermediate_size": _mlp_width(hf)}, "lfm2", qk_norm=True, variants=(_sizes(hf),))
 
 
+def lfm2_moe(hf: dict[str, Any]) -> DecoderConfig:
+    """Reads an LFM2-MoE `config.json`: experts compared by sigmoids, with or without a correction, behind the first
+    layers.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = _filled(hf, _LFM2_MOE)
+    check_required(hf, "lfm2_moe")
+    sizes = routed_sizes(
+        hf,
+        usual=32,
+        intermediate=int(hf["moe_intermediate_size"]),
+        renormalises=bool(hf["norm_topk_prob"]),
+        rounds=True,
+        rule={
+            "scores": "sigmoid", "has_correction": bool(hf["use_expert_bias"]), "least": 1e-6,
+            "factor": float(hf["routed_scaling_factor"]),
+        },
+        dense_layers=tuple(range(int(hf["num_dense_layers"]))),
+    )  # fmt: skip
+    return decoder_config(hf, "lfm2_moe", qk_norm=True, variants=(_sizes(hf), sizes))
+
+
 LFM2 = Family(lfm2, NAMES)
+LFM2_MOE = Family(lfm2_moe, MOE_NAMES)

@@ -36,6 +36,7 @@ FAMILIES = {
     "granitemoehybrid": "engine.hybrids.families.mamba:GRANITE_HYBRID",
     "kimi_k2": "engine.experts.families.deepseek:V3",
     "lfm2": "engine.hybrids.families.lfm2:LFM2",
+    "lfm2_moe": "engine.hybrids.families.lfm2:LFM2_MOE",
     "llama": "engine.models.families.llama:FAMILY",
     "minicpm": "engine.models.families.minicpm:FAMILY",
     "minicpmv": "engine.vision.families.minicpm_v:FAMILY",

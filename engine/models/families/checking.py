@@ -39,12 +39,15 @@ _COUNTS = (
     "mamba_expand", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
     "shared_intermediate_size", "moe_shared_expert_intermediate_size",
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
+    "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
+    "linear_num_heads",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
     "scale_emb", "scale_depth", "initializer_range", "routed_scaling_factor",
     "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon", "time_step_min",
+    "norm_eps", "block_ffn_dim_multiplier",
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings",
@@ -57,11 +60,17 @@ _SWITCHES = (
     "output_router_logits",
     "use_qk_norm",
     "rope_interleave",
+    "conv_bias",
+    "tie_embedding",
+    "use_expert_bias",
+    "block_auto_adjust_ff_dim",
+    "linear_allow_neg_eigval",
+    "moe_renormalize",
 )
 _EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "decoder_sparse_step", "n_routed_experts", "n_shared_experts",
-    "first_k_dense_replace", "num_nextn_predict_layers",
+    "first_k_dense_replace", "num_nextn_predict_layers", "num_dense_layers",
 )  # fmt: skip
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -87,6 +96,7 @@ _KINDS: dict[str, Kind] = {
     "partial_rotary_factor": _SHARE,
     "router_aux_loss_coef": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
+    "full_attn_idxs": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "mlp_layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),

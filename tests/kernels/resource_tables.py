@@ -63,7 +63,6 @@ KNOWN = (
         "delta._solve", "", "spills", "before and after Hopper: products of fp32 from registers, in three parts each"
     ),
     Known("delta_gradients._gradients", "", "spills|leaves 1 block", "registers: sums of a chunk by all keys"),
-    Known("delta_gradients._state", "", "spills 16 bytes", "four registers of a state by 32 values"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )
 """In the order in which a problem looks for its reason."""

@@ -80,14 +80,24 @@ def _logits(folder: Path, mesh: Mesh) -> Tensor:
         return built.model.logits(built.model.run_layers(built.model.embed(batch), context), context)
 
 
-def _run_logits(folder: str) -> dict[str, Tensor]:
+_AT_ONCE = 16
+
+
+def _beside(name: str) -> tuple[str, ...]:
+    """The families that share one spawn with this one: each spawn has a time limit."""
+    every = list(FAMILIES)
+    first = every.index(name) // _AT_ONCE * _AT_ONCE
+    return tuple(every[first : first + _AT_ONCE])
+
+
+def _run_logits(folder: str, names: tuple[str, ...]) -> dict[str, Tensor]:
     mesh = build_mesh(RankGrid(tp=2), device_type="cpu", num_kv_heads=2)
-    return {name: _logits(Path(folder) / name.replace(" ", "-"), mesh) for name in FAMILIES}
+    return {name: _logits(Path(folder) / name.replace(" ", "-"), mesh) for name in names}
 
 
 @functools.cache
-def _ranks_logits() -> list[dict[str, Tensor]]:
-    return spawn(_run_logits, world=2, args=(_folder().name,), timeout=110)
+def _ranks_logits(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    return spawn(_run_logits, world=2, args=(_folder().name, names), timeout=110)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -95,12 +105,12 @@ def test_logits_of_two_ranks_equal_transformers(name: str):
     stock = make_model(name)  # the weights in the folder: they are drawn from the name
     with torch.no_grad():
         expected, _ = stock_losses(stock, batch_of())
-    logits = torch.cat([rank[name] for rank in _ranks_logits()], dim=-1)
+    logits = torch.cat([rank[name] for rank in _ranks_logits(_beside(name))], dim=-1)
     torch.testing.assert_close(logits[:, : expected.shape[1]], expected, rtol=0, atol=1e-4)
     assert expected.std() > 0.05, "logits say nothing"
 
 
-def _run_all(folder: str, names: list[str], kinds: tuple[str, ...]) -> dict[tuple[str, str], Seen]:
+def _run_all(folder: str, names: tuple[str, ...], kinds: tuple[str, ...]) -> dict[tuple[str, str], Seen]:
     seen = {}
     for name in names:
         place = Path(folder) / name.replace(" ", "-")
@@ -126,13 +136,12 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-FOUR = ["olmo2"]
+FOUR = ("olmo2",)
 """On four ranks too: with two key heads, each on two ranks, a norm over all heads counts every head once."""
 
 
 @functools.cache
-def _ranks(world: int, quick: bool) -> list[dict[tuple[str, str], Seen]]:
-    names = list(FAMILIES) if world == 2 else FOUR
+def _ranks(names: tuple[str, ...], world: int, quick: bool) -> list[dict[tuple[str, str], Seen]]:
     kinds = tuple(kind for kind in KINDS if (kind in QUICK_KINDS) == quick)
     return spawn(_run_all, world=world, args=(_folder().name, names, kinds), timeout=110)
 
@@ -142,7 +151,8 @@ def _ranks(world: int, quick: bool) -> list[dict[tuple[str, str], Seen]]:
 def test_ranks_equal_one_process(name: str, world: int, kind: str):
     expected_losses, local, whole = _run(Path(_folder().name) / name.replace(" ", "-"), kind, single_process_mesh())
     expected = {key: uncut(value, whole[key]) for key, value in local.items()}
-    for losses, gradients, specs in (rank[name, kind] for rank in _ranks(world, kind in QUICK_KINDS)):
+    names = _beside(name) if world == 2 else FOUR
+    for losses, gradients, specs in (rank[name, kind] for rank in _ranks(names, world, kind in QUICK_KINDS)):
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=2e-5)
         assert gradients.keys() == expected.keys()
         errors = gradient_errors(gradients, {key: cut(value, specs[key]) for key, value in expected.items()})
@@ -162,12 +172,12 @@ def _methods(source: WeightSource) -> tuple[Method, ...]:
     return METHODS if plain else ("ulysses",)
 
 
-def _run_context(folder: str) -> dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]:
+def _run_context(folder: str, names: tuple[str, ...]) -> dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]:
     """The rank's own tokens: their coordinates, losses, and the gradient that reaches their embeddings."""
     mesh = build_mesh(RankGrid(cp=2), device_type="cpu", num_kv_heads=2)
     batch = context_part(batch_of(), size=2, rank=mesh.cp.rank)
     seen = {}
-    for name in FAMILIES:
+    for name in names:
         source = open_source(Path(folder) / name.replace(" ", "-"))
         for method in _methods(source):
             layout = TensorLayout(cp=mesh.cp, context_method=method, attention_blocks=REFERENCE_BLOCKS)
@@ -186,8 +196,8 @@ def _embedding_gradient(source: WeightSource, layout: TensorLayout, batch: Batch
 
 
 @functools.cache
-def _context_ranks() -> list[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]]:
-    return spawn(_run_context, world=2, args=(_folder().name,), timeout=110)
+def _context_ranks(names: tuple[str, ...]) -> list[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]]]:
+    return spawn(_run_context, world=2, args=(_folder().name, names), timeout=110)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -198,7 +208,7 @@ def test_rows_over_context_ranks(name: str):
     order = {int(index): row for row, index in enumerate(place)}
     assert ("ring" in _methods(source)) == (name in WITHOUT_WINDOWS)
     for method in _methods(source):
-        for own, losses, gradient in (rank[name, method] for rank in _context_ranks()):
+        for own, losses, gradient in (rank[name, method] for rank in _context_ranks(_beside(name))):
             rows = torch.tensor([order[int(index)] for index in own])
             torch.testing.assert_close(losses, expected_losses[rows], rtol=0, atol=2e-5)
             assert relative_error(gradient, expected[rows]) < 2e-5, method
@@ -236,10 +246,10 @@ WITHOUT_WINDOWS = (
 )  # fmt: skip
 
 
-def _run_pipeline(folder: str) -> dict[str, dict[str, Tensor]]:
+def _run_pipeline(folder: str, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
     """Gradients of the parameters on this rank's half of the layers, everything trained."""
     mesh = build_mesh(RankGrid(pp=2), device_type="cpu", num_kv_heads=2)
-    return {name: _half(Path(folder) / name.replace(" ", "-"), mesh) for name in FAMILIES}
+    return {name: _half(Path(folder) / name.replace(" ", "-"), mesh) for name in names}
 
 
 def _half(folder: Path, mesh: Mesh) -> dict[str, Tensor]:
@@ -266,15 +276,15 @@ def _half(folder: Path, mesh: Mesh) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _pipeline_ranks() -> list[dict[str, dict[str, Tensor]]]:
-    return spawn(_run_pipeline, world=2, args=(_folder().name,), timeout=110)
+def _pipeline_ranks(names: tuple[str, ...]) -> list[dict[str, dict[str, Tensor]]]:
+    return spawn(_run_pipeline, world=2, args=(_folder().name, names), timeout=110)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_over_pipeline_ranks(name: str):
     """Kinds of layers keep their numbers, ropes and windows; tied matrices lie on both ends."""
     _, expected, _ = _run(Path(_folder().name) / name.replace(" ", "-"), "whole", single_process_mesh())
-    halves = [rank[name] for rank in _pipeline_ranks()]
+    halves = [rank[name] for rank in _pipeline_ranks(_beside(name))]
     assert set(halves[0]) | set(halves[1]) == set(expected)
     for half in halves:
         errors = gradient_errors(half, {key: expected[key] for key in half})

@@ -31,14 +31,15 @@ from engine.models.names import fused_parts, is_shared_factor
 
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.router"
-_STACKED_ALONE = ("gpt_oss",)
-"""Families of which PEFT and servers read no adapters of single experts."""
+_STACKED_ALONE = ("gpt_oss", "granitemoehybrid", "qwen3_5_moe_text")
+"""Families of which PEFT and servers read no adapters of single experts: their checkpoints have them stacked, or PEFT's
+table lacks them and vLLM loads their adapters as stacks (`is_3d_moe_weight`)."""
 _UNSTACKED_BY_PEFT = ("qwen2_moe", "lfm2_moe")
 """Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
 no module of an expert, and computes without its adapter."""
 _OTHER_ROUTERS = (
-    "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa",
-    "gpt_oss", "minimax_m2", *_UNSTACKED_BY_PEFT
+    "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2",
+    *_STACKED_ALONE, *_UNSTACKED_BY_PEFT,
 )  # fmt: skip
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it
 opens none."""

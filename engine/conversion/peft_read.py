@@ -347,7 +347,7 @@ class AdapterSource(TensorReader):
     def _take_apart(self, stack: StoredStack, fused: Collection[str] | None) -> dict[str, _Adapter]:
         """Returns the adapters of each expert in a stack by module: of gate and up together, or of each of them."""
         count, height = expert_sizes(self._decoder)
-        rank, scale = self._stated(f"{self._names.body}layers.{stack.layer}.mlp.experts.{stack.leaf}")
+        rank, scale = self._stated(f"{self._names.body}layers.{stack.layer}.{self._names.live_experts}.{stack.leaf}")
         keys, parts = stack.keys, [(stack.leaf, slice(None), 0, rank)]
         turns = stack.linears == GATE_UP and in_turns(self._names)
         stored = self._file.shape(keys[LORA_A])[-2] // (count if stack.flat else 1)

@@ -254,6 +254,9 @@ class NameMap:
     @property
     def live_experts(self) -> str:
         """The name, inside a layer, of the module of all experts in transformers' model."""
+        stacked_in = self.layer_modules.get("mlp.experts.*.gate_proj")
+        if isinstance(stacked_in, StackedPart):
+            return f"{stacked_in.module.partition('.')[0]}.experts"
         router = self.layer_modules.get("mlp.router")
         return "feed_forward.experts" if isinstance(router, str) and router.startswith("feed_") else "mlp.experts"
 

@@ -311,7 +311,7 @@ class Layout:
     """How the ranks are used, and for what.
 
     Args:
-        case: a key of CASES.
+        case: a key of CASES, or a case of the caller's own.
         layers: of each pipeline stage.
         schedule: of a pipeline.
         first: the first stage that trains anything; those below have no backward.
@@ -327,7 +327,7 @@ class Layout:
             depend on how many rows there are.
     """
 
-    case: str
+    case: str | Case
     grid: RankGrid
     layers: tuple[int, ...] = (2,)
     schedule: str = "1f1b"
@@ -382,7 +382,7 @@ class Run:
         weight_decay: float = 0.01,
         lr_factor: Callable[[str], float] = same_rate,
     ) -> None:
-        case = CASES[layout.case]
+        case = layout.case if isinstance(layout.case, Case) else CASES[layout.case]
         case = replace(case, sequence_parallel=layout.sequence, dropout=layout.dropout, balance=layout.balance)
         self.balance = case.load_balance(mesh)
         self.layout, self.mesh, self.case = layout, mesh, case
@@ -473,6 +473,7 @@ class Run:
             own = rows[mesh.dp.rank * share : (mesh.dp.rank + 1) * share]
             whole = make_batch(own, **common)
             if (tower := self.case.config.front(ImageTower)) is not None:
+                assert isinstance(self.layout.case, str)
                 grid_of = GRIDS.get(self.layout.case.partition(" ")[0], toy_grid)
                 slots = [slot for slot, _ in own]
                 whole = with_images(whole, slots, seed=step, vision=tower.model, grid_of=grid_of)

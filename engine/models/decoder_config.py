@@ -202,6 +202,10 @@ class LayerVariant:
         """Returns the build context of the norms before attention and MLP."""
         return build
 
+    def norms(self) -> Literal["inputs", "outputs", "both"] | None:
+        """Returns where the layer has norms, as of `DecoderConfig`; None where that is as in the others."""
+        return None
+
     def attention_kind(self, kind: AttentionKind) -> AttentionKind:
         """Returns the switches of the layer's attention, for those of a plain one."""
         return kind

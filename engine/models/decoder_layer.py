@@ -79,9 +79,10 @@ class DecoderLayer(nn.Module):
         inner = build
         for variant in variants:
             inner = variant.norm_context(inner)
+        norms = next((one for variant in variants if (one := variant.norms()) is not None), config.norms)
 
         def norm(name: str, *places: str, build: LayerContext) -> RMSNorm | None:
-            if config.norms not in places:
+            if norms not in places:
                 return None
             name = f"{place.prefix}.{name}"
             return RMSNorm(name, config.hidden, config.norm_eps, offset=config.norm_offset, build=build)

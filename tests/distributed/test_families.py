@@ -238,7 +238,7 @@ def test_sinks_in_ring_attention_are_transformers(world: int, tmp_path: Path):
 
 WITHOUT_WINDOWS = (
     "llama", "llama fused", "mistral without window", "qwen2", "qwen3", "granite", "minicpm", "smollm3", "olmo2",
-    "lfm2", "lfm2 with biases", "lfm2 moe",
+    "olmo hybrid", "lfm2", "lfm2 with biases", "lfm2 moe",
     "olmo2 one head each", "phi3 longrope", "gemma3 without windows", "qwen2 moe", "qwen3 moe", "olmoe",
     "qwen3 next", "qwen3.5", "qwen3.5 moe", "bamba", "granite hybrid", "granite hybrid moe", "nemotron h",
     "glm4 moe", "glm4 moe without groups", "deepseek v2", "deepseek v2 greedy", "deepseek v3", "deepseek v3 yarn",

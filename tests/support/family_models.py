@@ -294,6 +294,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "olmo hybrid": (
+        "OlmoHybrid",
+        {
+            **{key: value for key, value in _DELTA.items() if key != "head_dim"},
+            "head_dim": None,
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 9,  # transformers writes the three convolutions as thirds
+        },
+    ),
     "lfm2": ("Lfm2", {**_SHORT_CONV, "block_multiple_of": 4, "block_ffn_dim_multiplier": 1.3}),
     "lfm2 with biases": (
         "Lfm2",
@@ -471,6 +480,8 @@ _RENAMED = {
     ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
     ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
 }
 """Names on disk -> names of transformers' parameters."""
 
@@ -486,6 +497,8 @@ def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
     if place.name in parameters:
         gradient = parameters[place.name].grad
         return gradient if place.num_rows is None else gradient[place.row_offset : place.row_offset + place.num_rows]
+    if match := re.match(r"(.*)\.([qkv])_conv1d\.weight", place.name):
+        return parameters[f"{match[1]}.conv1d.weight"].grad.chunk(3)["qkv".index(match[2])]
     if match := re.match(r"(.*\.mixer\.experts)\.(\d+)\.(.*_proj)", place.name):
         return parameters[f"{match[1]}.{match[3]}"].grad[int(match[2])]
     if match := re.match(r"layers\.(\d+)\.mlp\.(router|experts\.(\d+)\.(.*)_proj)", name):  # which transformers stacks

@@ -49,7 +49,11 @@ class DeltaSizes(StateLayers):
         key_dim, value_dim: features of a head.
         taps: of the convolution.
         stored: how a checkpoint has the first linear's rows: "apart", in_proj_qkv with all queries before all keys, and
-            in_proj_z, in_proj_b, in_proj_a; or "by head", in_proj_qkvz and in_proj_ba, key head by key head.
+            in_proj_z, in_proj_b, in_proj_a; "by head", in_proj_qkvz and in_proj_ba, key head by key head; or "each",
+            q_proj, k_proj, v_proj, g_proj for z, b_proj, a_proj, and three convolutions.
+        beta_factor: on beta: 2 lets a state's eigenvalues be negative.
+        gated_eps: epsilon of the gated norm; None for that of the config's norms.
+        layer_norms: where layers with a delta net have norms; None where all layers are alike.
     """
 
     key_heads: int
@@ -57,7 +61,10 @@ class DeltaSizes(StateLayers):
     key_dim: int
     value_dim: int
     taps: int
-    stored: Literal["apart", "by head"]
+    stored: Literal["apart", "by head", "each"]
+    beta_factor: float = 1.0
+    gated_eps: float | None = None
+    layer_norms: Literal["inputs", "outputs", "both"] | None = None
 
     @property
     def key_width(self) -> int:
@@ -75,12 +82,17 @@ class DeltaSizes(StateLayers):
             f"{place.prefix}.{NAME}",
             self,
             hidden=config.hidden,
-            norm_eps=config.norm_eps,
+            norm_eps=config.norm_eps if self.gated_eps is None else self.gated_eps,
             first_site=place.attention_site,
             build=place.build,
         )
 
+    def norms(self) -> Literal["inputs", "outputs", "both"] | None:
+        return self.layer_norms
+
     def mixer_linears(self) -> tuple[str, ...]:
+        if self.stored == "each":
+            return ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_proj")
         first: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if self.stored == "by head":
             first = ("in_proj_qkvz", "in_proj_ba")
@@ -114,15 +126,38 @@ class _Small(ShardedModule):
         tp = build.layout.tp
         heads = split_spec((sizes.value_heads,), 0, rank=tp.rank, size=tp.size, what="the number of value heads")
         norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        self.convolution, self.a_log, self.dt_bias, self.norm = (
+        total, width = channels.global_shape[0], sizes.key_width
+        parts = {"conv1d": channels}
+        if sizes.stored == "each":
+            starts = {"q_conv1d": (0, width), "k_conv1d": (width, width), "v_conv1d": (2 * width, total - 2 * width)}
+            parts = {
+                name: split_spec((rows, 1, sizes.taps), 0, rank=tp.rank, size=tp.size, what="the heads' channels")
+                for name, (_, rows) in starts.items()
+            }
+        self.convolutions = [
             self.own(
                 f"{prefix}.{name}.weight",
                 build.empty(spec.local_shape),
                 spec,
                 trainable=build.plan.trains(f"{prefix}.{name}"),
             )
-            for name, spec in (("conv1d", channels), ("A_log", heads), ("dt_bias", heads), ("norm", norm))
+            for name, spec in parts.items()
+        ]
+        self.a_log, self.dt_bias, self.norm = (
+            self.own(
+                f"{prefix}.{name}.weight",
+                build.empty(spec.local_shape),
+                spec,
+                trainable=build.plan.trains(f"{prefix}.{name}"),
+            )
+            for name, spec in (("A_log", heads), ("dt_bias", heads), ("norm", norm))
         )
+
+    @property
+    def convolution_weight(self) -> Tensor:
+        """[C, 1, W], of q, k and v."""
+        weights = [entry.parameter for entry in self.convolutions]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 class GatedDeltaNet(Branch):
@@ -147,7 +182,7 @@ class GatedDeltaNet(Branch):
                 f"parallel.tensor {layout.tp.size}: use a parallel.tensor that divides {sizes.key_heads}."
             )
         self.prefix, self.layout, self._eps = prefix, layout, norm_eps
-        self._scale = sizes.key_dim**-0.5
+        self._scale, self._beta_factor = sizes.key_dim**-0.5, sizes.beta_factor
         self._kernels = hybrid_kernels(layout.kernels, shapes=build.device.type == "meta")
         size, rank = layout.tp.size, layout.tp.rank
         self._key_dim, self._value_dim = sizes.key_dim, sizes.value_dim
@@ -162,7 +197,12 @@ class GatedDeltaNet(Branch):
         total = 2 * width + sizes.value_width
         self.small = _Small(prefix, rows_spec(total, (1, sizes.taps), channels), sizes, build=build)
         self.out_proj = RowParallelLinear(
-            f"{prefix}.out_proj", sizes.value_width, hidden, bias=False, site=first_site + 1, build=build
+            f"{prefix}.{'o_proj' if sizes.stored == 'each' else 'out_proj'}",
+            sizes.value_width,
+            hidden,
+            bias=False,
+            site=first_site + 1,
+            build=build,
         )
 
     @property
@@ -178,6 +218,9 @@ class GatedDeltaNet(Branch):
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [T, G, K] and v [T, N, V] of [T, C]."""
         q, k, v = mixed.split(self._channels, dim=1)
+        return self._by_head(q, k, v)
+
+    def _by_head(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return (
             q.unflatten(1, (-1, self._key_dim)),
             k.unflatten(1, (-1, self._key_dim)),
@@ -188,19 +231,24 @@ class GatedDeltaNet(Branch):
         small, kernels = self.small, self._kernels
         mixed, z, b, a = self.in_proj(u, source, context).split(self._widths, dim=1)
         decay, beta = of_parameters(_gates, (a, b), (small.a_log, small.dt_bias))
+        if self._beta_factor != 1.0:
+            beta = beta * self._beta_factor
         if context.cache is not None:
             out = cached_delta_rule(
-                self.prefix, context.cache, context.documents, mixed, small.convolution.parameter, self._heads, decay,
+                self.prefix, context.cache, context.documents, mixed, small.convolution_weight, self._heads, decay,
                 beta, scale=self._scale, kernels=kernels,
             )  # fmt: skip
         else:
             pieces = context.part(Pieces)
             assert pieces is not None
-            mixed = causal_convolution(
-                mixed, small.convolution, None, pieces, self.layout.cp, activation="silu", kernels=kernels
-            )
+            parts = mixed.split(self._channels, dim=1) if len(small.convolutions) > 1 else (mixed,)
+            convolved = [
+                causal_convolution(part, entry, None, pieces, self.layout.cp, activation="silu", kernels=kernels)
+                for part, entry in zip(parts, small.convolutions, strict=True)
+            ]
+            q, k, v = convolved if len(convolved) > 1 else convolved[0].split(self._channels, dim=1)
             out = delta_rule(
-                *self._heads(mixed), decay, beta, pieces, self.layout.cp, scale=self._scale, kernels=kernels
+                *self._by_head(q, k, v), decay, beta, pieces, self.layout.cp, scale=self._scale, kernels=kernels
             )
         out = gated_norm(out, z.unflatten(1, (-1, self._value_dim)), small.norm, eps=self._eps, kernels=kernels)
         return self.out_proj(out.flatten(1), GivenInput(), context)
@@ -215,7 +263,13 @@ def _sections(
         channels: the rows of q, k and v, where all queries lie before all keys.
     """
     heads, values = sizes.value_heads // size, sizes.value_width // size
-    if sizes.stored == "apart":
+    if sizes.stored == "each":
+        width, whole = sizes.key_width, sizes.value_width
+        keys = (width, [(rank * (width // size), width // size)])
+        rows = {"q_proj": keys, "k_proj": keys, "v_proj": (whole, [(rank * values, values)])}
+        rows |= {"g_proj": (whole, [(rank * values, values)])}
+        rows |= dict.fromkeys(("b_proj", "a_proj"), (sizes.value_heads, [(rank * heads, heads)]))
+    elif sizes.stored == "apart":
         rows = {
             "in_proj_qkv": (2 * sizes.key_width + sizes.value_width, channels),
             "in_proj_z": (sizes.value_width, [(rank * values, values)]),

@@ -46,6 +46,7 @@ FAMILIES = {
     "nemotron_h": "engine.hybrids.families.nemotron:FAMILY",
     "olmo2": "engine.models.families.olmo2:FAMILY",
     "olmo3": "engine.models.families.olmo3:FAMILY",
+    "olmo_hybrid": "engine.hybrids.families.olmo:OLMO_HYBRID",
     "olmoe": "engine.experts.families.routed:OLMOE",
     "omnilmm": "engine.vision.families.omnilmm:FAMILY",
     "phi3": "engine.models.families.phi3:FAMILY",

@@ -73,8 +73,9 @@ def olmo_hybrid(hf: dict[str, Any]) -> DecoderConfig:
         gated_eps=1e-5,
         layer_norms="inputs",
     )
-    rope = hf.get("rope_parameters") or {}
-    more: dict[str, Any] = {} if rope.get("rope_theta") is not None else {"ropes": (Rope(theta=None),)}
+    more: dict[str, Any] = {}
+    if (hf.get("rope_parameters") or {}).get("rope_theta", 0.0) is None:  # as released
+        more["ropes"] = (Rope(theta=None),)
     return decoder_config(
         hf, "olmo_hybrid", norms="outputs", qk_norm=True, qk_norm_over="all", variants=(sizes,), **more
     )

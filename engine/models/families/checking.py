@@ -108,6 +108,8 @@ _ROPE_KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers that may have a rotary embedding each."""
 _SECOND_SCALES = ("mscale", "mscale_all_dim")
 """YaRN's keys where 0 means none."""
+_MAY_LACK_ROPE = ("olmo_hybrid",)
+"""Types whose rope_theta null means no rotary embedding."""
 _NEVER_NULL = (
     "rms_norm_eps", "query_pre_attn_scalar", "logits_scaling", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",
@@ -143,7 +145,10 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
         if (value is not None and not fits(value)) or (value is None and key in hf and needed):
             raise _wrong(key, value, expected)
     for key in ("rope_scaling", "rope_parameters"):
-        _check_rope(key, hf.get(key) or {})
+        rope = hf.get(key) or {}
+        if hf.get("model_type") in _MAY_LACK_ROPE:
+            rope = {name: value for name, value in rope.items() if name != "rope_theta" or value is not None}
+        _check_rope(key, rope)
     heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if heads and groups and heads % groups:
         raise UserError(

@@ -283,6 +283,7 @@ STOCK_SIZES = [
     "Lfm2",
     "Mistral",
     "Olmo2",
+    "OlmoHybrid",
     "Phi3",
     "Qwen2",
     "Qwen3",

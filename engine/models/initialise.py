@@ -22,6 +22,9 @@ from engine.layers.context import LORA_LEAVES
 _CHUNK = 1 << 20
 """Numbers drawn at a time; bounds the memory of a draw."""
 
+_OF_MIXERS = (".dt_bias.weight", ".D.weight", ".linear_attention.norm.weight", ".mamba.norm.weight")
+"""Ends of the names of vectors of mixers with states that start from ones."""
+
 
 def site_of(name: str) -> int:
     """Returns the key word of a tensor's random numbers."""
@@ -94,7 +97,9 @@ def initialise_adapters(shards: Iterable[NamedShard], seed: int, *, gaussian: bo
 def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm: float = 1.0) -> None:
     """Initialises a fresh model: matrices normal with `std`, norm weights `norm`, biases and attention sinks zero.
 
-    The norms of a vision model multiply by their weights alone, whatever its language model's do: theirs are 1.
+    The norms of a vision model multiply by their weights alone, whatever its language model's do: theirs are 1. So do
+    those of mixers with states, whose rates of forgetting are spread over heads from 1 to 16, where transformers draws
+    them from.
     """
     for shard in shards:
         leaf = shard.name.rpartition(".")[2]
@@ -102,6 +107,13 @@ def initialise_weights(shards: Iterable[NamedShard], seed: int, std: float, norm
             continue
         if leaf.endswith("bias") or shard.name.endswith(".sinks.weight"):
             shard.tensor.zero_()
+        elif shard.name.endswith(".A_log.weight"):
+            rates = torch.linspace(1.0, 16.0, shard.spec.global_shape[0]).log()
+            for run in shard.spec.runs(0):
+                part = rates[run.global_offset : run.global_offset + run.length]
+                shard.tensor[run.local_offset : run.local_offset + run.length] = part
+        elif shard.name.endswith(_OF_MIXERS):
+            shard.tensor.fill_(1.0)
         elif len(shard.spec.global_shape) == 1:
             shard.tensor.fill_(1.0 if shard.name.startswith(VISION) else norm)
         else:

@@ -23,8 +23,8 @@ from tests.support.sweeps import sampled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
-ROUNDING = 5e-6
-"""Largest error of a gradient: models compute in fp64, but parts of a gradient are summed in fp32, and may cancel."""
+ROUNDING = 1e-5
+"""Largest error of a gradient: models compute in fp64, but routers and sums of gradients are in fp32."""
 
 ONE = RankGrid()
 TP2, PP2, CP2, CP4, DP2 = RankGrid(tp=2), RankGrid(pp=2), RankGrid(cp=2), RankGrid(cp=4), RankGrid(dp=2)
@@ -58,7 +58,7 @@ def _of(model: str) -> dict[str, Place]:
         "cp4 odd": place(grid=CP4, rows="odd"),
         "cp4 short": place(grid=CP4, rows="short"),
         "zero 3": place(grid=DP2, level="parameters"),
-        "zero 3, offload": place(grid=DP2, level="parameters", offload=True, rows="at borders"),
+        "zero 2, offload": place(grid=DP2, level="gradients", offload=True, rows="at borders"),
         "cp2, zero 3": place(grid=CP2, level="parameters", rows="short"),
         "tp2 cp2": place(grid=RankGrid(tp=2, cp=2)),
         "tp2 sequence cp2": place(grid=RankGrid(tp=2, cp=2), sequence=True, rows="at borders"),

@@ -32,7 +32,7 @@ from engine.errors import UserError
 from engine.layers.context import LORA_LEAVES
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names
-from engine.models.names import CORRECTION, NameMap, fused_parts, fused_rows
+from engine.models.names import NameMap, buffer_value, fused_parts, fused_rows
 
 _QUANTIZATION = "quantization_config"
 LORA_A, LORA_B, LORA_MAGNITUDE, LORA_BIAS = LORA_LEAVES
@@ -122,7 +122,9 @@ class MergedSource(WeightSource):
         super().__init__(model, has_tied_head=base is not None and base.has_tied_head)
         self.base, self.trained, self.scale = base, trained, scale
         # which never train, and without a base have a fresh model's values
-        self._zeros = {name for name in self._shapes if name.endswith(f".{CORRECTION}")} if base is None else set()
+        self._fresh = {
+            name: value for name in (self._shapes if base is None else ()) if (value := buffer_value(name)) is not None
+        }
         self._check(model.path)
 
     @property
@@ -144,7 +146,7 @@ class MergedSource(WeightSource):
         ]
 
     def dtype(self, name: str) -> torch.dtype:
-        if name in self._zeros:
+        if name in self._fresh:
             return torch.float32
         return self.model.config_dtype() if self.base is None else self.base.dtype(name)
 
@@ -152,8 +154,8 @@ class MergedSource(WeightSource):
         return (Box(),)
 
     def view(self, name: str, index: int) -> Tensor:
-        if name in self._zeros:
-            value = torch.zeros(self._shapes[name])
+        if name in self._fresh:
+            value = torch.full(self._shapes[name], self._fresh[name])
         elif name in self._full:
             value = self.trained.read_whole(name)
         else:
@@ -164,11 +166,11 @@ class MergedSource(WeightSource):
         return value.to(self.dtype(name))
 
     def contents(self, name: str, wanted: Sequence[Box]) -> list[Content]:
-        if self.base is not None and name not in self._zeros | self._full and self._adapter_at(name) is None:
+        if self.base is not None and name not in self._full.union(self._fresh) and self._adapter_at(name) is None:
             return self.base.contents(name, wanted)
         assert list(wanted) == [Box()], wanted
-        assert self.base is not None or name in self._zeros | self._full, name
-        source: TensorReader = self if name in self._zeros else self.trained if name in self._full else self.base
+        assert self.base is not None or name in self._full.union(self._fresh), name
+        source: TensorReader = self if name in self._fresh else self.trained if name in self._full else self.base
         is_stack = len(self._shapes[name]) == 3  # whose experts may be stored by themselves
         rows: Rows = self.base.rows(name) if source is self.base and not is_stack else ReadRows(source, name)
         return [MergedRows(name, rows, source.dtype(name), self.dtype(name), self._update(name))]
@@ -248,7 +250,7 @@ class MergedSource(WeightSource):
             self.trained.require_numbers(name)
         for module in adapted_modules(self.trained.tensor_names()):
             self._check_factors(module)
-        if self.base is None and (untrained := sorted(set(self._shapes) - self._full - self._zeros)):
+        if self.base is None and (untrained := sorted(set(self._shapes) - self._full - set(self._fresh))):
             raise UserError(
                 f"{folder} was opened without weights, and {untrained[0]} was not trained: give the base with --base."
             )

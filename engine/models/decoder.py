@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from engine.batch import Batch, Embeddings, Padding
 from engine.distributed.collectives import local_part
@@ -120,7 +121,7 @@ class Decoder(nn.Module):
         # of the multiplier as the compute dtype has it, which is what the models that have one were trained with
         self.embedding_multiplier = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
         self.inverse_frequencies = tuple(
-            rotary_frequencies(rope, config.rotary_dim or config.head_dim).to(
+            rotary_frequencies(rope, rope.width or config.rotary_dim or config.head_dim).to(
                 "cpu" if device.type == "meta" else device
             )
             for rope in config.ropes
@@ -258,7 +259,8 @@ class Decoder(nn.Module):
             )
 
     def _rope_tables(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other."""
+        """Makes cos and sin [ropes * T, rotary_dim / 2], the tables of all ropes one after the other, narrower ones
+        padded."""
         tables = []
         for rope, frequencies in zip(self.config.ropes, self.inverse_frequencies, strict=True):
             positions = batch.rotary_positions(self._rope_axes if rope.axes else None)
@@ -268,8 +270,11 @@ class Decoder(nn.Module):
             tables.append(pair)
         if len(tables) == 1:
             return tables[0]
-        cos, sin = zip(*tables, strict=True)
-        return torch.cat(cos), torch.cat(sin)
+        widest = max(cos.shape[1] for cos, _ in tables)
+        cos, sin = (
+            torch.cat([pad(one, (0, widest - one.shape[1])) for one in half]) for half in zip(*tables, strict=True)
+        )
+        return cos, sin
 
     def embed(self, batch: Batch, *, adapters: bool = True, step: Tensor | None = None) -> Tensor:
         """Returns the residual stream that enters the first layer, and below it features for later layers, see
@@ -430,9 +435,14 @@ class Decoder(nn.Module):
 
 
 def rotary_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
-    """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base."""
+    """Returns fp32 [rotary_dim / 2]; zeros, which turn nothing, for a rope without a base and for the pairs behind its
+    `turned_pairs`."""
     if rope.theta is None:
         return torch.zeros(rotary_dim // 2)
+    if rope.turned_pairs is not None:
+        found = rotary_frequencies(replace(rope, turned_pairs=None), rotary_dim)
+        found[rope.turned_pairs :] = 0.0
+        return found
     scaling = rope.scaling
     if scaling is None:
         return inverse_frequencies(rotary_dim, rope.theta)

@@ -62,11 +62,16 @@ class Rope:
         scaling: of its frequencies.
         axes: the kind of position that each pair of features is turned by: 0 in time, 1 in height, 2 in width; empty
             where positions are of one kind.
+        width: features that its tables are of; None for the config's.
+        turned_pairs: the first pairs of features, which are turned as wide heads are, while others are not; None for
+            all.
     """
 
     theta: float | None
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
+    width: int | None = None
+    turned_pairs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +194,11 @@ class LayerVariant:
         """Experts that a router chooses for a token; 0 without one."""
         return 0
 
+    @property
+    def head_dim(self) -> int:
+        """Features of a head, where they are not the config's; else 0."""
+        return 0
+
     def applies(self, index: int) -> bool:
         """Returns whether a layer has it, by its index in the whole model."""
         return True
@@ -239,6 +249,10 @@ class LayerVariant:
 
     def mlp(self, place: LayerPlace) -> Branch | None:
         """Builds the branch in the place of an MLP."""
+        return None
+
+    def behind(self, place: LayerPlace) -> JoiningBranch | None:
+        """Builds a branch behind the MLP."""
         return None
 
     def context_part(self, batch: Batch) -> ContextPart | None:
@@ -502,6 +516,11 @@ class DecoderConfig:
             return self.max_length
         made_for = self.max_length if scaling.kind == "linear" else scaling.original_length
         return max(self.max_length, round(made_for * scaling.factor))
+
+    @property
+    def widest_head(self) -> int:
+        """Features of a head in the layers where it has most."""
+        return max(self.head_dim, *(variant.head_dim for variant in self.variants), 0)
 
     @property
     def rope_axes(self) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), or one of these alone; `memory` says what stays for backward.
 
     Families may have norms on what is added to x too, or there alone, and a factor on it. The config's variants may
-    put something else in the place of attention and MLP, and a branch between the two.
+    put something else in the place of attention and MLP, and a branch between or behind the two.
     """
 
     def __init__(
@@ -100,6 +100,8 @@ class DecoderLayer(nn.Module):
             if "attention" not in lacking:
                 self.post_attention_norm = norm("post_attention_norm", "inputs", "both", build=inner)
             self.mlp = _given([variant.mlp(place) for variant in variants]) or plain_mlp(place)
+        behind = [branch for variant in variants if (branch := variant.behind(place)) is not None]
+        self.behind = nn.ModuleList(behind)
         self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both", build=build)
         self.level = memory.level(index)
         if self.mlp_output_norm is None or self.level == "none":
@@ -121,9 +123,11 @@ class DecoderLayer(nn.Module):
         return x
 
     def _with_mlp(self, x: Tensor, context: TokenContext) -> Tensor:
-        if self.mlp is None:
-            return x
-        return self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
+        if self.mlp is not None:
+            x = self._add(x, self.mlp(x, _input(self.post_attention_norm), context), self.mlp_output_norm)
+        for branch in self.behind:
+            x = branch.joined(x, context, self.residual_multiplier)
+        return x
 
     def _add(self, x: Tensor, branch: Tensor, norm: RMSNorm | None) -> Tensor:
         return torch.add(x, branch if norm is None else norm.of_output(branch), alpha=self.residual_multiplier)

@@ -15,7 +15,7 @@ from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder, Part, build_decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer_kinds import layer_kinds
-from engine.models.names import CORRECTION
+from engine.models.names import buffer_value
 from engine.ops.encoded_weight import BaseEncoding
 
 
@@ -80,7 +80,8 @@ def _specs(config: DecoderConfig, tensor_rank: int, tensor_size: int) -> dict[st
 def module_names(config: DecoderConfig) -> list[str]:
     """Returns the engine names of the modules that can carry an adapter or be trained, the head included even when
     tied."""
-    names = [name.rsplit(".", 1)[0] for name in parameter_specs(config, tensor_rank=0, tensor_size=1)]
+    specs = parameter_specs(config, tensor_rank=0, tensor_size=1)
+    names = [name.rsplit(".", 1)[0] for name in specs if buffer_value(name) is None]
     if config.tied_embeddings:
         names.append("lm_head")
     return list(dict.fromkeys(names))
@@ -97,7 +98,7 @@ def num_parameters(config: DecoderConfig) -> int:
     """Counts the parameters of the whole model; a tied matrix counts once, and a buffer does not."""
     total = 0
     for name, spec in parameter_specs(config, tensor_rank=0, tensor_size=1).items():
-        if name.endswith(f".{CORRECTION}"):
+        if buffer_value(name) is not None:
             continue
         size = 1
         for length in spec.global_shape:

@@ -19,6 +19,7 @@ The engine's names:
     layers.{i}.mlp.experts.{e}.{gate_proj,up_proj,down_proj}.{weight,bias}     MLP
     layers.{i}.mlp.shared_expert.{gate_proj,up_proj,down_proj}.weight
     layers.{i}.mlp.shared_expert_gate.weight
+    layers.{i}.layer_scalar.weight         a number, which the stream that leaves the layer is multiplied by
     layers.{i}.cross_attention_norm.weight
     layers.{i}.cross_attention.{query,key,value,dense}.weight                  to encoded images
     vision.{...}                           of a vision model, the checkpoint's own names below `NameMap.vision`
@@ -50,6 +51,9 @@ _EVERY_EXPERT = ".experts.*."
 """In tables of names, the place of an expert's number; what all experts of a layer share has none."""
 CORRECTION = "e_score_correction_bias"
 """Name of what is added to scores where experts are compared: a buffer, which is kept as it is and never trains."""
+LAYER_SCALAR = "layer_scalar"
+"""Name of the number that a layer ends with: a buffer too."""
+_BUFFERS = {f".{CORRECTION}": 0.0, f".{LAYER_SCALAR}.weight": 1.0}
 _SHARED_FACTOR = re.compile(r"(layers\.\d+\.mlp\.experts)\.([a-z_]+\.lora_[AB])")
 
 
@@ -116,6 +120,11 @@ def fused_parts(module: str) -> list[str]:
         if inside in FUSED:
             return [f"layers.{match[1]}.{part.replace(_EVERY_EXPERT, expert)}" for part in FUSED[inside]]
     return [module]
+
+
+def buffer_value(name: str) -> float | None:
+    """Returns the value that a tensor which never trains has in a fresh model; None for a parameter."""
+    return next((value for ending, value in _BUFFERS.items() if name.endswith(ending)), None)
 
 
 def is_shared_factor(name: str) -> bool:

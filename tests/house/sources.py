@@ -15,6 +15,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.experts": (),
     "engine.adopted": ("engine.vision",),
     "engine.hybrids": ("engine.experts",),
+    "engine.gemma4": (),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "rankfold.migrating": (),

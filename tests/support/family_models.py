@@ -49,6 +49,10 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+_GEMMA4 = {
+    "sliding_window": 7, "global_head_dim": 16, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "rope_theta": 150.0, "factor": 4.0, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False,
     "original_max_position_embeddings": 16,
@@ -339,6 +343,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "gemma4": ("Gemma4", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 with values": (
+        "Gemma4",
+        {**_GEMMA4, "final_logit_softcapping": 2.0, "tie_word_embeddings": False},
+    ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
@@ -366,8 +375,8 @@ ROUTED = (
 )
 """Those with experts that a router chooses."""
 
-_SEEDS = {"seed oss": 1, "qwen3 next": 5, "gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
-"""Seeds of models that otherwise say the same whatever they are asked."""
+_SEEDS = {"gemma4 with values": 3, "seed oss": 1, "qwen3 next": 5, "gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
+"""Seeds of models that otherwise say the same whatever they are asked, or amplify rounding in training."""
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
 
@@ -387,7 +396,7 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
             "logits_scaling": 40 / 10,
         }  # fmt: skip
         changes = {**changes, **factors}
-    kind = f"{prefix}Text" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else prefix
+    kind = f"{prefix}Text" if prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else prefix
     values = {
         key: value for key, value in {**_SIZES, **changes, **more}.items() if value is not None or key != "head_dim"
     }
@@ -398,7 +407,10 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
         model.set_experts_implementation("eager")  # torch's grouped products, which are the default, have no fp64
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, mean=0.0 if "Gemma" in prefix or "bias" in key else 1.0, std=0.2)
+            mean = 0.0 if prefix in ("Gemma2", "Gemma3") or "bias" in key else 1.0
+            torch.nn.init.normal_(parameter, mean=mean, std=0.2)
+            if prefix == "Gemma4" and ".self_attn." in key:
+                parameter.data.mul_(0.4)  # scores are not divided by anything
             if key.endswith(".A_log"):
                 parameter.data.sub_(2.5)  # sums of decays along a chunk stay small, and so does their rounding
         else:
@@ -406,6 +418,8 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
     for key, buffer in model.named_buffers():
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.05)  # so that all experts have tokens
+        if key.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.6, 1.4)
     if folder is not None:
         model.save_pretrained(folder)
         _as_users_have_it(name, folder)

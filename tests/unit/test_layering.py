@@ -47,6 +47,7 @@ LEVELS = {
     "engine.experts": 9,
     "engine.adopted": 9,
     "engine.hybrids": 10,
+    "engine.gemma4": 10,
     "engine.training": 8,
     "engine.preferences": 10,
     "engine.rollouts": 10,

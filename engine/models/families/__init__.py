@@ -28,6 +28,8 @@ FAMILIES = {
     "exaone4": "engine.models.families.exaone4:FAMILY",
     "gemma2": "engine.models.families.gemma2:FAMILY",
     "gemma3_text": "engine.models.families.gemma3:FAMILY",
+    "gemma4_text": "engine.gemma4.family:TEXT",
+    "gemma4_unified_text": "engine.gemma4.family:UNIFIED_TEXT",
     "glm4_moe": "engine.experts.families.routed:GLM4_MOE",
     "glm4_moe_lite": "engine.experts.families.deepseek:GLM4_LITE",
     "glm_moe_dsa": "engine.experts.families.deepseek:GLM_DSA",
@@ -120,8 +122,11 @@ def language_family(name: str, hf_config: dict[str, Any], implementation: Implem
         hf_config: of the model, for one that is adopted.
         implementation: of its layers.
     """
-    is_own = name in FAMILIES and implementation != "adopted"
-    return family_named(name) if is_own else family_of(hf_config, implementation)[0]
+    if name not in FAMILIES or implementation == "adopted":
+        return family_of(hf_config, implementation)[0]
+    family = family_named(name)
+    is_own = implementation == "native" or _has_all_layers(family, _language_part(hf_config))
+    return family if is_own else family_of(hf_config, implementation)[0]
 
 
 def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto") -> tuple[Family, dict[str, Any]]:
@@ -165,12 +170,18 @@ def family_of(hf_config: dict[str, Any], implementation: Implementation = "auto"
         raise UserError(_with_images_refused(_refusal(model_type, text, implementation), hf_config, implementation))
     check_kinds(text)
     family = family_named(str(model_type))
+    if implementation == "auto" and not _has_all_layers(family, text):
+        return _adopted(text)
     if all(text.get(key) is not None for key in REQUIRED):
         names = replace(family.names, rows=part_rows(family.config_from_hf(text)))
         if family.unused is not None:
             names = replace(names, unused=family.unused(text))
         family = family._replace(names=names.fuse(family.fused))
     return family, text
+
+
+def _has_all_layers(family: Family, text: dict[str, Any]) -> bool:
+    return family.computes is None or family.computes(text)
 
 
 def _language_part(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class Family(NamedTuple):
         names: places of the tensors.
         fused: modules that every checkpoint of the family stores as one matrix; see `engine.models.names.FUSED`.
         is_adopted: its layers are transformers' modules.
+        computes: reads from the config whether the engine has all layers of such a model; None where it has always.
         unused: reads from the config which tensors of a checkpoint nothing is computed with; see `NameMap.unused`.
     """
 
@@ -26,3 +27,4 @@ class Family(NamedTuple):
     fused: tuple[str, ...] = ()
     unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
     is_adopted: bool = False
+    computes: Callable[[dict[str, Any]], bool] | None = None

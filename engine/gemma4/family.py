@@ -1,0 +1,164 @@
+"""Gemma 4's dense language models: five layers with a window to one without, whose heads are wider and, in most models,
+have no values but their keys; norms on both sides of attention and MLP; and a number that ends each layer.
+
+Models with per-layer embeddings or layers that share keys and values (E2B, E4B), and those with experts beside their
+MLPs (26B-A4B), are not computed here: transformers' own modules compute them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.errors import UserError
+from engine.gemma4.heads import NormedValues
+from engine.gemma4.layer_scalar import LayerScalars
+from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Multipliers, Rope, RopeScaling
+from engine.models.families.family import Family
+from engine.models.families.reading import (
+    BOTH_NORMS_MODULES,
+    check_activation,
+    check_required,
+    decoder_config,
+    rope_from_hf,
+    windows_from_hf,
+)
+from engine.models.names import LAYER_SCALAR, NameMap
+
+NAMES = NameMap(layer_modules={**BOTH_NORMS_MODULES, LAYER_SCALAR: LAYER_SCALAR}, parameters=(LAYER_SCALAR,))
+
+_SHARED = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+}  # fmt: skip
+_DEFAULTS = {
+    "gemma4_text": {
+        **_SHARED, "sliding_window": 512, "max_position_embeddings": 131_072, "hidden_size_per_layer_input": 256,
+        "enable_moe_block": False,
+    },
+    "gemma4_unified_text": {**_SHARED, "sliding_window": 1024, "max_position_embeddings": 262_144},
+}  # fmt: skip
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_LACKING = {
+    "num_kv_shared_layers": "layers that share keys and values",
+    "hidden_size_per_layer_input": "per-layer embeddings",
+    "enable_moe_block": "experts beside its MLPs",
+}
+"""Key -> what a model has where its value is not 0 or false."""
+
+
+def _filled(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
+    return {**_DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
+
+
+def computes(hf: Mapping[str, Any], *, family: str) -> bool:
+    """Returns whether the engine has all layers of a model."""
+    filled = _filled(hf, family)
+    return not any(filled.get(key) for key in _LACKING)
+
+
+def _types(hf: Mapping[str, Any]) -> list[str]:
+    """Returns the type of each layer; the last one sees all tokens, whatever the config says."""
+    count = int(hf["num_hidden_layers"])
+    types = hf.get("layer_types") or [
+        "full_attention" if index % 6 == 5 else "sliding_attention" for index in range(count)
+    ]
+    return [*types[:-1], "full_attention"]
+
+
+def _global_sizes(hf: Mapping[str, Any], layers: tuple[int, ...]) -> tuple[int, int]:
+    """Returns key/value heads and head dimension of the layers that see all tokens."""
+    usual = {"num_key_value_heads": hf["num_key_value_heads"], "head_dim": hf["head_dim"]}
+    per_layer = hf.get("per_layer_config")
+    if per_layer is None:
+        keys = hf.get("num_global_key_value_heads") if hf["attention_k_eq_v"] else None
+        return int(keys or hf["num_key_value_heads"]), int(hf.get("global_head_dim", 512))
+    sizes = [{**usual, **per_layer.get(str(index), {})} for index in range(int(hf["num_hidden_layers"]))]
+    found = sizes[layers[0]]
+    if any(one != (found if index in layers else usual) for index, one in enumerate(sizes)):
+        raise UserError(
+            "config.json has a per_layer_config with other sizes than head_dim and num_key_value_heads, or with sizes "
+            "that differ between layers of one type, which the decoder does not have: use model.implementation auto."
+        )
+    return int(found["num_key_value_heads"]), int(found["head_dim"])
+
+
+def _rope(part: Mapping[str, Any], dim: int) -> Rope:
+    """Returns the rotary embedding of heads of `dim` features."""
+    if part.get("rope_type") != "proportional":
+        theta, scaling = rope_from_hf({"rope_parameters": part})
+        return Rope(theta=theta, scaling=scaling, width=dim)
+    factor = float(part.get("factor", 1.0))
+    return Rope(
+        theta=float(part["rope_theta"]),
+        scaling=None if factor == 1.0 else RopeScaling(kind="linear", factor=factor),
+        width=dim,
+        turned_pairs=int(float(part.get("partial_rotary_factor", 1.0)) * dim // 2),
+    )
+
+
+def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
+    """Reads a Gemma 4 text `config.json`, or the `text_config` of one with images.
+
+    Raises:
+        UserError: a required key is missing, or the model uses something that the decoder does not have.
+    """
+    hf = _filled(hf, family)
+    check_required(hf, family)
+    check_activation(hf, "hidden_activation", "gelu_pytorch_tanh")
+    if hf.get("use_bidirectional_attention") == "all":
+        raise UserError(
+            f"config.json has use_bidirectional_attention all in a {family} model, and the decoder's attention is "
+            "causal: use a generative model."
+        )
+    for key, what in _LACKING.items():
+        if hf.get(key):
+            raise UserError(
+                f"config.json has {key} {hf[key]}, but the engine's own Gemma 4 has no {what}: set "
+                "model.implementation to auto, which takes transformers' modules."
+            )
+    types = _types(hf)
+    kinds = windows_from_hf({**hf, "layer_types": types}, types) or (PLAIN_LAYER,) * len(types)
+    everywhere = tuple(index for index, kind in enumerate(types) if kind == "full_attention")
+    windowed = tuple(index for index in range(len(types)) if index not in everywhere)
+    keys, dim = _global_sizes(hf, everywhere)
+    usual = int(hf["num_key_value_heads"]), int(hf["head_dim"])
+    are_keys = bool(hf["attention_k_eq_v"])
+    ropes = {**_ROPES, **hf.get("rope_parameters", {})}
+    return decoder_config(
+        hf,
+        family,
+        qk_norm=True,
+        ropes=(_rope(ropes["full_attention"], dim), _rope(ropes["sliding_attention"], usual[1])),
+        layer_kinds=tuple(replace(kind, second_rope=index in windowed) for index, kind in enumerate(kinds)),
+        activation="gelu_tanh",
+        norms="both",
+        multipliers=Multipliers(embedding=math.sqrt(hf["hidden_size"])),
+        attention_scale=1.0,
+        logits_softcap=hf.get("final_logit_softcapping"),
+        variants=(
+            NormedValues(layers=windowed, num_kv_heads=usual[0], dim=usual[1], are_keys=False, fuses=True),
+            NormedValues(
+                layers=everywhere,
+                num_kv_heads=keys,
+                dim=dim,
+                are_keys=are_keys,
+                fuses=(keys, dim) == usual and not are_keys,
+            ),
+            LayerScalars(),
+        ),
+    )
+
+
+def _family(name: str) -> Family:
+    return Family(partial(config_from_hf, family=name), NAMES, computes=partial(computes, family=name))
+
+
+TEXT = _family("gemma4_text")
+UNIFIED_TEXT = _family("gemma4_unified_text")

@@ -46,6 +46,7 @@ _LIMITS: dict[str, int] = {
             "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
             "conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
             "linear_num_key_heads", "linear_num_value_heads", "linear_head_dim", "linear_num_heads",
+            "global_head_dim", "num_global_key_value_heads",
         ),
         1 << 12,
     ),

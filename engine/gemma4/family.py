@@ -72,6 +72,10 @@ def _types(hf: Mapping[str, Any]) -> list[str]:
     return [*types[:-1], "full_attention"]
 
 
+def _are_counts(sizes: object) -> bool:
+    return isinstance(sizes, dict) and all(type(value) is int and value > 0 for value in sizes.values())
+
+
 def _global_sizes(hf: Mapping[str, Any], layers: tuple[int, ...]) -> tuple[int, int]:
     """Returns key/value heads and head dimension of the layers that see all tokens."""
     usual = {"num_key_value_heads": hf["num_key_value_heads"], "head_dim": hf["head_dim"]}
@@ -79,14 +83,16 @@ def _global_sizes(hf: Mapping[str, Any], layers: tuple[int, ...]) -> tuple[int, 
     if per_layer is None:
         keys = hf.get("num_global_key_value_heads") if hf["attention_k_eq_v"] else None
         return int(keys or hf["num_key_value_heads"]), int(hf.get("global_head_dim", 512))
-    sizes = [{**usual, **per_layer.get(str(index), {})} for index in range(int(hf["num_hidden_layers"]))]
-    found = sizes[layers[0]]
-    if any(one != (found if index in layers else usual) for index, one in enumerate(sizes)):
+    own = {int(index): one for index, one in per_layer.items() if index.isdecimal()}  # transformers writes 05
+    found = (own.get(index, {}) for index in range(int(hf["num_hidden_layers"])))
+    sizes = [{**usual, **one} if _are_counts(one) else {} for one in found]
+    wide = sizes[layers[0]]
+    if not wide or any(one != (wide if index in layers else usual) for index, one in enumerate(sizes)):
         raise UserError(
             "config.json has a per_layer_config with other sizes than head_dim and num_key_value_heads, or with sizes "
             "that differ between layers of one type, which the decoder does not have: use model.implementation auto."
         )
-    return int(found["num_key_value_heads"]), int(found["head_dim"])
+    return int(wide["num_key_value_heads"]), int(wide["head_dim"])
 
 
 def _rope(part: Mapping[str, Any], dim: int) -> Rope:
@@ -128,6 +134,16 @@ def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
     everywhere = tuple(index for index, kind in enumerate(types) if kind == "full_attention")
     windowed = tuple(index for index in range(len(types)) if index not in everywhere)
     keys, dim = _global_sizes(hf, everywhere)
+    if dim % 2:
+        raise UserError(
+            f"config.json makes heads of {dim} features in layers that see all tokens, which do not pair up to be "
+            "rotated: correct global_head_dim."
+        )
+    if int(hf["num_attention_heads"]) % keys:
+        raise UserError(
+            f"config.json has {hf['num_attention_heads']} num_attention_heads and {keys} num_global_key_value_heads, "
+            "but each key head serves equally many heads: correct it or copy it again."
+        )
     usual = int(hf["num_key_value_heads"]), int(hf["head_dim"])
     are_keys = bool(hf["attention_k_eq_v"])
     ropes = {**_ROPES, **hf.get("rope_parameters", {})}

@@ -279,6 +279,7 @@ STOCK_SIZES = [
     *ROUTED_SIZES,
     "Gemma2",
     "Gemma3Text",
+    "Gemma4UnifiedText",
     "Granite",
     "Lfm2",
     "Mistral",

@@ -40,7 +40,7 @@ _COUNTS = (
     "shared_intermediate_size", "moe_shared_expert_intermediate_size",
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
     "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
-    "linear_num_heads",
+    "linear_num_heads", "global_head_dim", "num_global_key_value_heads",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
@@ -65,6 +65,7 @@ _SWITCHES = (
     "use_expert_bias",
     "block_auto_adjust_ff_dim",
     "linear_allow_neg_eigval",
+    "attention_k_eq_v",
     "moe_renormalize",
 )
 _EXPERTS = (
@@ -75,7 +76,7 @@ _EXPERTS = (
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TEXTS = ("hidden_act", "hidden_activation")
-_MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
+_MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
 
 Kind = tuple[str, Callable[[Any], bool]]
 _COUNT: Kind = ("a whole number above 0", lambda value: _is_whole(value) and 0 < value <= _MOST)

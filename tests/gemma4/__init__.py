@@ -1,0 +1,1 @@
+"""Tests of Gemma 4."""

@@ -1,0 +1,105 @@
+"""Gemma 4: what its configs say, and how its heads lie on tensor ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from engine.models.decoder import rotary_frequencies
+from engine.models.decoder_config import DecoderConfig
+from engine.models.describe import module_names, parameter_specs
+from engine.models.families import family_of
+
+HF: dict[str, Any] = {
+    "model_type": "gemma4_text", "hidden_size": 40, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 67,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 6, "global_head_dim": 16, "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 4,
+}  # fmt: skip
+SHARING = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "attention_k_eq_v": False}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+
+
+def _config(**changes: Any) -> DecoderConfig:
+    family, text = family_of({**HF, **changes}, "native")
+    return family.config_from_hf(text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensor", "here"), [(1, 1, 1), (1, 2, 1), (1, 16, 1), (2, 2, 1), (4, 2, 2), (4, 4, 1)]
+)
+def test_one_or_four_global_key_heads_under_tensor_ranks(keys: int, tensor: int, here: int):
+    """A rank has its share of the heads, or the only one whole; other trainers cut it (Automodel#1861, #3512)."""
+    config = _config(num_global_key_value_heads=keys)
+    rows: dict[int, set[int]] = {}
+    for rank in range(tensor):
+        spec = parameter_specs(config, tensor_rank=rank, tensor_size=tensor)["layers.1.attention.k_proj.weight"]
+        assert spec.global_shape == (keys * 16, 40) and spec.local_shape == (here * 16, 40)
+        rows[rank] = {one.global_offset + row for one in spec.runs(0) for row in range(one.length)}
+        assert (spec.grad_reduce == ("tp",)) == (keys < tensor)
+    assert set.union(*rows.values()) == set(range(keys * 16))
+    assert sum(map(len, rows.values())) == tensor * here * 16
+
+
+def test_global_heads_that_several_ranks_would_hold_are_refused():
+    with pytest.raises(UserError, match=r"have 4 key/value heads, .* parallel.tensor 8 .* parallel.tensor to 4 or"):
+        parameter_specs(_config(), tensor_rank=0, tensor_size=8)
+    alike = _config(num_attention_heads=8, num_key_value_heads=4)  # here all layers have one head on two ranks
+    spec = parameter_specs(alike, tensor_rank=5, tensor_size=8)["layers.1.attention.k_proj.weight"]
+    assert spec.local_shape == (16, 40) and spec.runs(0)[0].global_offset == 2 * 16
+
+
+def test_keys_are_values_in_layers_that_see_all_tokens():
+    names = module_names(_config())
+    assert [f"layers.{index}.attention.v_proj" in names for index in range(4)] == [True, False, True, False]
+    assert "layers.1.attention.v_proj" in module_names(_config(attention_k_eq_v=False))
+    assert not any(name.endswith("layer_scalar") for name in names), "a buffer was offered for training"
+
+
+def test_the_first_pairs_of_wide_heads_turn_as_all_of_them_would():
+    everywhere, windowed = _config().ropes
+    found = rotary_frequencies(everywhere, 16)
+    whole = 1e6 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(found[:2], whole[:2])
+    assert not found[2:].any() and everywhere.width == 16
+    assert rotary_frequencies(windowed, 6).all() and windowed.width == 6
+
+
+@pytest.mark.parametrize("changes", [SHARING, {"hidden_size_per_layer_input": 8}, EXPERTS])
+def test_models_with_other_layers_are_adopted(changes: dict[str, Any]):
+    family, text = family_of({**HF, **changes})
+    assert family.is_adopted and text["model_type"] == "gemma4_text"
+    with pytest.raises(UserError, match="set model.implementation to auto"):
+        _config(**changes)
+
+
+def test_a_folder_with_images_is_adopted_and_its_language_model_native():
+    whole = {"model_type": "gemma4", "text_config": HF, "vision_config": {"model_type": "gemma4_vision"}}
+    assert family_of(whole)[0].is_adopted
+    family, text = family_of(whole, "native")
+    assert not family.is_adopted and family.config_from_hf(text).family == "gemma4_text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"use_bidirectional_attention": "all"}, "attention is causal"),
+        ({"per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 8}}}, "differ between layers of one type"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "differ between layers of one type"),
+        ({"per_layer_config": [8]}, "a mapping is expected"),
+        (
+            {"per_layer_config": {"1": {"head_dim": "wide"}, "3": {"head_dim": "wide"}}},
+            "differ between layers of one type",
+        ),
+        ({"per_layer_config": {"1": 8}}, "differ between layers of one type"),
+        ({"num_global_key_value_heads": 3}, "equally many heads"),
+        ({"global_head_dim": 7}, "do not pair up"),
+        ({"global_head_dim": "wide"}, "a whole number above 0"),
+    ],
+)
+def test_configs_that_do_not_fit(changes: dict[str, Any], refusal: str):
+    with pytest.raises(UserError, match=refusal):
+        _config(**changes)

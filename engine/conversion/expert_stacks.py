@@ -28,7 +28,7 @@ PEFT_LEAVES = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
 """Linears on one input -> PEFT's name of the parameter that they are."""
 OUTER_LETTERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Linear of an expert -> its letter in the form of shared outer factors."""
-_PARENT = r"layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\."
+_PARENT = r"layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\."
 _IN_MODEL = re.compile(_PARENT + r"(?:base_layer\.)?(lora_[AB])\.weight")
 _OUTER = re.compile(_PARENT + r"(w[123])\.(lora_[AB])\.weight")
 _STORED_ROUTER = re.compile(r"(layers\.\d+)\.block_sparse_moe\.gate$")

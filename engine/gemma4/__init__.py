@@ -1,1 +1,1 @@
-"""Gemma 4's language models: layers whose heads have sizes of their own. See README.md."""
+"""Gemma 4's language models: heads whose sizes differ between layers, and experts beside MLPs. See README.md."""

@@ -1,19 +1,22 @@
-"""Gemma 4's dense language models: five layers with a window to one without, whose heads are wider and, in most models,
-have no values but their keys; norms on both sides of attention and MLP; and a number that ends each layer.
+"""Gemma 4's language models: five layers with a window to one without, whose heads are wider and, in most models, have
+no values but their keys; norms on both sides of attention and MLP; and a number that ends each layer. One has experts
+beside its MLPs.
 
-Models with per-layer embeddings or layers that share keys and values (E2B, E4B), and those with experts beside their
-MLPs (26B-A4B), are not computed here: transformers' own modules compute them.
+Models with per-layer embeddings or layers that share keys and values (E2B, E4B) are not computed here: transformers'
+own modules compute them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from engine.errors import UserError
+from engine.experts.families.routed import routed_sizes
+from engine.gemma4.experts import SideExperts
 from engine.gemma4.heads import NormedValues
 from engine.gemma4.layer_scalar import LayerScalars
 from engine.models.decoder_config import PLAIN_LAYER, DecoderConfig, Multipliers, Rope, RopeScaling
@@ -27,8 +30,21 @@ from engine.models.families.reading import (
     windows_from_hf,
 )
 from engine.models.names import LAYER_SCALAR, NameMap
+from engine.models.stacked_parts import stacked
 
 NAMES = NameMap(layer_modules={**BOTH_NORMS_MODULES, LAYER_SCALAR: LAYER_SCALAR}, parameters=(LAYER_SCALAR,))
+MOE_NAMES = NameMap(
+    layer_modules={
+        **NAMES.layer_modules,
+        "mlp.router": "router.proj",
+        **stacked("experts"),
+        "mlp.dense_output_norm": "post_feedforward_layernorm_1",
+        "mlp.experts_output_norm": "post_feedforward_layernorm_2",
+        "mlp.experts_input_norm": "pre_feedforward_layernorm_2",
+    },
+    parameters=NAMES.parameters,
+    tensors={f"mlp.router.{name}": f"router.{name}" for name in ("scale", "per_expert_scale")},
+)
 
 _SHARED = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
@@ -48,7 +64,6 @@ _ROPES = {
 _LACKING = {
     "num_kv_shared_layers": "layers that share keys and values",
     "hidden_size_per_layer_input": "per-layer embeddings",
-    "enable_moe_block": "experts beside its MLPs",
 }
 """Key -> what a model has where its value is not 0 or false."""
 
@@ -107,6 +122,30 @@ def _rope(part: Mapping[str, Any], dim: int) -> Rope:
         width=dim,
         turned_pairs=int(float(part.get("partial_rotary_factor", 1.0)) * dim // 2),
     )
+
+
+def _experts(hf: Mapping[str, Any]) -> tuple[SideExperts, ...]:
+    """Returns the experts beside the MLPs; none where the model has none.
+
+    Raises:
+        UserError: their sizes are missing, or do not fit each other.
+    """
+    if not hf.get("enable_moe_block"):
+        return ()
+    if missing := [key for key in ("num_experts", "top_k_experts", "moe_intermediate_size") if not hf.get(key)]:
+        raise UserError(
+            f"config.json has enable_moe_block true and no {missing[0]}: the config of a Gemma 4 with experts has it."
+        )
+    sizes = routed_sizes(
+        {**hf, "num_experts_per_tok": hf["top_k_experts"]},
+        usual=0,
+        intermediate=int(hf["moe_intermediate_size"]),
+        renormalises=True,
+        rounds=False,
+        rule={"input_factor": float(hf["hidden_size"]) ** -0.5, "scales_experts": True},
+        activation="gelu_tanh",
+    )
+    return (SideExperts(**{field.name: getattr(sizes, field.name) for field in fields(sizes)}),)
 
 
 def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
@@ -168,13 +207,14 @@ def config_from_hf(hf: dict[str, Any], *, family: str) -> DecoderConfig:
                 fuses=(keys, dim) == usual and not are_keys,
             ),
             LayerScalars(),
+            *_experts(hf),
         ),
     )
 
 
-def _family(name: str) -> Family:
-    return Family(partial(config_from_hf, family=name), NAMES, computes=partial(computes, family=name))
+def _family(name: str, names: NameMap) -> Family:
+    return Family(partial(config_from_hf, family=name), names, computes=partial(computes, family=name))
 
 
-TEXT = _family("gemma4_text")
-UNIFIED_TEXT = _family("gemma4_unified_text")
+TEXT = _family("gemma4_text", MOE_NAMES)
+UNIFIED_TEXT = _family("gemma4_unified_text", NAMES)

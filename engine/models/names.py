@@ -265,7 +265,8 @@ class NameMap:
         """The name, inside a layer, of the module of all experts in transformers' model."""
         stacked_in = self.layer_modules.get("mlp.experts.*.gate_proj")
         if isinstance(stacked_in, StackedPart):
-            return f"{stacked_in.module.partition('.')[0]}.experts"
+            parent, dot, _ = stacked_in.module.partition(".")
+            return f"{parent}.experts" if dot else parent
         router = self.layer_modules.get("mlp.router")
         return "feed_forward.experts" if isinstance(router, str) and router.startswith("feed_") else "mlp.experts"
 
@@ -363,11 +364,11 @@ class NameMap:
             return None
         rest = hf_module[len(self.body) :]
         if match := _LAYER.match(rest):
-            wanted, expert = _without_expert(match[2])
+            wanted, expert = _without_expert(f".{match[2]}")  # experts may have no module around them
             for engine_name, stored in self.layer_modules.items():
                 if isinstance(stored, StackedPart):
                     stored = f"{stored.module}.*.{engine_name.rpartition('.')[2]}"
-                if stored == wanted:
+                if f".{stored}" == wanted:
                     return f"layers.{match[1]}.{engine_name.replace(_EVERY_EXPERT, expert)}"
             return None
         return next((module for module in ("embed_tokens", "norm") if self.ends.get(module, module) == rest), None)

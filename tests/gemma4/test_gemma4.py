@@ -68,7 +68,7 @@ def test_the_first_pairs_of_wide_heads_turn_as_all_of_them_would():
     assert rotary_frequencies(windowed, 6).all() and windowed.width == 6
 
 
-@pytest.mark.parametrize("changes", [SHARING, {"hidden_size_per_layer_input": 8}, EXPERTS])
+@pytest.mark.parametrize("changes", [SHARING, {"hidden_size_per_layer_input": 8}])
 def test_models_with_other_layers_are_adopted(changes: dict[str, Any]):
     family, text = family_of({**HF, **changes})
     assert family.is_adopted and text["model_type"] == "gemma4_text"
@@ -96,6 +96,8 @@ def test_a_folder_with_images_is_adopted_and_its_language_model_native():
         ),
         ({"per_layer_config": {"1": 8}}, "differ between layers of one type"),
         ({"num_global_key_value_heads": 3}, "equally many heads"),
+        ({"enable_moe_block": True}, "enable_moe_block true and no num_experts"),
+        ({**EXPERTS, "top_k_experts": 5}, "num_experts_per_tok 5 and 4 experts"),
         ({"global_head_dim": 7}, "do not pair up"),
         ({"global_head_dim": "wide"}, "a whole number above 0"),
     ],
@@ -103,3 +105,10 @@ def test_a_folder_with_images_is_adopted_and_its_language_model_native():
 def test_configs_that_do_not_fit(changes: dict[str, Any], refusal: str):
     with pytest.raises(UserError, match=refusal):
         _config(**changes)
+
+
+def test_experts_stand_beside_the_mlp():
+    names = module_names(_config(**EXPERTS))
+    assert {"layers.0.mlp.gate_proj", "layers.0.mlp.experts.3.gate_proj", "layers.0.mlp.router"} <= {*names}
+    with pytest.raises(UserError, match="num_experts 'many'"):
+        _config(**{**EXPERTS, "num_experts": "many"})

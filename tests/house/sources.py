@@ -15,7 +15,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "engine.experts": (),
     "engine.adopted": ("engine.vision",),
     "engine.hybrids": ("engine.experts",),
-    "engine.gemma4": (),
+    "engine.gemma4": ("engine.experts",),
     "engine.rollouts": (),
     "engine.preferences": ("engine.vision",),
     "rankfold.migrating": (),

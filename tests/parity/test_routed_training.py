@@ -32,7 +32,7 @@ RANK, ALPHA = 3, 5
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SOME = "router,shared_expert_gate,experts.1.*"
 MLP = ("gate_proj", "up_proj", "down_proj")
-ROUTERS = ("gate", "router")
+ROUTERS = ("gate", "router", "proj")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -157,9 +157,11 @@ def test_stacked_adapters_are_continued_as_peft_does(name: str, tmp_path: Path) 
     expert by expert instead of rank by rank moves the first loss by 1e-2."""
     parent, router = "feed_forward" if name == "lfm2 moe" else "mlp", ["router"]
     stacks = [f"{parent}.experts.gate_up_proj", f"{parent}.experts.down_proj"]
+    if name == "gemma4 moe":
+        stacks = ["experts.gate_up_proj", "experts.down_proj"]
     attention = ["o_proj"] if name.startswith("deepseek") else ATTENTION
     stock_attention = [*ATTENTION[:3], "self_attn.out_proj"] if name == "lfm2 moe" else attention
-    if name == "gpt oss":  # whose routers are no product alone
+    if name in ("gpt oss", "gemma4 moe"):  # whose routers are no product alone
         model, router = peft_start(name, tmp_path, target_modules=stock_attention, target_parameters=stacks), []
     else:
         parameters = [*stacks, f"{parent}.gate.weight"]
@@ -199,7 +201,7 @@ def test_weights_in_full_follow_transformers(name: str, trainable: str, tmp_path
             trainable = trainable.replace("shared_expert_gate,", "")
         model.requires_grad_(False)
         for key, parameter in model.named_parameters():
-            router = ("mlp.gate.", "feed_forward.gate.", "mlp.router.", "shared_expert_gate")
+            router = ("mlp.gate.", "feed_forward.gate.", "mlp.router.", ".router.", "shared_expert_gate")
             parameter.requires_grad_(any(name in key for name in router) or ".experts." in key)
             if ".experts." in key:  # the second expert's part of a stack
                 parameter.register_hook(_only_expert_one)

@@ -344,6 +344,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4": ("Gemma4", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 moe": (
+        "Gemma4",
+        {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
     "gemma4 with values": (
         "Gemma4",
         {**_GEMMA4, "final_logit_softcapping": 2.0, "tie_word_embeddings": False},
@@ -372,6 +376,7 @@ ROUTED = (
     "qwen3.5 moe",
     "granite hybrid moe",
     "nemotron h",
+    "gemma4 moe",
 )
 """Those with experts that a router chooses."""
 

@@ -566,7 +566,11 @@ class RoutedMLP(Branch):
             gated=self._gated,
             leaves_output=self.ends_region and context.repeats and not self._reads_output,
         )
-        return routed, routed.dispatch(x, weights)
+        return routed, routed.dispatch(self.experts_input(x), weights)
+
+    def experts_input(self, x: Tensor) -> Tensor:
+        """Returns what the chosen experts read, for what the router does."""
+        return x
 
     def _compute(
         self, routed: RoutedPass, link: Tensor, x: Tensor, context: TokenContext

@@ -13,7 +13,7 @@ from engine.distributed.collectives import local_part
 from engine.distributed.sharding import replicated_spec
 from engine.errors import UserError
 from engine.experts.ops.load_balance import LoadBalance
-from engine.experts.ops.routing import RoutingRule, Slots, route, sink_bias, sink_linear
+from engine.experts.ops.routing import RoutingRule, Slots, route, sink_bias, sink_chosen, sink_linear, sink_scale
 from engine.kernels.philox import dropout_mask
 from engine.layers.context import AdapterSettings, LayerContext
 from engine.layers.module import ShardedModule, ShardEntry
@@ -42,6 +42,12 @@ class Router(ShardedModule):
         trains = build.plan.trains(name)
         self.weight = self._own("weight", (rule.num_experts, hidden), trains)
         self.bias = self._own("bias", (rule.num_experts,), trains) if rule.has_bias else None
+        self.scale: ShardEntry | None = None
+        self.expert_scale: ShardEntry | None = None
+        if rule.input_factor is not None:
+            self.scale = self._own("scale", (hidden,), trains, decays=True)
+        if rule.scales_experts:
+            self.expert_scale = self._own("per_expert_scale", (rule.num_experts,), trains, decays=True)
         self.correction: ShardEntry | None = None
         if rule.has_correction:
             # in fp32 whatever the model computes in: differences of scores are smaller than bfloat16 can tell
@@ -59,11 +65,19 @@ class Router(ShardedModule):
             if settings.dropout > 0:
                 self._dropout = DropoutSite(probability=settings.dropout, seed=build.plan.seed, site=site)
 
-    def _own(self, leaf: str, shape: tuple[int, ...], trains: bool, values: Tensor | None = None) -> ShardEntry:
+    def _own(
+        self,
+        leaf: str,
+        shape: tuple[int, ...],
+        trains: bool,
+        values: Tensor | None = None,
+        *,
+        decays: bool | None = None,
+    ) -> ShardEntry:
         tp = self._build.layout.tp
         spec = replicated_spec(shape, rank=tp.rank, size=tp.size, grad_reduce=("tp",))
         values = self._build.empty(shape) if values is None else values
-        return self.own(f"{self._name}.{leaf}", values, spec, trainable=trains)
+        return self.own(f"{self._name}.{leaf}", values, spec, trainable=trains, decays=decays)
 
     def _check(self, settings: AdapterSettings) -> None:
         for option, asked in (("dora", settings.dora), ("bias", settings.bias)):
@@ -74,6 +88,8 @@ class Router(ShardedModule):
                 )
 
     def _logits(self, x_TH: Tensor, context: TokenContext) -> Tensor:
+        if self.scale is not None and self._rule.input_factor is not None:
+            x_TH = sink_scale(x_TH, self.scale.parameter, self.scale.sink, self._rule.input_factor)
         logits = sink_linear(x_TH, self.weight.parameter, self.weight.sink, self._dtype)
         if self.bias is not None:
             logits = sink_bias(logits, self.bias.parameter, self.bias.sink)
@@ -86,12 +102,17 @@ class Router(ShardedModule):
         h = sink_linear(x_TH, a.parameter, a.sink, self._dtype)
         return torch.add(logits, sink_linear(h, b.parameter, b.sink, self._dtype), alpha=self._scale)
 
+    def _scaled(self, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        if self.expert_scale is None:
+            return weights_TK
+        return sink_chosen(weights_TK, ids_TK, self.expert_scale.parameter, self.expert_scale.sink)
+
     def forward(self, x_TH: Tensor, context: TokenContext, *, loops: bool) -> tuple[Tensor, Slots]:
         """Returns weights and slots; `loops` as of `engine.experts.ops.grouped_products.row_groups`."""
         correction_E = None if self.correction is None else self.correction.parameter
         logits_TE, balance = self._logits(x_TH, context), context.part(LoadBalance)
         if balance is None:
-            return route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
+            return route(logits_TE, self._rule, loops=loops, correction_E=correction_E, scaled=self._scaled)
         layout, padding = self._build.layout, context.part(PaddingTokens)
         padding_T = None if padding is None else padding.padding_T
         if padding_T is not None and layout.routes_local_tokens:
@@ -99,7 +120,7 @@ class Router(ShardedModule):
         # where ranks have the same tokens, the gradient is a partial sum, of which one has it
         if layout.routes_local_tokens or layout.tp.rank == 0:
             logits_TE = balance.through(logits_TE, padding_T)
-        weights, slots = route(logits_TE, self._rule, loops=loops, correction_E=correction_E)
+        weights, slots = route(logits_TE, self._rule, loops=loops, correction_E=correction_E, scaled=self._scaled)
         if not context.repeats:
             balance.seen(logits_TE, slots, padding_T)
         return weights, slots

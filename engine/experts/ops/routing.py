@@ -16,6 +16,7 @@ Legend: T tokens, H features of a token, E experts, k experts of a token, N = T 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +46,8 @@ class RoutingRule:
             else.
         least: added to the sum that sigmoids are divided by, which may be 0 in fp32; probabilities' may not.
         wide: logits are computed in fp32, whatever the dtype of the activations.
+        input_factor: the router reads x times a vector of its own and this number; None where it reads x.
+        scales_experts: the weights are multiplied by a number of each expert.
     """
 
     num_experts: int
@@ -60,6 +63,8 @@ class RoutingRule:
     has_correction: bool = False
     least: float = 1e-20
     wide: bool = False
+    input_factor: float | None = None
+    scales_experts: bool = False
 
 
 class Slots(NamedTuple):
@@ -151,6 +156,48 @@ def sink_bias(x_TE: Tensor, bias_E: Tensor, sink: GradientSink | None) -> Tensor
     return _SinkBias.apply(x_TE, bias_E, sink)
 
 
+class _SinkScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, scale_H: Tensor, sink: GradientSink | None, factor: float) -> Tensor:
+        ctx.save_for_backward(x_TH, scale_H)
+        ctx.sink, ctx.factor = sink, factor
+        return (x_TH * scale_H).mul_(factor)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, None, None, None]:
+        x_TH, scale_H = ctx.saved_tensors
+        if ctx.sink is not None:
+            ctx.sink.add((dy_TH * x_TH).sum(dim=0, dtype=torch.float32).mul_(ctx.factor))
+        return (dy_TH * scale_H).mul_(ctx.factor), None, None, None
+
+
+def sink_scale(x_TH: Tensor, scale_H: Tensor, sink: GradientSink | None, factor: float = 1.0) -> Tensor:
+    """Returns factor x s, [T, H], for a small vector that every rank holds whole; its gradient goes to `sink`."""
+    return _SinkScale.apply(x_TH, scale_H, sink, factor)
+
+
+class _SinkChosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, ids_TK: Tensor, scale_E: Tensor, sink: GradientSink | None) -> Tensor:
+        ctx.save_for_backward(weights_TK, ids_TK, scale_E)
+        ctx.sink = sink
+        return weights_TK * scale_E[ids_TK]
+
+    @staticmethod
+    def backward(ctx: Any, dy_TK: Tensor) -> tuple[Tensor, None, None, None]:
+        weights_TK, ids_TK, scale_E = ctx.saved_tensors
+        if ctx.sink is not None:
+            products = (dy_TK * weights_TK).to(torch.float32).flatten()
+            ctx.sink.add(products.new_zeros(scale_E.shape[0]).index_add_(0, ids_TK.flatten(), products))
+        return dy_TK * scale_E[ids_TK], None, None, None
+
+
+def sink_chosen(weights_TK: Tensor, ids_TK: Tensor, scale_E: Tensor, sink: GradientSink | None) -> Tensor:
+    """Returns the weights of chosen experts, [T, K], each multiplied by its expert's number; whose gradient goes to
+    `sink`."""
+    return _SinkChosen.apply(weights_TK, ids_TK, scale_E, sink)
+
+
 def _kept_groups(compared_TE: Tensor, rule: RoutingRule) -> Tensor:
     """Returns what is compared, without the experts outside the groups that each token chooses from."""
     grouped = compared_TE.unflatten(1, (rule.num_groups, -1))
@@ -190,18 +237,26 @@ def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = N
 
 
 def route(
-    logits_TE: Tensor, rule: RoutingRule, *, loops: bool, correction_E: Tensor | None = None
+    logits_TE: Tensor,
+    rule: RoutingRule,
+    *,
+    loops: bool,
+    correction_E: Tensor | None = None,
+    scaled: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Slots]:
     """Chooses experts.
 
     Args:
         logits_TE, rule, correction_E: see `choose`.
         loops: the host is to know how many rows each expert has; see `row_groups`.
+        scaled: multiplies weights [T, k] by numbers of their experts, ids [T, k]; None where there are none.
 
     Returns:
         The weights [T, k] of each token's experts, differentiable, and the slots.
     """
     weights_TK, ids_TK = choose(logits_TE, rule, correction_E)
+    if scaled is not None:
+        weights_TK = scaled(weights_TK, ids_TK)
     sorted_ids, order_N = torch.sort(ids_TK.flatten(), stable=True)
     rows_N = torch.empty_like(order_N)
     rows_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)

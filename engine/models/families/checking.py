@@ -66,12 +66,13 @@ _SWITCHES = (
     "block_auto_adjust_ff_dim",
     "linear_allow_neg_eigval",
     "attention_k_eq_v",
+    "enable_moe_block",
     "moe_renormalize",
 )
 _EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "decoder_sparse_step", "n_routed_experts", "n_shared_experts",
-    "first_k_dense_replace", "num_nextn_predict_layers", "num_dense_layers",
+    "first_k_dense_replace", "num_nextn_predict_layers", "num_dense_layers", "top_k_experts",
 )  # fmt: skip
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -41,14 +41,14 @@ class ActivationShapes:
 
     Args:
         dtype: of activations.
-        head_dim: last dimension of queries, keys, values and attention's output, as [T, heads, head_dim] or
+        head_dims: last dimensions of queries, keys, values and attention's output, as [T, heads, head_dim] or
             [rows, heads, length, head_dim]. Statistics of attention are [T, heads] or [rows, heads, length].
         min_width: the least features of an activation [T, features]. Of H and of statistics it is more than the rank,
             and more than the number of heads.
     """
 
     dtype: torch.dtype
-    head_dim: int
+    head_dims: tuple[int, ...]
     min_width: int
 
     def is_activation(self, tensor: Tensor, num_tokens: int) -> bool:
@@ -58,7 +58,7 @@ class ActivationShapes:
         shape = tensor.shape
         if tensor.dim() == 2:
             return shape[1] >= self.min_width
-        by_head = self.head_dim > 1 and shape[-1] == self.head_dim
+        by_head = shape[-1] > 1 and shape[-1] in self.head_dims
         return by_head and (tensor.dim() == 4 or (tensor.dim() == 3 and shape[0] == num_tokens))
 
 

@@ -113,8 +113,8 @@ class Decoder(nn.Module):
         """Whether what stands beside the stream has a gradient, which then goes back from part to part."""
         weights = weights or WeightPlacement(Axis("dp_cp"))
         self._units = weights.attach_storage(self._build(build, memory, embedding_weight))
-        narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dim)
-        shapes = ActivationShapes(dtype=dtype, head_dim=config.head_dim, min_width=narrowest)
+        narrowest = min(config.hidden, config.num_heads // layout.tp.size * config.head_dims[0])
+        shapes = ActivationShapes(dtype=dtype, head_dims=config.head_dims, min_width=narrowest)
         self.saved = SavedTensors(memory, device, shapes)
         # where memory comes and goes, an activation may be given an address that a weight had
         self._resident = [parameter for parameter in self.layers.parameters() if weights.is_resident(parameter)]

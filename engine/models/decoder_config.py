@@ -517,10 +517,14 @@ class DecoderConfig:
         made_for = self.max_length if scaling.kind == "linear" else scaling.original_length
         return max(self.max_length, round(made_for * scaling.factor))
 
+    def head_dim_at(self, index: int) -> int:
+        """Returns the features of a head of a layer's attention, by its index in the whole model."""
+        return max((variant.head_dim for variant in self.variants_at(index)), default=0) or self.head_dim
+
     @property
-    def widest_head(self) -> int:
-        """Features of a head in the layers where it has most."""
-        return max(self.head_dim, *(variant.head_dim for variant in self.variants), 0)
+    def head_dims(self) -> tuple[int, ...]:
+        """Features of a head, of all layers, in ascending order."""
+        return tuple(sorted({self.head_dim_at(index) for index in range(self.num_layers)}))
 
     @property
     def rope_axes(self) -> tuple[int, ...]:

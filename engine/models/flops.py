@@ -54,8 +54,9 @@ def forward_flops(config: DecoderConfig, *, tokens: float, row_tokens: float) ->
     seen = 0.0
     for index in range(config.num_layers):
         window = config.layer_kind(index).window
-        seen += row_tokens / 2 if window is None or window >= row_tokens else window * (1 - window / row_tokens / 2)
-    attention = 4 * config.num_heads * config.head_dim * seen
+        keys = row_tokens / 2 if window is None or window >= row_tokens else window * (1 - window / row_tokens / 2)
+        seen += config.head_dim_at(index) * keys
+    attention = 4 * config.num_heads * seen
     return (
         2 * tokens * config.num_layers * layer_parameters(config),
         tokens * attention,

@@ -472,7 +472,7 @@ def _layout(
         joint_reduce=parallel.lora_reduce == "joint",
         kernels=shape_backend(workload.kernels),
         context_method=parallel.context_method,
-        attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.widest_head),
+        attention_blocks=shape_blocks(workload.device_type, workload.dtype, decoder.head_dims[-1]),
         base=shape_base(workload.base_dtype, workload.kernels),
     )
 

@@ -92,7 +92,7 @@ def choose_model_kernels(
     dtype = TORCH_DTYPES[config.model.dtype]
     kernels, sentence = choose_kernels(config.model.kernels, device=device, dtype=dtype)
     attention = choose_attention(
-        kernels, wanted, device=device, dtype=dtype, head_dim=decoder.widest_head, packed=packed
+        kernels, wanted, device=device, dtype=dtype, head_dim=decoder.head_dims[-1], packed=packed
     )
     return attention, sentence
 
@@ -106,4 +106,4 @@ def attention_blocks(config: RunConfig, device: torch.device, decoder: DecoderCo
     if not ranks and (config.model.kernels == "reference" or not merged):
         return REFERENCE_BLOCKS
     dtype = TORCH_DTYPES[config.model.dtype]
-    return choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.widest_head)
+    return choose_attention_blocks("auto", device=device, dtype=dtype, head_dim=decoder.head_dims[-1])

@@ -14,7 +14,7 @@ from tests.support.family_models import make_model
 from tests.wrong_inputs.workplace import run_here
 
 
-@pytest.mark.parametrize("name", ["deepseek v3", "gpt oss"])
+@pytest.mark.parametrize("name", ["deepseek v3", "gpt oss", "gemma4"])
 def test_a_fresh_model_is_exported(
     name: str, run: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -22,7 +22,8 @@ def test_a_fresh_model_is_exported(
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "fresh"
-    make_model(name, folder, num_hidden_layers=2)
+    types = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma4" else {}
+    make_model(name, folder, num_hidden_layers=2, **types)
     (folder / "model.safetensors").unlink()
     config = json.loads((folder / "config.json").read_text())
     if name == "gpt oss":
@@ -44,3 +45,6 @@ def test_a_fresh_model_is_exported(
     if name == "deepseek v3":
         stored = load_file(out / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
         assert stored.dtype == torch.float32 and not stored.any()
+    if name == "gemma4":
+        stored = load_file(out / "model.safetensors")
+        assert all(stored[f"model.layers.{index}.layer_scalar"].item() == 1.0 for index in range(2))

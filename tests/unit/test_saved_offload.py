@@ -71,7 +71,7 @@ def _context(tokens: int, cos: Tensor | None = None) -> TokenContext:
 
 
 def _saved(memory: MemoryPlan, transfer: Any = None, min_width: int = 1) -> SavedTensors:
-    shapes = ActivationShapes(dtype=torch.float32, head_dim=16, min_width=min_width)
+    shapes = ActivationShapes(dtype=torch.float32, head_dims=(16,), min_width=min_width)
     return SavedTensors(memory, CPU, shapes, transfer)
 
 

@@ -125,7 +125,7 @@ def test_reported_error_of_a_model(dtype: torch.dtype) -> None:
     )
 
 
-SHAPES = ActivationShapes(dtype=torch.float32, head_dim=16, min_width=64)
+SHAPES = ActivationShapes(dtype=torch.float32, head_dims=(16,), min_width=64)
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 9,  # transformers writes the three convolutions as thirds
         },
     ),
+    "kimi linear": (
+        "KimiLinear",
+        {
+            **_LATENT,
+            "rms_norm_eps": 0.1,
+            "linear_head_dim": 5,
+            "linear_num_heads": 2,
+            "layer_types": _DELTA["layer_types"],
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
     "lfm2": ("Lfm2", {**_SHORT_CONV, "block_multiple_of": 4, "block_ffn_dim_multiplier": 1.3}),
     "lfm2 with biases": (
         "Lfm2",
@@ -377,6 +393,7 @@ ROUTED = (
     "granite hybrid moe",
     "nemotron h",
     "gemma4 moe",
+    "kimi linear",
 )
 """Those with experts that a router chooses."""
 
@@ -416,10 +433,10 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
             torch.nn.init.normal_(parameter, mean=mean, std=0.2)
             if prefix == "Gemma4" and ".self_attn." in key:
                 parameter.data.mul_(0.4)  # scores are not divided by anything
-            if key.endswith(".A_log"):
-                parameter.data.sub_(2.5)  # sums of decays along a chunk stay small, and so does their rounding
         else:
             torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
+        if key.endswith(".A_log"):
+            parameter.data.sub_(2.5)  # sums of decays along a chunk stay small, and so does their rounding
     for key, buffer in model.named_buffers():
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.05)  # so that all experts have tokens

@@ -92,7 +92,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """
     filled = read_routed(hf, _DEFAULTS)
     sizes = balanced_sizes(filled, usual=256)
-    return _decoder(filled, "deepseek_v3", hf.get("q_lora_rank", 1536), sizes, bool(filled["rope_interleave"]))
+    return latent_decoder(filled, "deepseek_v3", hf.get("q_lora_rank", 1536), sizes, bool(filled["rope_interleave"]))
 
 
 def glm4_lite_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -103,7 +103,7 @@ def glm4_lite_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """
     filled = read_routed(hf, _GLM4_LITE_DEFAULTS)
     sizes = balanced_sizes({**filled, "first_k_dense_replace": 1}, usual=64)
-    return _decoder(filled, "glm4_moe_lite", hf.get("q_lora_rank", 768), sizes, bool(filled["rope_interleave"]))
+    return latent_decoder(filled, "glm4_moe_lite", hf.get("q_lora_rank", 768), sizes, bool(filled["rope_interleave"]))
 
 
 def v32_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -142,7 +142,7 @@ def _indexed(hf: dict[str, Any], model_type: str, *, interleaved: bool) -> Decod
         kept=int(hf["index_topk"]),
         interleaved=interleaved,
     )
-    return _decoder(hf, model_type, int(hf["q_lora_rank"]), sizes, True, index)
+    return latent_decoder(hf, model_type, int(hf["q_lora_rank"]), sizes, True, index)
 
 
 def v2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -173,10 +173,10 @@ def v2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         gates_shared=False,
         dense_layers=tuple(range(int(filled["first_k_dense_replace"]))),
     )
-    return _decoder(filled, "deepseek_v2", hf.get("q_lora_rank", 1536), sizes, True)
+    return latent_decoder(filled, "deepseek_v2", hf.get("q_lora_rank", 1536), sizes, True)
 
 
-def _decoder(
+def latent_decoder(
     hf: dict[str, Any],
     model_type: str,
     query_rank: int | None,

@@ -48,6 +48,8 @@ class LatentSizes(LayerVariant):
         values: features of a head of values, no more than a key's.
         interleaved: the pairs that are turned are neighbours, and not halves of the turned features.
         index: of the indexer that chooses the keys of each query; None where queries see all keys before them.
+        layers: those that have it; None for all.
+        turns: whether features are turned; else `rotated` says which ones of a key all heads share.
     """
 
     query_rank: int | None
@@ -56,6 +58,11 @@ class LatentSizes(LayerVariant):
     values: int
     interleaved: bool
     index: IndexSizes | None = None
+    layers: tuple[int, ...] | None = None
+    turns: bool = True
+
+    def applies(self, index: int) -> bool:
+        return self.layers is None or index in self.layers
 
     def attention(self, place: LayerPlace) -> LatentAttention:
         config = place.config
@@ -79,7 +86,8 @@ class LatentSizes(LayerVariant):
 
     def plain_torch(self) -> tuple[str, ...]:
         indexer = () if self.index is None else ("the choice of keys of sparse attention",)
-        return ("the rotation of queries and keys of latent attention", *indexer)
+        rotation = ("the rotation of queries and keys of latent attention",) if self.turns else ()
+        return (*rotation, *indexer)
 
     def graph_obstacle(self, family: str) -> str | None:
         if self.index is None:
@@ -202,6 +210,8 @@ class LatentAttention(Branch):
         self.o_proj = self.o_proj.wrapped(around)
 
     def _turned(self, x_TNR: Tensor, context: TokenContext) -> Tensor:
+        if not self._sizes.turns:
+            return x_TNR
         if self._sizes.interleaved:  # the order is of no matter to scores, as long as queries and keys share it
             x_TNR = torch.cat((x_TNR[..., 0::2], x_TNR[..., 1::2]), dim=-1)
         return rotate(x_TNR, context.cos, context.sin)
@@ -222,7 +232,8 @@ class LatentAttention(Branch):
         if self.q_b is not None and self.q_norm is not None:
             q = self.q_b(q.contiguous(), self.q_norm.as_input(), context)
         q = q.unflatten(1, (self.num_heads, self.head_dim))
-        q = torch.cat((q[..., :plain], self._turned(q[..., plain:], context)), dim=-1)
+        if sizes.turns:
+            q = torch.cat((q[..., :plain], self._turned(q[..., plain:], context)), dim=-1)
         kv = self.kv_b(latent.contiguous(), self.kv_norm.as_input(), context)
         keys, v = kv.unflatten(1, (self.num_heads, -1)).split([plain, sizes.values], dim=-1)
         turned = self._turned(shared[:, None, :], context).expand(-1, self.num_heads, -1)

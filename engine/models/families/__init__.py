@@ -37,6 +37,7 @@ FAMILIES = {
     "granite": "engine.models.families.granite:FAMILY",
     "granitemoehybrid": "engine.hybrids.families.mamba:GRANITE_HYBRID",
     "kimi_k2": "engine.experts.families.deepseek:V3",
+    "kimi_linear": "engine.hybrids.families.kimi:KIMI_LINEAR",
     "lfm2": "engine.hybrids.families.lfm2:LFM2",
     "lfm2_moe": "engine.hybrids.families.lfm2:LFM2_MOE",
     "llama": "engine.models.families.llama:FAMILY",

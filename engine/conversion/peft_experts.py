@@ -31,9 +31,9 @@ from engine.models.names import fused_parts, is_shared_factor
 
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.router"
-_STACKED_ALONE = ("gpt_oss", "granitemoehybrid", "qwen3_5_moe_text", "gemma4_text")
+_STACKED_ALONE = ("gpt_oss", "granitemoehybrid", "kimi_linear", "qwen3_5_moe_text", "gemma4_text")
 """Families of which PEFT and servers read no adapters of single experts: their checkpoints have them stacked, or PEFT's
-table lacks them and vLLM loads their adapters as stacks (`is_3d_moe_weight`)."""
+table lacks them and vLLM loads their adapters as stacks (`is_3d_moe_weight`), or has not been tried with them."""
 _UNSTACKED_BY_PEFT = ("qwen2_moe", "lfm2_moe")
 """Families that PEFT 0.21.2 leaves out of its table of those that it stacks, though their experts are stacked: it finds
 no module of an expert, and computes without its adapter."""

@@ -27,6 +27,8 @@ from engine.sentences import as_written
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _DENSE = {f"mlp.{name}": f"block_sparse_moe.{name}" for name in _MLP}
 """The MLP of dense layers as transformers writes it."""
+_RECORD = "dense_beside_experts"
+"""Key of a partitioned base that was made from such a checkpoint."""
 _LIVE = {
     **{f"mlp.{name}": f"mlp.{name}" for name in _MLP},
     **{f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _MLP},
@@ -53,6 +55,12 @@ class KimiNames(NameMap):
 
     def aliases(self, module: str) -> list[str]:
         return list(dict.fromkeys(names.module_to_hf(module) for names in (self, self.live)))
+
+    def record(self) -> dict[str, Any]:
+        return {_RECORD: True} if _DENSE.items() <= self.layer_modules.items() else {}
+
+    def recorded(self, record: Mapping[str, Any], label: str) -> KimiNames:
+        return self._with(_DENSE) if record.get(_RECORD) is True else self
 
     def _with(self, places: Mapping[str, str]) -> KimiNames:
         return replace(self, layer_modules={**self.layer_modules, **places})

@@ -94,6 +94,9 @@ _DEFAULTS = {
 _FIXED = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
 """Keys of released configs that could say what no model of the type is."""
 
+_LISTS = ("full_attn_layers", "kda_layers")
+"""Keys of `linear_attn_config` that number layers from 1."""
+
 
 def _filled(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config with its family's defaults, and by the names that other families have of the same things."""
@@ -117,13 +120,17 @@ def _filled(hf: Mapping[str, Any]) -> dict[str, Any]:
     return read_routed(found, _DEFAULTS)
 
 
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
 def _layer_types(hf: Mapping[str, Any]) -> list[str]:
     """Returns the type of each layer: as listed, by numbers from 1, or as transformers has it where nothing is."""
     count, linear = int(hf["num_hidden_layers"]), part_of(hf, "linear_attn_config") or {}
     types = hf.get("layer_types")
-    if types is None and {"full_attn_layers", "kda_layers"} <= linear.keys():
-        full, delta = ([int(index) for index in linear[key] or ()] for key in ("full_attn_layers", "kda_layers"))
-        if sorted([*full, *delta]) != list(range(1, count + 1)):
+    if types is None and linear.keys() >= set(_LISTS):
+        full, delta = (found if isinstance(found := linear[key], list) else [] for key in _LISTS)
+        if not _are_numbers([*full, *delta]) or sorted([*full, *delta]) != list(range(1, count + 1)):
             raise UserError(
                 "config.json has full_attn_layers and kda_layers that do not name each of the "
                 f"{count} layers once, counted from 1: correct it or copy it again."

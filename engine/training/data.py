@@ -43,7 +43,7 @@ def build_data(config: RunConfig, launch: Launch, model: ModelFolder, log: Log) 
             "model's vocabulary will be refused."
         )
     assert config.data.train is not None
-    if (left_out := vision_left_out(model.hf_config)) is not None:
+    if (left_out := vision_left_out(model.hf_config, model.implementation)) is not None:
         log.warning(left_out)
     images = _image_reader(config, model, tokenizer, log)
     if images is not None and images.family.remark is not None:

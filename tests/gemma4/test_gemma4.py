@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.model_weights import open_source
 from engine.errors import UserError
 from engine.models.decoder import rotary_frequencies
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names, parameter_specs
-from engine.models.families import family_of
+from engine.models.families import family_of, vision_left_out
+from tests.support.family_models import make_model
 
 HF: dict[str, Any] = {
     "model_type": "gemma4_text", "hidden_size": 40, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 67,
@@ -81,6 +86,26 @@ def test_a_folder_with_images_is_adopted_and_its_language_model_native():
     assert family_of(whole)[0].is_adopted
     family, text = family_of(whole, "native")
     assert not family.is_adopted and family.config_from_hf(text).family == "gemma4_text"
+    assert vision_left_out(whole) is None
+    assert "since model.implementation is native" in (vision_left_out(whole, "native") or "")
+
+
+def test_the_language_model_of_a_folder_with_images_is_read(tmp_path: Path):
+    """Its tensors have other names there."""
+    plain, nested = tmp_path / "plain", tmp_path / "nested"
+    make_model("gemma4", plain)
+    nested.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    whole = {"model_type": "gemma4", "text_config": config, "vision_config": {"model_type": "gemma4_vision"}}
+    (nested / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(plain / "model.safetensors")
+    named = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+    named["model.vision_tower.patch_embedder.input_proj.weight"] = torch.zeros(2, 2)
+    save_file(named, nested / "model.safetensors", {"format": "pt"})
+    source, found = open_source(plain), open_source(nested, "native")
+    names = source.tensor_names()
+    assert found.tensor_names() == names and any(name.endswith("layer_scalar.weight") for name in names)
+    assert all(torch.equal(found.read_whole(name), source.read_whole(name)) for name in names)
 
 
 @pytest.mark.parametrize(

@@ -205,13 +205,18 @@ def _adopted(text: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     return family, text
 
 
-def vision_left_out(hf_config: dict[str, Any]) -> str | None:
+def vision_left_out(hf_config: dict[str, Any], implementation: Implementation = "auto") -> str | None:
     """Returns one sentence where `family_of` reads a vision-language model as its language model alone, else None."""
     model_type = _with_model_type(hf_config).get("model_type")
     if model_type in FAMILIES or model_type in WRAPPINGS or "vision_config" not in hf_config:
         return None
     if resolve(ADOPTED_IMAGES)(hf_config):
-        return None
+        if implementation != "native":
+            return None
+        return (
+            f"model_type {model_type!r} is read as its language model alone, since model.implementation is native; "
+            "auto adopts it with its images."
+        )
     refused = resolve(IMAGES_REFUSED)(hf_config)
     reason = "its vision part is not supported" if refused is None else f"its images are not ({refused.rstrip('.')})"
     hint = "; transformers' own folder, whose name ends in -hf, has both" if "llm_config" in hf_config else ""

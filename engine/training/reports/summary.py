@@ -10,7 +10,7 @@ from typing import Any
 from engine.config.run import RunConfig
 from engine.distributed.ranks import RankGrid
 from engine.models.describe import num_parameters
-from engine.models.families import family_of
+from engine.models.families import FAMILIES, family_of
 from engine.models.names import is_shared_factor, own_names
 from engine.runtime.launch import Launch
 from engine.runtime.preemption import CTRL_C
@@ -107,7 +107,9 @@ def announce(config: RunConfig, launch: Launch, training: Training, log: Log, *,
     )
     if (made_by := training.source.model.decoder.made_by) is not None:
         asked = config.model.implementation == "adopted"
-        why = "asked for" if asked else f"the engine has no {training.source.model.family} of its own"
+        family = training.source.model.family
+        lack = f"not all layers of this {family} model" if family in FAMILIES else f"no {family} of its own"
+        why = "asked for" if asked else f"the engine has {lack}"
         log.info(f"layers: adopted from {made_by} ({why})")
     idle = [name for name in training.source.model.decoder.unread_modules if training.plan.modules.adapter(name)]
     if idle:

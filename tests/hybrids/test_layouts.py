@@ -73,7 +73,7 @@ def _of(model: str) -> dict[str, Place]:
             "zero 3", "tp2 cp2", "pp2 cp2",
         )
     }  # fmt: skip
-    if model in ("qwen3 next", "granite hybrid"):
+    if model in ("qwen3 next", "granite hybrid", "kimi linear"):
         experts = {
             "ep2": place(grid=RankGrid(dp=2, ep=2)),
             "ep2, zero 3": place(grid=RankGrid(dp=2, ep=2), level="parameters", rows="odd"),
@@ -99,7 +99,7 @@ def _encoded() -> dict[str, Place]:
 PLACES: dict[str, Place] = {
     **{
         f"{model}: {name}": one
-        for model in ("qwen3.5", "qwen3 next", "granite hybrid")
+        for model in ("qwen3.5", "qwen3 next", "granite hybrid", "kimi linear")
         for name, one in _of(model).items()
     },
     **{f"qwen3.5 wide: {name}": one for name, one in _encoded().items()},

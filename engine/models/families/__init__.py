@@ -6,6 +6,7 @@ A family's module is imported where a model of it is first read.
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from engine.choices import Implementation
@@ -241,7 +242,9 @@ def _with_images_refused(refusal: str, hf_config: dict[str, Any], implementation
 
 
 def _refusal(model_type: str | None, text: dict[str, Any], implementation: Implementation) -> str:
-    known = f"expected one of {', '.join(sorted([*FAMILIES, *WRAPPINGS]))}"
+    every = sorted([*FAMILIES, *WRAPPINGS])
+    near = get_close_matches(model_type or "", every, n=5) or ["llama", "mistral", "qwen3"]
+    known = f"expected one of the engine's {len(every)} types, such as {', '.join(near)}"
     others = "with model.implementation auto " if implementation == "native" else ""
     known = f"{known}, or {others}a causal language model that the installed transformers has."
     architectures = text.get("architectures")

@@ -16,6 +16,7 @@ from engine.hybrids.families.nemotron import nemotron_h
 from engine.layers.context import TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
 from engine.models.decoder import Decoder
+from engine.models.families import family_of
 from tests.support.family_models import batch_of, engine_model, make_model, stock_losses
 
 KEY = "backbone.layers.1.mixer.gate.e_score_correction_bias"
@@ -72,3 +73,13 @@ def test_what_is_not_computed_is_refused(more: dict[str, object], words: str) ->
     sizes = {"hidden_size": 40, "num_attention_heads": 4, "vocab_size": 67}
     with pytest.raises(UserError, match=words):
         nemotron_h({**sizes, **more})
+
+
+def test_experts_of_a_narrower_stream_are_adopted(tmp_path: Path) -> None:
+    make_model("nemotron h", tmp_path / "plain")
+    stock = make_model("nemotron h", tmp_path / "latent", moe_latent_size=24)
+    assert open_source(tmp_path / "plain").model.implementation == "native"
+    assert open_source(tmp_path / "latent").model.implementation == "adopted"
+    with pytest.raises(UserError, match="set model.implementation to auto"):
+        family, text = family_of(stock.config.to_dict(), "native")
+        family.config_from_hf(text)

@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3: layers of one branch each, Mamba2, attention without positions, an MLP, or experts.
 
 MLP and experts have squared ReLUs and no gates; the router is DeepSeek-V3's. Experts of a stream narrower than the
-model's are not computed here. Layers that predict later tokens are passed by.
+model's are not computed here: such a model is adopted. Layers that predict later tokens are passed by.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _check(hf: Mapping[str, Any]) -> None:
     if hf.get("moe_latent_size"):
         raise UserError(
             f"config.json has moe_latent_size {hf['moe_latent_size']}, but experts of a narrower stream are not "
-            "computed here: set model.implementation to adopted."
+            "computed here: set model.implementation to auto or adopted."
         )
     for key, expected in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
         if hf[key] != expected:
@@ -129,4 +129,8 @@ def later_tokens(hf: dict[str, Any]) -> tuple[str, ...]:
     return ("mtp.*",)
 
 
-FAMILY = Family(nemotron_h, NAMES, unused=later_tokens)
+def _computes(hf: dict[str, Any]) -> bool:
+    return not hf.get("moe_latent_size")
+
+
+FAMILY = Family(nemotron_h, NAMES, unused=later_tokens, computes=_computes)

@@ -54,7 +54,7 @@ def stock_places(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Te
             for expert in range(parameter.shape[0]):
                 for part in ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",):
                     stored = f"{owner}.{expert}.{part}"
-                    if type(model).__name__.startswith("Mixtral"):
+                    if type(model).__name__.startswith(("Mixtral", "KimiLinear")):
                         stored = re.sub("mlp(.*)\\.\\w+$", rf"block_sparse_moe\1.{MIXTRAL[part]}", stored)
                     if type(model).__name__.startswith("Lfm2"):
                         stored = f"{owner}.{expert}.{MIXTRAL[part]}"

@@ -102,8 +102,8 @@ def test_logits_loss_and_every_gradient_are_transformers(kind: str, packing: boo
     for slot in flat.slots:
         found, place = uncut(slot.view(flat.gradient), slot.entry.spec), places[slot.entry.name]
         wanted = expected[place.name] if place.expert is None else place.expert.of(expected[place.name])
-        if place.name.endswith("self_attn.k_proj.bias"):  # which moves no softmax, so that both are rounding
-            assert max(found.abs().max(), wanted.abs().max()) < 1e-6
+        if slot.entry.name.startswith("vision.") and place.name.endswith("self_attn.k_proj.bias"):
+            assert max(found.abs().max(), wanted.abs().max()) < 1e-6  # without rotation it moves no softmax
             continue
         errors[slot.entry.name] = relative_error(found, wanted) if wanted.any() else float(found.any())
     assert max(errors.values()) < 2e-4, {name: error for name, error in errors.items() if error >= 2e-4}

@@ -7,6 +7,7 @@ tensor parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +117,19 @@ def split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int, what: 
     local = (*shape[:dim], part, *shape[dim + 1 :])
     pieces = (Piece(rank * part, 0, part),)
     return ShardSpec(global_shape=shape, local_shape=local, dim=dim, pieces=pieces)
+
+
+def runs_spec(shape: tuple[int, ...], runs: Sequence[tuple[int, int]]) -> ShardSpec:
+    """Returns the spec of a rank that holds these runs of rows, (first row, rows), one after the other, in any order.
+
+    Args:
+        shape: of the whole tensor.
+    """
+    pieces, first = [], 0
+    for start, length in runs:
+        pieces.append(Piece(start, first, length))
+        first += length
+    return ShardSpec(global_shape=shape, local_shape=(first, *shape[1:]), dim=0, pieces=tuple(pieces))
 
 
 def padded_split_spec(shape: tuple[int, ...], dim: int, *, rank: int, size: int) -> ShardSpec:

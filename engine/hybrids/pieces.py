@@ -8,9 +8,9 @@ Legend: T tokens of this rank, P pieces, L tokens of a chunk of the computation,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -149,20 +149,6 @@ class Pieces(ContextPart):
             most_received=max(map(len, received)),
         )
 
-    @classmethod
-    def of_cache(cls, num_tokens: int, starts: Mapping[int, int] | None, device: torch.device) -> Pieces:
-        """Returns the pieces of a pass of generation, all of whose states are kept.
-
-        Args:
-            starts: first token of each prompt; None where each token goes on from an earlier state.
-        """
-        if starts is None:
-            every = tuple(range(num_tokens))
-            return cls.of_lengths([1] * num_tokens, device, received=every, sent=every)
-        firsts = [*sorted(starts), num_tokens]
-        lengths = [after - first for first, after in pairwise(firsts)]
-        return cls.of_lengths(lengths, device, sent=tuple(range(len(lengths))))
-
     def shared(self) -> tuple[Tensor, ...]:
         return (self.offsets,)
 
@@ -200,6 +186,20 @@ class Pieces(ContextPart):
             self._made[name, 0] = places.to(self.offsets.device)
         found = self._made[name, 0]
         assert isinstance(found, Tensor)
+        return found
+
+    def cached(self, *, continued: bool) -> Pieces:
+        """Returns the pieces of a pass of generation, all of whose last states are kept.
+
+        Args:
+            continued: whether each of them has a state to begin with.
+        """
+        key = ("cached", int(continued))
+        if key not in self._made:
+            every = tuple(range(len(self.lengths)))
+            self._made[key] = replace(self, received=every if continued else (), sent=every, _made={})
+        found = self._made[key]
+        assert isinstance(found, Pieces)
         return found
 
     def chunks(self, length: int) -> Chunks:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.hybrids.layers.gated_delta_net import rows_spec
+from engine.distributed.sharding import runs_spec
 from engine.layers.attention import Attention, Heads, attend, check_heads
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
@@ -55,7 +55,7 @@ def _linears(place: LayerPlace) -> tuple[ColumnParallelLinear, RowParallelLinear
     kv_spec = heads.kv_spec((config.hidden,), build.layout)
     qkv = ColumnParallelLinear(
         [
-            Section(name=f"{prefix}.q_proj", spec=rows_spec(2 * heads.width, (config.hidden,), runs)),
+            Section(name=f"{prefix}.q_proj", spec=runs_spec((2 * heads.width, config.hidden), runs)),
             Section(name=f"{prefix}.k_proj", spec=kv_spec),
             Section(name=f"{prefix}.v_proj", spec=kv_spec),
         ],

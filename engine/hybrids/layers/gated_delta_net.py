@@ -18,19 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from engine.distributed.sharding import Piece, ShardSpec, replicated_spec, split_spec
+from engine.distributed.sharding import ShardSpec, replicated_spec, runs_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.kernels import hybrid_kernels
-from engine.hybrids.layers.cached_states import cached_delta_rule
+from engine.hybrids.layers.cached_states import cached_convolution, scan_of
+from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution, gated_norm
-from engine.hybrids.ops.delta_rule import delta_rule
 from engine.hybrids.ops.parameters import of_parameters
-from engine.hybrids.pieces import Pieces
-from engine.layers.branch import Around, Branch, LinearShape
+from engine.hybrids.ops.recurrence import Inputs, recurrence
+from engine.hybrids.ops.rules import DeltaRule
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.module import ShardedModule
 from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
@@ -109,58 +107,28 @@ def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
     return -a_log.to(wide).exp() * softplus(a.to(wide) + dt_bias.to(wide)), b.to(wide).sigmoid()
 
 
-def rows_spec(total: int, columns: tuple[int, ...], runs: list[tuple[int, int]]) -> ShardSpec:
-    """Returns the shard of a tensor of `total` rows of which a rank holds these runs, (first row, rows), in order."""
-    pieces, first = [], 0
-    for start, length in runs:
-        pieces.append(Piece(start, first, length))
-        first += length
-    return ShardSpec(global_shape=(total, *columns), local_shape=(first, *columns), dim=0, pieces=tuple(pieces))
+class _Small(SmallParameters):
+    """The parameters of a delta net beside its linears."""
 
-
-class _Small(ShardedModule):
-    """The parameters of a mixer beside its linears."""
-
-    def __init__(self, prefix: str, channels: ShardSpec, sizes: DeltaSizes, *, build: LayerContext) -> None:
-        super().__init__()
+    def __init__(self, prefix: str, channels: list[tuple[int, int]], sizes: DeltaSizes, *, build: LayerContext) -> None:
+        super().__init__(prefix, build=build)
         tp = build.layout.tp
-        heads = split_spec((sizes.value_heads,), 0, rank=tp.rank, size=tp.size, what="the number of value heads")
-        norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        total, width = channels.global_shape[0], sizes.key_width
-        parts = {"conv1d": channels}
+
+        def split(rows: int, *columns: int) -> ShardSpec:
+            return split_spec((rows, *columns), 0, rank=tp.rank, size=tp.size, what="the features of heads")
+
+        keys, values, taps = sizes.key_width, sizes.value_width, sizes.taps
         if sizes.stored == "each":
-            starts = {"q_conv1d": (0, width), "k_conv1d": (width, width), "v_conv1d": (2 * width, total - 2 * width)}
-            parts = {
-                name: split_spec((rows, 1, sizes.taps), 0, rank=tp.rank, size=tp.size, what="the heads' channels")
-                for name, (_, rows) in starts.items()
-            }
-        self.convolutions = [
-            self.own(
-                f"{prefix}.{name}.weight",
-                build.empty(spec.local_shape),
-                spec,
-                trainable=build.plan.trains(f"{prefix}.{name}"),
-            )
-            for name, spec in parts.items()
-        ]
-        self.a_log, self.dt_bias, self.norm = (
-            self.own(
-                f"{prefix}.{name}.weight",
-                build.empty(spec.local_shape),
-                spec,
-                trainable=build.plan.trains(f"{prefix}.{name}"),
-            )
-            for name, spec in (("A_log", heads), ("dt_bias", heads), ("norm", norm))
-        )
-
-    @property
-    def convolution_weight(self) -> Tensor:
-        """[C, 1, W], of q, k and v."""
-        weights = [entry.parameter for entry in self.convolutions]
-        return weights[0] if len(weights) == 1 else torch.cat(weights)
+            names = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
+            self.convolutions = [self.owned(name, split(rows, 1, taps)) for name, rows in names.items()]
+        else:
+            self.convolutions = [self.owned("conv1d", runs_spec((2 * keys + values, 1, taps), channels))]
+        self.a_log, self.dt_bias = (self.owned(name, split(sizes.value_heads)) for name in ("A_log", "dt_bias"))
+        norm = replicated_spec((sizes.value_dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
+        self.norm = self.owned("norm", norm)
 
 
-class GatedDeltaNet(Branch):
+class GatedDeltaNet(Mixer):
     """A gated delta net of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
@@ -174,16 +142,15 @@ class GatedDeltaNet(Branch):
     def __init__(
         self, prefix: str, sizes: DeltaSizes, *, hidden: int, norm_eps: float, first_site: int, build: LayerContext
     ) -> None:
-        super().__init__()
+        super().__init__(prefix, build=build)
         layout = build.layout
         if sizes.key_heads % layout.tp.size:
             raise UserError(
                 f"the model's linear attention has {sizes.key_heads} key heads, which do not divide over "
                 f"parallel.tensor {layout.tp.size}: use a parallel.tensor that divides {sizes.key_heads}."
             )
-        self.prefix, self.layout, self._eps = prefix, layout, norm_eps
-        self._scale, self._beta_factor = sizes.key_dim**-0.5, sizes.beta_factor
-        self._kernels = hybrid_kernels(layout.kernels, shapes=build.device.type == "meta")
+        self._eps, self._beta_factor = norm_eps, sizes.beta_factor
+        self._rule = DeltaRule(scale=sizes.key_dim**-0.5, kernels=self.kernels)
         size, rank = layout.tp.size, layout.tp.rank
         self._key_dim, self._value_dim = sizes.key_dim, sizes.value_dim
         keys, values, heads = (count // size for count in (sizes.key_width, sizes.value_width, sizes.value_heads))
@@ -194,8 +161,7 @@ class GatedDeltaNet(Branch):
         self.in_proj = ColumnParallelLinear(
             _sections(prefix, sizes, hidden, channels, rank, size), bias=False, site=first_site, build=build
         )
-        total = 2 * width + sizes.value_width
-        self.small = _Small(prefix, rows_spec(total, (1, sizes.taps), channels), sizes, build=build)
+        self.small = _Small(prefix, channels, sizes, build=build)
         self.out_proj = RowParallelLinear(
             f"{prefix}.{'o_proj' if sizes.stored == 'each' else 'out_proj'}",
             sizes.value_width,
@@ -205,22 +171,8 @@ class GatedDeltaNet(Branch):
             build=build,
         )
 
-    @property
-    def linear_shapes(self) -> tuple[LinearShape, ...]:
-        return (*self.in_proj.shapes, *self.out_proj.shapes)
-
-    def keep_inputs(self, around: Around) -> None:
-        self.in_proj = self.in_proj.wrapped(around)
-
-    def end_region(self, around: Around) -> None:
-        self.out_proj = self.out_proj.wrapped(around)
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [T, G, K] and v [T, N, V] of [T, C]."""
-        q, k, v = mixed.split(self._channels, dim=1)
-        return self._by_head(q, k, v)
-
     def _by_head(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [T, G, K] and v [T, N, V] of [T, features] each."""
         return (
             q.unflatten(1, (-1, self._key_dim)),
             k.unflatten(1, (-1, self._key_dim)),
@@ -228,28 +180,29 @@ class GatedDeltaNet(Branch):
         )
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        small, kernels = self.small, self._kernels
+        small, kernels, pieces = self.small, self.kernels, self.pieces(context)
         mixed, z, b, a = self.in_proj(u, source, context).split(self._widths, dim=1)
         decay, beta = of_parameters(_gates, (a, b), (small.a_log, small.dt_bias))
         if self._beta_factor != 1.0:
             beta = beta * self._beta_factor
+
+        def inputs(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+            return (*self._by_head(q, k, v), decay, beta)
+
         if context.cache is not None:
-            out = cached_delta_rule(
-                self.prefix, context.cache, context.documents, mixed, small.convolution_weight, self._heads, decay,
-                beta, scale=self._scale, kernels=kernels,
+            scan = scan_of(self._rule, lambda y: inputs(*y.split(self._channels, dim=1)))
+            out = cached_convolution(
+                self.prefix, context.cache, pieces, mixed, joined_weight(small.convolutions), None, activation="silu",
+                kernels=kernels, scan=scan,
             )  # fmt: skip
         else:
-            pieces = context.part(Pieces)
-            assert pieces is not None
             parts = mixed.split(self._channels, dim=1) if len(small.convolutions) > 1 else (mixed,)
             convolved = [
                 causal_convolution(part, entry, None, pieces, self.layout.cp, activation="silu", kernels=kernels)
                 for part, entry in zip(parts, small.convolutions, strict=True)
             ]
             q, k, v = convolved if len(convolved) > 1 else convolved[0].split(self._channels, dim=1)
-            out = delta_rule(
-                *self._by_head(q, k, v), decay, beta, pieces, self.layout.cp, scale=self._scale, kernels=kernels
-            )
+            out = recurrence(self._rule, inputs(q, k, v), pieces, self.layout.cp)
         out = gated_norm(out, z.unflatten(1, (-1, self._value_dim)), small.norm, eps=self._eps, kernels=kernels)
         return self.out_proj(out.flatten(1), GivenInput(), context)
 
@@ -292,5 +245,5 @@ def _sections(
             ),
         }
     return [
-        Section(name=f"{prefix}.{name}", spec=rows_spec(total, (hidden,), runs)) for name, (total, runs) in rows.items()
+        Section(name=f"{prefix}.{name}", spec=runs_spec((total, hidden), runs)) for name, (total, runs) in rows.items()
     ]

@@ -22,17 +22,16 @@ from torch.nn.functional import softplus
 
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.kernels import hybrid_kernels
-from engine.hybrids.layers.cached_states import cached_delta_rule
+from engine.hybrids.layers.cached_states import cached_convolution, scan_of
+from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution
-from engine.hybrids.ops.delta_rule import delta_rule
 from engine.hybrids.ops.parameters import of_parameters
-from engine.hybrids.pieces import Pieces
-from engine.layers.branch import Around, Branch, LinearShape
+from engine.hybrids.ops.recurrence import Inputs, recurrence
+from engine.hybrids.ops.rules import DeltaRule
+from engine.layers.branch import Around
 from engine.layers.context import LayerContext, deferred_sums
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
@@ -99,33 +98,24 @@ def _normalised(eps: float, x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Te
     return ((found * gate.to(wide).sigmoid()).to(x.dtype),)
 
 
-class _Small(ShardedModule):
-    """The parameters of a mixer beside its linears."""
+class _Small(SmallParameters):
+    """The parameters of the mixer beside its linears."""
 
     def __init__(self, prefix: str, sizes: KimiDeltaSizes, *, build: LayerContext) -> None:
-        super().__init__()
+        super().__init__(prefix, build=build)
         tp = build.layout.tp
 
         def split(shape: tuple[int, ...], dim: int = 0) -> ShardSpec:
             return split_spec(shape, dim, rank=tp.rank, size=tp.size, what="the number of linear attention's heads")
 
-        def owned(name: str, spec: ShardSpec) -> ShardEntry:
-            trains = build.plan.trains(f"{prefix}.{name}")
-            return self.own(f"{prefix}.{name}.weight", build.empty(spec.local_shape), spec, trainable=trains)
-
-        self.convolutions = [owned(f"{name}_conv1d", split((sizes.width, 1, sizes.taps))) for name in "qkv"]
-        self.a_log = owned("A_log", split((1, 1, sizes.heads, 1), 2))
-        self.dt_bias = owned("dt_bias", split((sizes.width,)))
+        self.convolutions = [self.owned(f"{name}_conv1d", split((sizes.width, 1, sizes.taps))) for name in "qkv"]
+        self.a_log = self.owned("A_log", split((1, 1, sizes.heads, 1), 2))
+        self.dt_bias = self.owned("dt_bias", split((sizes.width,)))
         norm = replicated_spec((sizes.dim,), rank=tp.rank, size=tp.size, grad_reduce=("tp",))
-        self.norm = owned("o_norm", norm)
-
-    @property
-    def convolution_weight(self) -> Tensor:
-        """[C, 1, W], of q, k and v."""
-        return torch.cat([entry.parameter for entry in self.convolutions])
+        self.norm = self.owned("o_norm", norm)
 
 
-class KimiDelta(Branch):
+class KimiDelta(Mixer):
     """Kimi Delta Attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
@@ -148,15 +138,15 @@ class KimiDelta(Branch):
         inner_site: int,
         build: LayerContext,
     ) -> None:
-        super().__init__()
-        layout, tp, inner = build.layout, build.layout.tp, deferred_sums(build)
+        super().__init__(prefix, build=build)
+        tp, inner = build.layout.tp, deferred_sums(build)
         if sizes.heads % tp.size:
             raise UserError(
                 f"the model's linear attention has {sizes.heads} heads, which do not divide over parallel.tensor "
                 f"{tp.size}: use a parallel.tensor that divides {sizes.heads}."
             )
-        self.prefix, self.layout, self._eps, self._dim = prefix, layout, norm_eps, sizes.dim
-        self._kernels = hybrid_kernels(layout.kernels, shapes=build.device.type == "meta")
+        self._eps, self._dim = norm_eps, sizes.dim
+        self._rule = DeltaRule(scale=sizes.dim**-0.5, kernels=self.kernels)
 
         def heads(name: str, rows: int, inputs: int) -> Section:
             spec = split_spec((rows, inputs), 0, rank=tp.rank, size=tp.size, what="the number of features of heads")
@@ -182,44 +172,35 @@ class KimiDelta(Branch):
             for place, name in enumerate(("f_b_proj", "g_b_proj"))
         )
         self.small = _Small(prefix, sizes, build=build)
-        self.o_proj = RowParallelLinear(
+        self.out_proj = RowParallelLinear(
             f"{prefix}.o_proj", sizes.width, hidden, bias=False, site=first_site + 1, build=build
         )
 
-    @property
-    def linear_shapes(self) -> tuple[LinearShape, ...]:
-        return (*self.in_proj.shapes, *self.o_proj.shapes)
-
     def keep_inputs(self, around: Around) -> None:
-        self.in_proj, self.f_b, self.g_b = (one.wrapped(around) for one in (self.in_proj, self.f_b, self.g_b))
-
-    def end_region(self, around: Around) -> None:
-        self.o_proj = self.o_proj.wrapped(around)
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [T, N, K] of [T, C]."""
-        q, k, v = (part.unflatten(1, (-1, self._dim)) for part in mixed.chunk(3, dim=1))
-        return q, k, v
+        super().keep_inputs(around)
+        self.f_b, self.g_b = self.f_b.wrapped(around), self.g_b.wrapped(around)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        small, kernels, scale = self.small, self._kernels, self._dim**-0.5
+        small, kernels, pieces = self.small, self.kernels, self.pieces(context)
         mixed, b, narrow_f, narrow_g = self.in_proj(u, source, context).split(self._widths, dim=1)
         f = self.f_b(narrow_f.contiguous(), GivenInput(), context)
         gate = self.g_b(narrow_g.contiguous(), GivenInput(), context).unflatten(1, (-1, self._dim))
         decay, beta = of_parameters(_gates, (f, b), (small.a_log, small.dt_bias))
+
+        def inputs(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+            return (*(one.unflatten(1, (-1, self._dim)) for one in (q, k, v)), decay, beta)
+
         if context.cache is not None:
-            out = cached_delta_rule(
-                self.prefix, context.cache, context.documents, mixed, small.convolution_weight, self._heads, decay,
-                beta, scale=scale, kernels=kernels,
+            scan = scan_of(self._rule, lambda y: inputs(*y.chunk(3, dim=1)))
+            out = cached_convolution(
+                self.prefix, context.cache, pieces, mixed, joined_weight(small.convolutions), None, activation="silu",
+                kernels=kernels, scan=scan,
             )  # fmt: skip
         else:
-            pieces = context.part(Pieces)
-            assert pieces is not None
             q, k, v = (
                 causal_convolution(part, entry, None, pieces, self.layout.cp, activation="silu", kernels=kernels)
                 for part, entry in zip(mixed.chunk(3, dim=1), small.convolutions, strict=True)
             )
-            q, k, v = (one.unflatten(1, (-1, self._dim)) for one in (q, k, v))
-            out = delta_rule(q, k, v, decay, beta, pieces, self.layout.cp, scale=scale, kernels=kernels)
+            out = recurrence(self._rule, inputs(q, k, v), pieces, self.layout.cp)
         (out,) = of_parameters(partial(_normalised, self._eps), (out, gate), (small.norm,))
-        return self.o_proj(out.flatten(1), GivenInput(), context)
+        return self.out_proj(out.flatten(1), GivenInput(), context)

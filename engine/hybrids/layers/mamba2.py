@@ -20,21 +20,18 @@ from torch.nn.functional import softplus
 
 from engine.distributed.differentiable import to_partial
 from engine.distributed.mesh import Axis
-from engine.distributed.sharding import ShardSpec, split_spec
+from engine.distributed.sharding import runs_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.kernels import hybrid_kernels
-from engine.hybrids.layers.cached_states import cached_state_space
-from engine.hybrids.layers.gated_delta_net import rows_spec
+from engine.hybrids.layers.cached_states import cached_convolution, scan_of
+from engine.hybrids.layers.mixer import Mixer, SmallParameters
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution
 from engine.hybrids.ops.grouped_norm import grouped_norm
 from engine.hybrids.ops.parameters import of_parameters
-from engine.hybrids.ops.state_space import state_space
-from engine.hybrids.pieces import Pieces
-from engine.layers.branch import Around, Branch, LinearShape
+from engine.hybrids.ops.recurrence import Inputs, recurrence
+from engine.hybrids.ops.rules import StateSpace
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.module import ShardedModule, ShardEntry
 from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
@@ -96,23 +93,18 @@ class MambaSizes(StateLayers):
         return config.hidden * (self.rows + self.width)
 
 
-class _Small(ShardedModule):
-    """The parameters of a mixer beside its linears."""
+class _Small(SmallParameters):
+    """The parameters of Mamba2 beside its linears."""
 
     def __init__(self, prefix: str, channels: list[tuple[int, int]], sizes: MambaSizes, *, build: LayerContext) -> None:
-        super().__init__()
+        super().__init__(prefix, build=build)
         tp, total = build.layout.tp, sizes.width + 2 * sizes.groups * sizes.state
-
-        def own(name: str, spec: ShardSpec, leaf: str = "weight") -> ShardEntry:
-            trains = build.plan.trains(f"{prefix}.{name}")
-            return self.own(f"{prefix}.{name}.{leaf}", build.empty(spec.local_shape), spec, trainable=trains)
-
         heads = split_spec((sizes.heads,), 0, rank=tp.rank, size=tp.size, what="the number of Mamba heads")
         norm = split_spec((sizes.width,), 0, rank=tp.rank, size=tp.size, what="the width of Mamba heads")
-        self.convolution = own("conv1d", rows_spec(total, (1, sizes.taps), channels))
-        self.convolution_bias = own("conv1d", rows_spec(total, (), channels), "bias") if sizes.conv_bias else None
-        self.a_log, self.dt_bias, self.d = (own(name, heads) for name in ("A_log", "dt_bias", "D"))
-        self.norm = own("norm", norm)
+        self.convolution = self.owned("conv1d", runs_spec((total, 1, sizes.taps), channels))
+        self.convolution_bias = self.owned("conv1d", runs_spec((total,), channels), "bias") if sizes.conv_bias else None
+        self.a_log, self.dt_bias, self.d = (self.owned(name, heads) for name in ("A_log", "dt_bias", "D"))
+        self.norm = self.owned("norm", norm)
 
 
 def _check(sizes: MambaSizes, tensor_size: int) -> None:
@@ -133,7 +125,7 @@ def _check(sizes: MambaSizes, tensor_size: int) -> None:
         )
 
 
-class Mamba2(Branch):
+class Mamba2(Mixer):
     """Mamba2 of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
@@ -147,12 +139,11 @@ class Mamba2(Branch):
     def __init__(
         self, prefix: str, sizes: MambaSizes, *, hidden: int, norm_eps: float, first_site: int, build: LayerContext
     ) -> None:
-        super().__init__()
-        layout = build.layout
-        size, rank = layout.tp.size, layout.tp.rank
+        super().__init__(prefix, build=build)
+        size, rank = build.layout.tp.size, build.layout.tp.rank
         _check(sizes, size)
-        self.prefix, self.layout, self.sizes, self._eps = prefix, layout, sizes, norm_eps
-        self._kernels = hybrid_kernels(layout.kernels, shapes=build.device.type == "meta")
+        self.sizes, self._eps = sizes, norm_eps
+        self._rule = StateSpace(kernels=self.kernels)
         self._gathers = sizes.groups == 1 and size > 1
         self._groups = max(1, sizes.groups // size)
         width, states, heads = sizes.width // size, sizes.groups * sizes.state // size, sizes.heads // size
@@ -167,7 +158,7 @@ class Mamba2(Branch):
             (sizes.rows - sizes.heads + rank * heads, heads),
         ]
         self.in_proj = ColumnParallelLinear(
-            [Section(name=f"{prefix}.in_proj", spec=rows_spec(sizes.rows, (hidden,), runs))],
+            [Section(name=f"{prefix}.in_proj", spec=runs_spec((sizes.rows, hidden), runs))],
             bias=sizes.bias,
             site=first_site,
             build=build,
@@ -176,16 +167,6 @@ class Mamba2(Branch):
         self.out_proj = RowParallelLinear(
             f"{prefix}.out_proj", sizes.width, hidden, bias=sizes.bias, site=first_site + 1, build=build
         )
-
-    @property
-    def linear_shapes(self) -> tuple[LinearShape, ...]:
-        return (*self.in_proj.shapes, *self.out_proj.shapes)
-
-    def keep_inputs(self, around: Around) -> None:
-        self.in_proj = self.in_proj.wrapped(around)
-
-    def end_region(self, around: Around) -> None:
-        self.out_proj = self.out_proj.wrapped(around)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, N, P], and B and C [T, G, S], of [T, C]."""
@@ -205,23 +186,26 @@ class Mamba2(Branch):
         return steps, -a_log.to(wide).exp(), d.to(wide)
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        small, kernels = self.small, self._kernels
+        small, kernels, pieces = self.small, self.kernels, self.pieces(context)
         z, mixed, raw = self.in_proj(u, source, context).split(self._widths, dim=1)
         dt, a, d = of_parameters(self._steps, (raw,), (small.dt_bias, small.a_log, small.d))
+
+        def inputs(convolved: Tensor) -> Inputs:
+            x, b, c = self._heads(convolved)
+            return x, dt, a, b, c, d
+
         bias = small.convolution_bias
         if context.cache is not None:
-            y = cached_state_space(
-                self.prefix, context.cache, context.documents, mixed, small.convolution.parameter,
-                None if bias is None else bias.parameter, self._heads, dt, a, d, kernels=kernels,
+            y = cached_convolution(
+                self.prefix, context.cache, pieces, mixed, small.convolution.parameter,
+                None if bias is None else bias.parameter, activation="silu", kernels=kernels,
+                scan=scan_of(self._rule, inputs),
             )  # fmt: skip
         else:
-            pieces = context.part(Pieces)
-            assert pieces is not None
             mixed = causal_convolution(
                 mixed, small.convolution, bias, pieces, self.layout.cp, activation="silu", kernels=kernels
             )
-            x, b, c = self._heads(mixed)
-            y = state_space(x, dt, a, b, c, d, pieces, self.layout.cp, kernels=kernels)
+            y = recurrence(self._rule, inputs(mixed), pieces, self.layout.cp)
         axis = self.layout.tp if self._gathers else Axis("tp")
         out = grouped_norm(
             y.flatten(1), z, small.norm, groups=self._groups, eps=self._eps, gates_first=self.sizes.gates_first,

@@ -13,18 +13,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.distributed.sharding import split_spec
+from engine.distributed.sharding import runs_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.kernels import hybrid_kernels
 from engine.hybrids.layers.cached_states import cached_convolution
-from engine.hybrids.layers.gated_delta_net import rows_spec
+from engine.hybrids.layers.mixer import Mixer, SmallParameters
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution
-from engine.hybrids.pieces import Pieces
-from engine.layers.branch import Around, Branch, LinearShape
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
-from engine.layers.module import ShardedModule
 from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
@@ -62,24 +58,21 @@ class ShortConvSizes(StateLayers):
         return 4 * config.hidden * config.hidden
 
 
-class _Small(ShardedModule):
+class _Small(SmallParameters):
     """The convolution's parameters."""
 
     def __init__(self, prefix: str, hidden: int, sizes: ShortConvSizes, *, build: LayerContext) -> None:
-        super().__init__()
-        tp, name = build.layout.tp, f"{prefix}.conv"
-        trains = build.plan.trains(name)
+        super().__init__(prefix, build=build)
+        tp = build.layout.tp
         weight, bias = (
             split_spec(shape, 0, rank=tp.rank, size=tp.size, what="the channels of a convolution")
             for shape in ((hidden, 1, sizes.taps), (hidden,))
         )
-        self.convolution = self.own(f"{name}.weight", build.empty(weight.local_shape), weight, trainable=trains)
-        self.bias = (
-            self.own(f"{name}.bias", build.empty(bias.local_shape), bias, trainable=trains) if sizes.bias else None
-        )
+        self.convolution = self.owned("conv", weight)
+        self.bias = self.owned("conv", bias, "bias") if sizes.bias else None
 
 
-class ShortConv(Branch):
+class ShortConv(Mixer):
     """A short convolution of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
     Args:
@@ -90,24 +83,20 @@ class ShortConv(Branch):
         UserError: the channels do not fit the layout.
     """
 
-    cached = None
-
     def __init__(
         self, prefix: str, sizes: ShortConvSizes, *, hidden: int, first_site: int, build: LayerContext
     ) -> None:
-        super().__init__()
-        layout = build.layout
-        rank, size = layout.tp.rank, layout.tp.size
+        super().__init__(prefix, build=build)
+        rank, size = build.layout.tp.rank, build.layout.tp.size
         if hidden % size:
             raise UserError(
                 f"the model's short convolutions have {hidden} channels, which do not divide over parallel.tensor "
                 f"{size}: use a parallel.tensor that divides {hidden}."
             )
-        self.prefix, self.layout, channels = prefix, layout, hidden // size
-        self._kernels = hybrid_kernels(layout.kernels, shapes=build.device.type == "meta")
+        channels = hidden // size
         runs = [(part * hidden + rank * channels, channels) for part in range(3)]
         self.in_proj = ColumnParallelLinear(
-            [Section(name=f"{prefix}.in_proj", spec=rows_spec(3 * hidden, (hidden,), runs))],
+            [Section(name=f"{prefix}.in_proj", spec=runs_spec((3 * hidden, hidden), runs))],
             bias=sizes.bias,
             site=first_site,
             build=build,
@@ -117,30 +106,17 @@ class ShortConv(Branch):
             f"{prefix}.out_proj", hidden, hidden, bias=sizes.bias, site=first_site + 1, build=build
         )
 
-    @property
-    def linear_shapes(self) -> tuple[LinearShape, ...]:
-        return (*self.in_proj.shapes, *self.out_proj.shapes)
-
-    def keep_inputs(self, around: Around) -> None:
-        self.in_proj = self.in_proj.wrapped(around)
-
-    def end_region(self, around: Around) -> None:
-        self.out_proj = self.out_proj.wrapped(around)
-
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
-        small, kernels = self.small, self._kernels
+        small, kernels, pieces = self.small, self.kernels, self.pieces(context)
         before, after, x = self.in_proj(u, source, context).chunk(3, dim=1)
         x = before * x
         if context.cache is not None:
             bias = None if small.bias is None else small.bias.parameter
-            y, _, _, keep = cached_convolution(
-                self.prefix, context.cache, context.documents, x, small.convolution.parameter, bias, activation=None,
+            y = cached_convolution(
+                self.prefix, context.cache, pieces, x, small.convolution.parameter, bias, activation=None,
                 kernels=kernels,
             )  # fmt: skip
-            keep(None)
         else:
-            pieces = context.part(Pieces)
-            assert pieces is not None
             y = causal_convolution(
                 x, small.convolution, small.bias, pieces, self.layout.cp, activation=None, kernels=kernels
             )

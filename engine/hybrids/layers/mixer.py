@@ -1,0 +1,73 @@
+"""What mixers have in common: a linear on the input, one on the output, and small parameters between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.distributed.sharding import ShardSpec
+from engine.hybrids.kernels import hybrid_kernels
+from engine.hybrids.pieces import Pieces
+from engine.layers.branch import Around, Branch, LinearShape
+from engine.layers.context import LayerContext
+from engine.layers.module import ShardedModule, ShardEntry
+from engine.ops.attention.token_context import TokenContext
+
+
+def joined_weight(convolutions: Sequence[ShardEntry]) -> Tensor:
+    """Returns [C, 1, W], the weights of convolutions whose channels lie one after the other."""
+    weights = [entry.parameter for entry in convolutions]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+class SmallParameters(ShardedModule):
+    """The parameters of a mixer beside its linears.
+
+    Args:
+        prefix: engine module name of the mixer.
+    """
+
+    def __init__(self, prefix: str, *, build: LayerContext) -> None:
+        super().__init__()
+        self._prefix, self._build = prefix, build
+
+    def owned(self, name: str, spec: ShardSpec, leaf: str = "weight") -> ShardEntry:
+        """Makes the parameter `leaf` of the module of this name inside the mixer, which trains where the plan says."""
+        module, build = f"{self._prefix}.{name}", self._build
+        return self.own(f"{module}.{leaf}", build.empty(spec.local_shape), spec, trainable=build.plan.trains(module))
+
+
+class Mixer(Branch):
+    """A branch in the place of attention that carries a state.
+
+    Args:
+        prefix: engine module name, such as `layers.3.linear_attention`.
+    """
+
+    in_proj: Any
+    """The linear on the mixer's input, and that on its output, which a subclass makes."""
+    out_proj: Any
+
+    def __init__(self, prefix: str, *, build: LayerContext) -> None:
+        super().__init__()
+        self.prefix, self.layout = prefix, build.layout
+        self.kernels = hybrid_kernels(build.layout.kernels, shapes=build.device.type == "meta")
+
+    @property
+    def linear_shapes(self) -> tuple[LinearShape, ...]:
+        return (*self.in_proj.shapes, *self.out_proj.shapes)
+
+    def keep_inputs(self, around: Around) -> None:
+        self.in_proj = self.in_proj.wrapped(around)
+
+    def end_region(self, around: Around) -> None:
+        self.out_proj = self.out_proj.wrapped(around)
+
+    def pieces(self, context: TokenContext) -> Pieces:
+        """Returns the runs of tokens along which states are carried."""
+        found = context.part(Pieces)
+        assert found is not None
+        return found

@@ -26,6 +26,7 @@ from engine.models.families.reading import (
     check_activation,
     check_required,
     decoder_config,
+    filled,
     rope_from_hf,
     windows_from_hf,
 )
@@ -69,7 +70,7 @@ _LACKING = {
 
 
 def _filled(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
-    return {**_DEFAULTS[family], **{key: value for key, value in hf.items() if value is not None}}
+    return filled(hf, _DEFAULTS[family])
 
 
 def computes(hf: Mapping[str, Any], *, family: str) -> bool:

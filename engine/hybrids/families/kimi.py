@@ -16,11 +16,11 @@ from engine.experts.families.deepseek import NAMES as DEEPSEEK_NAMES
 from engine.experts.families.deepseek import latent_decoder
 from engine.experts.families.routed import balanced_sizes, later_tokens, read_routed
 from engine.experts.layers.latent_attention import LatentSizes
-from engine.hybrids.families.mamba import check_types
 from engine.hybrids.layers.kimi_delta import LINEARS, NAME, KimiDeltaSizes
 from engine.models.decoder_config import DecoderConfig, Rope
 from engine.models.families.checking import check_kinds, part_of
 from engine.models.families.family import Family
+from engine.models.families.reading import check_layer_types
 from engine.models.names import NameMap
 from engine.sentences import as_written
 
@@ -138,7 +138,7 @@ def _layer_types(hf: Mapping[str, Any]) -> list[str]:
         types = ["full_attention" if index + 1 in full else "linear_attention" for index in range(count)]
     if types is None:
         types = ["full_attention" if index and index % 4 == 0 else "linear_attention" for index in range(count)]
-    check_types(hf, types, ("linear_attention", "full_attention"))
+    check_layer_types(hf, types, ("linear_attention", "full_attention"))
     return list(types)
 
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.experts.families.routed import routed_sizes
-from engine.hybrids.families.mamba import check_types
 from engine.hybrids.layers.short_conv import NAME, ShortConvSizes
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families.family import Family
-from engine.models.families.reading import check_required, decoder_config
+from engine.models.families.reading import check_layer_types, check_required, decoder_config, filled
 from engine.models.names import CORRECTION, NameMap
 
 _MODULES = {
@@ -54,7 +53,7 @@ _LFM2_MOE = {
 
 def _filled(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config with its family's defaults, and by the names that other families have of the same things."""
-    hf = {**defaults, **{key: value for key, value in hf.items() if value is not None}}
+    hf = filled(hf, defaults)
     if "tie_embedding" in hf:
         hf["tie_word_embeddings"] = hf["tie_embedding"]
     if "block_ff_dim" in hf:
@@ -68,7 +67,7 @@ def _sizes(hf: Mapping[str, Any]) -> ShortConvSizes:
         layers = range(int(hf["num_hidden_layers"]))
         attends = set(hf.get("full_attn_idxs", layers))
         types = ["full_attention" if index in attends else "conv" for index in layers]
-    check_types(hf, types, ("conv", "full_attention"))
+    check_layer_types(hf, types, ("conv", "full_attention"))
     return ShortConvSizes(
         layers=tuple(index for index, kind in enumerate(types) if kind == "conv"),
         taps=int(hf["conv_L_cache"]),

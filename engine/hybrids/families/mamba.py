@@ -18,16 +18,18 @@ from engine.models.families.family import Family
 from engine.models.families.reading import (
     PRE_NORM_MODULES,
     check_activation,
+    check_layer_types,
     check_required,
     decoder_config,
+    filled,
     rotating_part,
 )
 from engine.models.names import SHARED_EXPERT_GATE_UP, NameMap
 from engine.models.stacked_parts import StackedPart
 
-MIXER_MODULES = {
-    f"{NAME}.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj")
-}
+MIXER = ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj")
+"""The modules of Mamba2 in checkpoints."""
+MIXER_MODULES = {f"{NAME}.{name}": f"mamba.{name}" for name in MIXER}
 PARAMETERS = tuple(f"{NAME}.{name}" for name in ("A_log", "dt_bias", "D"))
 BAMBA_NAMES = NameMap(
     layer_modules={
@@ -130,7 +132,7 @@ def check_sizes(sizes: MambaSizes, width: int) -> None:
 def _filled(hf: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     check_required(hf, family)
     check_activation(hf, "hidden_act", "silu")
-    return {**defaults, **{key: value for key, value in hf.items() if value is not None}}
+    return filled(hf, defaults)
 
 
 def bamba(hf: dict[str, Any]) -> DecoderConfig:
@@ -162,7 +164,7 @@ def granite_hybrid(hf: dict[str, Any]) -> DecoderConfig:
     hf = _filled(hf, "granitemoehybrid", _GRANITE)
     count = int(hf["num_hidden_layers"])
     types = listed_types("layer_types", hf.get("layer_types") or ["linear_attention"] * count)
-    check_types(hf, types, ("linear_attention", "full_attention"))
+    check_layer_types(hf, types, ("linear_attention", "full_attention"))
     layers = [index for index, kind in enumerate(types) if kind == "linear_attention"]
     more: dict[str, Any] = {}
     if hf.get("position_embedding_type") != "rope":
@@ -212,20 +214,6 @@ def listed_types(key: str, given: Any) -> list[str]:
 
 _TYPES: dict[str, str] = {"mamba": "linear_attention", "attention": "full_attention"}
 """Names that older configs have for them."""
-
-
-def check_types(hf: Mapping[str, Any], types: Sequence[str], known: Sequence[str]) -> None:
-    """Raises UserError where layers are of other types than the known ones, or not one for each layer."""
-    if strange := sorted(set(types) - set(known)):
-        raise UserError(
-            f"config.json has layers of type {strange[0]!r} in a {hf.get('model_type')} model, which the decoder does "
-            f"not have: use a model with layers of {', '.join(known)} alone."
-        )
-    if len(types) != int(hf["num_hidden_layers"]):
-        raise UserError(
-            f"config.json has {len(types)} types for {hf['num_hidden_layers']} layers: expected one for each, correct "
-            "it."
-        )
 
 
 BAMBA = Family(bamba, BAMBA_NAMES)

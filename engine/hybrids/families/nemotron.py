@@ -11,19 +11,18 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.experts.families.routed import compared_by_group, routed_sizes
-from engine.hybrids.families.mamba import check_sizes, check_types, listed_types
+from engine.hybrids.families.mamba import MIXER, PARAMETERS, check_sizes, listed_types
 from engine.hybrids.layers.mamba2 import NAME, MambaSizes
 from engine.hybrids.layers.single_branches import SingleBranches
 from engine.models.decoder_config import DecoderConfig, LayerVariant, Rope
 from engine.models.families.family import Family
-from engine.models.families.reading import check_required, decoder_config
+from engine.models.families.reading import check_layer_types, check_required, decoder_config, filled
 from engine.models.names import NameMap, Spelling
 
-_MIXER = ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj")
 NAMES = NameMap(
     layer_modules={
         "input_norm": "norm",
-        **{f"{NAME}.{name}": f"mixer.{name}" for name in _MIXER},
+        **{f"{NAME}.{name}": f"mixer.{name}" for name in MIXER},
         **{f"attention.{name}": f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
         **{f"mlp.{name}": f"mixer.{name}" for name in ("up_proj", "down_proj")},
         "mlp.router": "mixer.gate",
@@ -32,7 +31,7 @@ NAMES = NameMap(
     },
     body="backbone.",
     ends={"embed_tokens": "embeddings", "norm": "norm_f"},
-    parameters=tuple(f"{NAME}.{name}" for name in ("A_log", "dt_bias", "D")),
+    parameters=PARAMETERS,
     spellings=(Spelling("model.", "lm_head", {}), Spelling("backbone.", "lm_head", {})),
 )
 _DEFAULTS = {
@@ -77,11 +76,11 @@ def nemotron_h(hf: dict[str, Any]) -> DecoderConfig:
     Raises:
         UserError: a required key is missing, or the model uses something that the decoder does not have.
     """
-    hf = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
+    hf = filled(hf, _DEFAULTS)
     types = _types(hf)
     hf = {**hf, "num_hidden_layers": len(types), "rms_norm_eps": hf["layer_norm_epsilon"], "attention_bias": False}
     check_required(hf, "nemotron_h")
-    check_types(hf, types, _KINDS)
+    check_layer_types(hf, types, _KINDS)
     _check(hf)
     sizes = MambaSizes(
         layers=tuple(index for index, kind in enumerate(types) if kind == "linear_attention"),

@@ -6,11 +6,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.hybrids.families.mamba import check_types
 from engine.hybrids.layers.gated_delta_net import NAME, DeltaSizes
 from engine.models.decoder_config import DecoderConfig, Rope
 from engine.models.families.family import Family
-from engine.models.families.reading import BOTH_NORMS_MODULES, check_activation, check_required, decoder_config
+from engine.models.families.reading import (
+    BOTH_NORMS_MODULES,
+    check_activation,
+    check_layer_types,
+    check_required,
+    decoder_config,
+    filled,
+)
 from engine.models.names import NameMap
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_proj")
@@ -51,14 +57,14 @@ def olmo_hybrid(hf: dict[str, Any]) -> DecoderConfig:
     """
     check_required(hf, "olmo_hybrid")
     check_activation(hf, "hidden_act", "silu")
-    hf = {"max_position_embeddings": 65536, **{key: value for key, value in hf.items() if value is not None}}
+    hf = filled(hf, {"max_position_embeddings": 65536})
     count, heads = int(hf["num_hidden_layers"]), int(hf["num_attention_heads"])
     types = hf.get("layer_types")
     if types is None:
         types = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(count)]
         if "full_attention" not in types:
             types[-1] = "full_attention"
-    check_types(hf, types, ("linear_attention", "full_attention"))
+    check_layer_types(hf, types, ("linear_attention", "full_attention"))
     key_heads = int(hf.get("linear_num_key_heads", heads))
     key_dim = int(hf.get("linear_key_head_dim", 0.75 * int(hf["hidden_size"]) / key_heads))
     sizes = DeltaSizes(

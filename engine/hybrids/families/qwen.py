@@ -22,9 +22,11 @@ from engine.models.families.reading import (
     NAMES,
     axes_in_turns,
     check_activation,
+    check_layer_types,
     check_required,
     checked_sections,
     decoder_config,
+    filled,
     rotating_part,
 )
 from engine.models.names import NameMap
@@ -82,7 +84,7 @@ def qwen3_5(hf: dict[str, Any]) -> DecoderConfig:
     """
     check_required(hf, "qwen3_5_text")
     check_activation(hf, "hidden_act", "silu")
-    hf = {**_DENSE, **{key: value for key, value in hf.items() if value is not None}}
+    hf = filled(hf, _DENSE)
     return _turned_by_axes(_decoder(hf, "qwen3_5_text", "apart", ()), hf)
 
 
@@ -126,15 +128,7 @@ def _layer_types(hf: Mapping[str, Any]) -> list[str]:
     types = hf.get("layer_types") or [
         "linear_attention" if (index + 1) % step else "full_attention" for index in range(count)
     ]
-    if strange := sorted(set(types) - {"linear_attention", "full_attention"}):
-        raise UserError(
-            f"config.json has layers of type {strange[0]!r} in a {hf.get('model_type')} model, which the decoder does "
-            "not have: use a model with linear_attention and full_attention layers alone."
-        )
-    if len(types) != count:
-        raise UserError(
-            f"config.json has {len(types)} layer_types for {count} layers: expected one for each, correct it."
-        )
+    check_layer_types(hf, types, ("linear_attention", "full_attention"))
     return list(types)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,6 +174,29 @@ def axes_in_turns(pairs: int, sections: list[int]) -> tuple[int, ...]:
     return tuple(axes)
 
 
+def filled(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config with its family's defaults for what it leaves out, or has as null."""
+    return {**defaults, **{key: value for key, value in hf.items() if value is not None}}
+
+
+def check_layer_types(hf: Mapping[str, Any], types: Sequence[str], known: Sequence[str]) -> None:
+    """Checks the types of a model's layers.
+
+    Raises:
+        UserError: there are others than the known ones, or not one for each layer.
+    """
+    if strange := sorted(set(types) - set(known)):
+        raise UserError(
+            f"config.json has layers of type {strange[0]!r} in a {hf.get('model_type')} model, which the decoder does "
+            f"not have: use a model with {', '.join(known[:-1])} and {known[-1]} layers alone."
+        )
+    if len(types) != int(hf["num_hidden_layers"]):
+        raise UserError(
+            f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers: expected one for each, "
+            "correct it."
+        )
+
+
 def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind, ...]:
     """Returns a kind for each layer of `layer_types`, or of `types` where the config does not say.
 
@@ -181,16 +204,7 @@ def windows_from_hf(hf: Mapping[str, Any], types: list[str]) -> tuple[LayerKind,
         UserError: there are other kinds of layers, or not one for each layer.
     """
     types = hf.get("layer_types") or types
-    if strange := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise UserError(
-            f"config.json has layers of type {strange[0]!r} in a {hf.get('model_type')} model, which the decoder does "
-            "not have: use a model with full_attention and sliding_attention layers alone."
-        )
-    if len(types) != hf["num_hidden_layers"]:
-        raise UserError(
-            f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers: expected one for each, "
-            "correct it."
-        )
+    check_layer_types(hf, types, ("full_attention", "sliding_attention"))
     window = hf.get("sliding_window")
     if window is None or "sliding_attention" not in types:
         return ()

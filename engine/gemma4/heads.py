@@ -9,15 +9,18 @@ Legend: T tokens, K key and value heads, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from engine.distributed.sharding import ShardSpec, replicated_spec
 from engine.errors import UserError
-from engine.layers.attention import Attention, Heads, attend, check_heads
+from engine.layers.attention import Attention, Heads, attend, attention_linears, check_heads
 from engine.layers.context import LayerContext
-from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.decoder_layer import plain_attention
 from engine.models.names import QKV
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
@@ -49,7 +52,9 @@ class NormedValues(LayerVariant):
         return index in self.layers
 
     def attention(self, place: LayerPlace) -> ValueNormAttention:
-        return ValueNormAttention(place, self)
+        heads = Heads(queries=place.config.num_heads, keys=self.num_kv_heads, dim=self.dim)
+        make = partial(ValueNormAttention, are_keys=self.are_keys)
+        return plain_attention(place, _linears(place, self, heads), make=make, heads=heads)
 
     def attention_parameters(self, config: DecoderConfig) -> int:
         keys = (1 if self.are_keys else 2) * self.num_kv_heads
@@ -81,55 +86,36 @@ def _kv_spec(heads: Heads, hidden: int, build: LayerContext) -> ShardSpec:
     return heads.kv_spec((hidden,), layout)
 
 
-def _linears(place: LayerPlace, sizes: NormedValues) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+def _linears(place: LayerPlace, sizes: NormedValues, heads: Heads) -> tuple[ColumnParallelLinear, RowParallelLinear]:
     """Builds q, k and, where keys are not values, v in one storage, and the output projection."""
     config, build, prefix = place.config, place.build, f"{place.prefix}.attention"
-    heads = Heads(queries=config.num_heads, keys=sizes.num_kv_heads, dim=sizes.dim)
     check_heads(heads.queries, heads.keys, build.layout.tp.size, fused=build.plan.fused(f"{prefix}.qkv_proj"))
     kv_spec = _kv_spec(heads, config.hidden, build)
     names = ("k_proj",) if sizes.are_keys else ("k_proj", "v_proj")
-    qkv = ColumnParallelLinear(
-        [
-            Section(name=f"{prefix}.q_proj", spec=heads.q_spec((config.hidden,), build.layout)),
-            *(Section(name=f"{prefix}.{name}", spec=kv_spec) for name in names),
-        ],
-        bias=config.qkv_bias,
-        site=place.attention_site,
+    return attention_linears(
+        prefix,
+        heads,
+        config.hidden,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        first_site=place.attention_site,
         build=build,
-        fused_adapter=f"{prefix}.qkv_proj" if sizes.fuses else None,
+        sections={"q_proj": heads.q_spec((config.hidden,), build.layout), **dict.fromkeys(names, kv_spec)},
+        fuses=sizes.fuses,
     )
-    name = f"{prefix}.o_proj"
-    out = RowParallelLinear(
-        name, heads.width, config.hidden, bias=config.out_bias, site=place.attention_site + 1, build=build
-    )
-    return qkv, out
 
 
 class ValueNormAttention(Attention):
     """Attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
 
-    Raises:
-        UserError: the heads do not fit the layout.
+    Args:
+        are_keys: as of `NormedValues`.
+        more: of `Attention`.
     """
 
-    def __init__(self, place: LayerPlace, sizes: NormedValues) -> None:
-        config = place.config
-        super().__init__(
-            f"{place.prefix}.attention",
-            hidden=config.hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.dim,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            first_site=place.attention_site,
-            kind=config.attention_kind(place.index),
-            linears=_linears(place, sizes),
-            build=place.build,
-        )
-        self._are_keys, self._eps = sizes.are_keys, config.norm_eps
+    def __init__(self, prefix: str, *, are_keys: bool, norm_eps: float, **more: Any) -> None:
+        super().__init__(prefix, norm_eps=norm_eps, **more)
+        self._are_keys, self._eps = are_keys, norm_eps
 
     def _tables(self, context: TokenContext) -> tuple[Tensor, Tensor]:
         """The rotary tables of this layer; those of the model are as wide as its widest heads need."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -175,7 +176,16 @@ def attention_of(kind: AttentionKind, layout: TensorLayout, sinks: ShardEntry | 
 
 
 def attention_linears(
-    prefix: str, heads: Heads, hidden: int, *, qkv_bias: bool, out_bias: bool, first_site: int, build: LayerContext
+    prefix: str,
+    heads: Heads,
+    hidden: int,
+    *,
+    qkv_bias: bool,
+    out_bias: bool,
+    first_site: int,
+    build: LayerContext,
+    sections: Mapping[str, ShardSpec] | None = None,
+    fuses: bool = True,
 ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
     """Builds the linears of one set of weights: q, k and v in one storage, with an adapter of all three where the plan
     fuses them, and the output projection.
@@ -183,22 +193,22 @@ def attention_linears(
     Args:
         prefix: of their names.
         first_site: dropout site of the input; the output projection's is the next one.
+        sections: name inside the attention -> shard of its weight, where these are others than q, k and v of the heads.
+        fuses: whether one adapter may stand over all of them.
 
     Raises:
         UserError: the heads do not fit the layout.
     """
     check_heads(heads.queries, heads.keys, build.layout.tp.size, fused=build.plan.fused(f"{prefix}.qkv_proj"))
-    q_spec, kv_spec = heads.q_spec((hidden,), build.layout), heads.kv_spec((hidden,), build.layout)
+    if sections is None:
+        kv_spec = heads.kv_spec((hidden,), build.layout)
+        sections = {"q_proj": heads.q_spec((hidden,), build.layout), "k_proj": kv_spec, "v_proj": kv_spec}
     qkv = ColumnParallelLinear(
-        [
-            Section(name=f"{prefix}.q_proj", spec=q_spec),
-            Section(name=f"{prefix}.k_proj", spec=kv_spec),
-            Section(name=f"{prefix}.v_proj", spec=kv_spec),
-        ],
+        [Section(name=f"{prefix}.{name}", spec=spec) for name, spec in sections.items()],
         bias=qkv_bias,
         site=first_site,
         build=build,
-        fused_adapter=f"{prefix}.qkv_proj",
+        fused_adapter=f"{prefix}.qkv_proj" if fuses else None,
     )
     name = f"{prefix}.o_proj"
     return qkv, RowParallelLinear(name, heads.width, hidden, bias=out_bias, site=first_site + 1, build=build)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, Heads
 from engine.layers.branch import Branch
 from engine.layers.context import LayerContext
 from engine.layers.mlp import MLP
@@ -17,16 +18,35 @@ from engine.models.decoder_config import DecoderConfig, LayerPlace
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 
+_Attention = TypeVar("_Attention", bound=Attention)
 
-def plain_attention(place: LayerPlace, linears: tuple[nn.Module, nn.Module] | None = None) -> Attention:
-    """Builds grouped-query attention, with these linears in place of its own."""
+
+def config_heads(config: DecoderConfig) -> Heads:
+    """Returns the heads of attention that the config has for layers without others."""
+    return Heads(queries=config.num_heads, keys=config.num_kv_heads, dim=config.head_dim)
+
+
+def plain_attention(
+    place: LayerPlace,
+    linears: tuple[nn.Module, nn.Module] | None = None,
+    *,
+    make: Callable[..., _Attention] = Attention,  # type: ignore[assignment]  # which is one of them
+    heads: Heads | None = None,
+) -> _Attention:
+    """Builds grouped-query attention, with these linears in place of its own.
+
+    Args:
+        make: makes it; takes the arguments of `Attention`.
+        heads: None for those of the config.
+    """
     config = place.config
-    return Attention(
+    heads = heads or config_heads(config)
+    return make(
         f"{place.prefix}.attention",
         hidden=config.hidden,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=heads.queries,
+        num_kv_heads=heads.keys,
+        head_dim=heads.dim,
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,
         qk_norm=config.qk_norm,

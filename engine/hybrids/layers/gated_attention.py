@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.distributed.sharding import runs_spec
-from engine.layers.attention import Attention, Heads, attend, check_heads
-from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
+from engine.layers.attention import Attention, attend, attention_linears, check_heads
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
+from engine.models.decoder_layer import config_heads, plain_attention
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 
@@ -30,7 +31,7 @@ class GatedHeads(LayerVariant):
         return index in self.layers
 
     def attention(self, place: LayerPlace) -> GatedAttention:
-        return GatedAttention(place)
+        return plain_attention(place, _linears(place), make=GatedAttention)
 
     def attention_parameters(self, config: DecoderConfig) -> int:
         return config.hidden * config.head_dim * (3 * config.num_heads + 2 * config.num_kv_heads)
@@ -45,56 +46,27 @@ class GatedHeads(LayerVariant):
 def _linears(place: LayerPlace) -> tuple[ColumnParallelLinear, RowParallelLinear]:
     """Builds q, with the gates behind the queries, k and v in one storage, and the output projection. A checkpoint has
     the gate of a head behind its query."""
-    config, build, prefix = place.config, place.build, f"{place.prefix}.attention"
-    heads = Heads(queries=config.num_heads, keys=config.num_kv_heads, dim=config.head_dim)
-    tp, dim = build.layout.tp, config.head_dim
-    check_heads(heads.queries, heads.keys, tp.size, fused=build.plan.fused(f"{prefix}.qkv_proj"))
-    count = heads.queries // tp.size
-    own = range(tp.rank * count, (tp.rank + 1) * count)
-    runs = [(head * 2 * dim + first, dim) for first in (0, dim) for head in own]
-    kv_spec = heads.kv_spec((config.hidden,), build.layout)
-    qkv = ColumnParallelLinear(
-        [
-            Section(name=f"{prefix}.q_proj", spec=runs_spec((2 * heads.width, config.hidden), runs)),
-            Section(name=f"{prefix}.k_proj", spec=kv_spec),
-            Section(name=f"{prefix}.v_proj", spec=kv_spec),
-        ],
-        bias=config.qkv_bias,
-        site=place.attention_site,
-        build=build,
-        fused_adapter=f"{prefix}.qkv_proj",
+    config, layout, prefix = place.config, place.build.layout, f"{place.prefix}.attention"
+    heads, tp = config_heads(config), layout.tp
+    check_heads(heads.queries, heads.keys, tp.size, fused=place.build.plan.fused(f"{prefix}.qkv_proj"))
+    own = range(tp.rank * heads.queries // tp.size, (tp.rank + 1) * heads.queries // tp.size)
+    runs = [(head * 2 * heads.dim + first, heads.dim) for first in (0, heads.dim) for head in own]
+    kv_spec = heads.kv_spec((config.hidden,), layout)
+    q_spec = runs_spec((2 * heads.width, config.hidden), runs)
+    return attention_linears(
+        prefix,
+        heads,
+        config.hidden,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        first_site=place.attention_site,
+        build=place.build,
+        sections={"q_proj": q_spec, "k_proj": kv_spec, "v_proj": kv_spec},
     )
-    name = f"{prefix}.o_proj"
-    out = RowParallelLinear(
-        name, heads.width, config.hidden, bias=config.out_bias, site=place.attention_site + 1, build=build
-    )
-    return qkv, out
 
 
 class GatedAttention(Attention):
-    """Gated attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape.
-
-    Raises:
-        UserError: the heads do not fit the layout.
-    """
-
-    def __init__(self, place: LayerPlace) -> None:
-        config = place.config
-        super().__init__(
-            f"{place.prefix}.attention",
-            hidden=config.hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            first_site=place.attention_site,
-            kind=config.attention_kind(place.index),
-            linears=_linears(place),
-            build=place.build,
-        )
+    """Gated attention of x, made from u: [T, hidden] (or [T / tp, hidden]) -> the same shape."""
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -365,7 +365,7 @@ class Sizes:
 
     @property
     def warps(self) -> int:
-        """Of programs whose sums are chunks by keys."""
+        """Warps of programs whose sums are chunks by keys."""
         return 4 if self.keys <= 64 else 8
 
 

@@ -60,7 +60,7 @@ class Pieces(ContextPart):
     Args:
         lengths: of the pieces, each 1 or more; they sum to T.
         offsets: int32 [P + 1], cumulative, on the device.
-        received: pieces that go on from a state which is given.
+        received: pieces that have an initial state.
         sent: pieces whose last state is asked for.
         chains: the documents that lie in several pieces, each piece by piece; the same on all context ranks.
         rank: of this rank among them.
@@ -166,7 +166,7 @@ class Pieces(ContextPart):
         """Returns some of the pieces as pieces of their own, and their tokens, int64.
 
         Args:
-            received, sent: whether each of them has a state to go on from, and is asked for its last one.
+            received, sent: whether each of them has an initial state, and is asked for its last one.
         """
         lengths, firsts, device = [self.lengths[index] for index in indices], self.firsts, self.offsets.device
         every = tuple(range(len(lengths)))

@@ -48,7 +48,7 @@ def delta_forward(
         decay: fp32 [T, N] or [T, N, K], log of the factor that the state is multiplied by; no more than 0.
         beta_TN: fp32.
         pieces: of the T tokens.
-        initial_RNKV: fp32, the states that `pieces.received` go on from; None where none is received.
+        initial_RNKV: fp32, the initial states of `pieces.received`; None where none is received.
         scale: on normalised queries.
         keep: whether a backward follows.
 

@@ -47,7 +47,7 @@ def ssd_forward(
         a_N: fp32, below 0.
         d_N: on what passes by the state; None where nothing does.
         pieces: of the T tokens.
-        initial_RNPS: fp32, the states that `pieces.received` go on from; None where none is received.
+        initial_RNPS: fp32, the initial states of `pieces.received`; None where none is received.
         keep: whether a backward follows.
 
     Returns:

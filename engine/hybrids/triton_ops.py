@@ -1,6 +1,6 @@
 """The Triton kernels at the signatures of `engine.hybrids.reference`: pieces become tables on the device.
 
-Tables are made again by each op, by one small kernel: a graph that runs again with other offsets makes its own.
+Each op makes its tables by one small kernel, so that a replayed graph makes those of its own offsets.
 """
 
 from __future__ import annotations

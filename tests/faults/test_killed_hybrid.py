@@ -1,4 +1,4 @@
-"""A model with gated delta nets is killed and goes on, in its own layout with the same bits, and in other layouts."""
+"""A run of a model with gated delta nets is killed and resumed: in its own layout with the same bits, and in others."""
 
 from __future__ import annotations
 

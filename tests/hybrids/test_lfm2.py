@@ -54,7 +54,7 @@ def test_layers_of_other_types_are_refused() -> None:
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_weights_of_experts_that_hardly_score_are_transformers(corrected: bool) -> None:
-    """Of sigmoids near the 1e-6 that is added to their sum, weights are far from 1 together."""
+    """The weights sum to far less than 1 where sigmoids are near the 1e-6 that is added to their sum."""
     stock = transformers.Lfm2MoeConfig(
         **SIZES, intermediate_size=64, num_experts=5, num_experts_per_tok=2, use_expert_bias=corrected,
         layer_types=["conv"] * 3,

@@ -19,7 +19,7 @@ BOUND = 4e-5
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3 next"])
 def test_log_probabilities_are_the_trainers(name: str, tmp_path: Path) -> None:
-    """States of decoding go on from the prompt's: with fresh ones, or another tail of the convolution, they differ by
+    """Decoding begins with the prompt's states: with fresh ones, or another tail of the convolution, they differ by
     tenths."""
     settings = rollout_settings(tmp_path, lora__rank=3, rollout__temperature=0.7)
     place = tmp_path / "model" / "config.json"

@@ -28,7 +28,7 @@ from engine.batch import IGNORE_LABEL, Batch
 from engine.choices import VISION
 from engine.distributed.collectives import all_reduce
 from engine.distributed.mesh import Mesh
-from engine.distributed.sharding import ShardSpec
+from engine.distributed.sharding import shard_of
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.module import shard_entries
@@ -277,17 +277,6 @@ class Small:
         found = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in self.leaves.items()}
         turned = {name: found[name].t() for name in self.weights if self._is_turned(self.names.to_hf(name).name)}
         return {**found, **turned}
-
-
-def shard_of(whole: Tensor, spec: ShardSpec) -> Tensor:
-    """Returns a rank's shard of a tensor; padding is zero."""
-    if spec.dim is None:
-        return whole
-    found = whole.new_zeros(spec.local_shape)
-    for piece in spec.pieces:
-        held = whole.narrow(spec.dim, piece.global_offset, piece.length)
-        found.narrow(spec.dim, piece.local_offset, piece.length).copy_(held)
-    return found
 
 
 def small_of(

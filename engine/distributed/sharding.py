@@ -88,6 +88,17 @@ class NamedShard(NamedTuple):
     spec: ShardSpec
 
 
+def shard_of(whole: Tensor, spec: ShardSpec) -> Tensor:
+    """Returns a rank's shard of a tensor; padding is zero."""
+    if spec.dim is None:
+        return whole
+    found = whole.new_zeros(spec.local_shape)
+    for piece in spec.pieces:
+        held = whole.narrow(spec.dim, piece.global_offset, piece.length)
+        found.narrow(spec.dim, piece.local_offset, piece.length).copy_(held)
+    return found
+
+
 def replicated_spec(
     shape: tuple[int, ...], *, rank: int, size: int, grad_reduce: tuple[str, ...] = (), group: str = "tp"
 ) -> ShardSpec:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.distributed.mesh import Mesh, single_process_mesh
-from engine.distributed.sharding import NamedShard
+from engine.distributed.sharding import NamedShard, shard_of
 from engine.experts.layers.routed_experts import GroupedLinear
 from engine.layers.context import AdapterSettings, TensorLayout, TrainingPlan
 from engine.layers.encoded_storage import EncodedEntry, encoded_entries, fill_encoded
@@ -169,14 +169,9 @@ class EngineSide:
             if ".experts." in name:  # one adapter of gate and up is drawn by their common name
                 name = f"{name.rpartition('.')[0]}.{module.rpartition('.')[2]}"
             name = name if self._names.is_parameter(module) else f"{name}.{leaf}"
-            if shard.spec.dim is None:
-                draw(name, shard.tensor)
-                continue
             whole = shard.tensor.new_empty(shard.spec.global_shape)
             draw(name, whole)
-            for piece in shard.spec.pieces:  # rows may lie in another order here
-                rows = whole.narrow(shard.spec.dim, piece.global_offset, piece.length)
-                shard.tensor.narrow(shard.spec.dim, piece.local_offset, piece.length).copy_(rows)
+            shard.tensor.copy_(shard_of(whole, shard.spec))  # whose rows may lie in another order
 
     def _drawn(self, entry: EncodedEntry) -> Tensor:
         """Draws the weight that is stored encoded."""

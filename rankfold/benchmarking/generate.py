@@ -43,8 +43,8 @@ Continue = Callable[[Prompts, int], list[list[int]]]
 class _Ids:
     """Replaces a tokenizer: figures are of tokens."""
 
-    def decode(self, ids: object) -> str:
-        return ""
+    def decode_many(self, ids: Prompts) -> list[str]:
+        return [""] * len(ids)
 
 
 def write_model(options: GenerateOptions | RolloutsOptions, folder: Path) -> None:

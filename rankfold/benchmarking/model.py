@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from engine.batch import IGNORE_LABEL, Batch
 from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
@@ -116,6 +117,20 @@ def packed_batch(ids_BS: Tensor, lengths: Sequence[int]) -> Batch:
         document_offsets=ends.to(torch.int32),
         document_lengths=tuple(lengths),
     )
+
+
+def padded_documents(ids_BS: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns the documents of packed rows, one in a row each, padded on the right with id 0: ids, and int64 ones where
+    there is a token. Both have the shape [documents, longest].
+
+    Args:
+        ids_BS: token ids.
+        lengths: tokens of all documents, in order.
+    """
+    documents = ids_BS.flatten().split(list(lengths))
+    ids_DL = pad_sequence(documents, batch_first=True)
+    mask_DL = pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+    return ids_DL, mask_DL
 
 
 @torch.no_grad()

@@ -142,6 +142,10 @@ class SectionOptions:
                 chosen_names(value, self.PEERS, "peers")
 
 
+PADDED = "peft-padded"
+"""The peer that gives each document of a packed row a row of its own, padded."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions(SectionOptions):
     """A random Llama and the batch it sees."""
@@ -160,7 +164,7 @@ class ModelOptions(SectionOptions):
     rank: int = option(16, "rank of the adapters", least=1)
     rows: int = option(2, "rows in a batch", least=1)
     length: int = option(512, "tokens in a row")
-    documents: int = option(1, "documents in a row, of mixed lengths; with more than one there are no peers", least=1)
+    documents: int = option(1, "documents in a row, of mixed lengths; peers do not pack, and one pads them", least=1)
     dropout: float = option(0.0, "dropout on the adapters' input")
     dtype: str = option("float32", "of weights and activations", DTYPES)
     kernels: str = option("auto", "the engine's kernels", KERNELS)
@@ -174,10 +178,21 @@ class ModelOptions(SectionOptions):
         if self.length < 2:
             raise UserError(f"--length is {self.length}: give at least 2 tokens, so that one can be predicted.")
         _check_heads(self)
-        if self.documents > 1 and chosen_names(self.peers, self.PEERS, "peers"):
-            raise UserError(f"--documents {self.documents} packs rows, which the peers here do not: add --peers none.")
+        self._check_packing()
         if self.base_dtype != "none" and chosen_names(self.peers, self.PEERS, "peers"):
             raise UserError(f"--base-dtype {self.base_dtype} rounds weights, which the peers keep: add --peers none.")
+
+    def _check_packing(self) -> None:
+        # of all peers, a section that has one that pads takes those that can see its rows
+        fitting = self.peers == "all" and PADDED in self.PEERS
+        named = set() if fitting else set(chosen_names(self.peers, self.PEERS, "peers"))
+        if self.documents > 1 and named - {PADDED}:
+            others = f" or {PADDED}" if PADDED in self.PEERS else ""
+            raise UserError(
+                f"--documents {self.documents} packs rows, which these peers do not: add --peers none{others}."
+            )
+        if self.documents == 1 and PADDED in named:
+            raise UserError(f"--peers {PADDED} pads the documents of packed rows: add --documents 2 or more.")
 
     @property
     def tokens(self) -> int:
@@ -197,6 +212,8 @@ class StepOptions(ModelOptions):
     A random model with adapters on all linears of a block, AdamW, gradient clipping. First all sides must give the same
     losses; then they are timed in turn.
     """
+
+    PEERS: ClassVar[tuple[str, ...]] = (*ModelOptions.PEERS, PADDED)
 
     repeats: int = option(15, "timed steps of each side", least=1)
     warmup: int = option(2, "untimed steps of each side, after those that check the losses", least=0)

@@ -1,5 +1,5 @@
 """The step of transformers and PEFT, with their fastest settings: plain, with gradient
-checkpointing, and with Liger's kernels in the model."""
+checkpointing, with padding, and with Liger's kernels in the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from engine.batch import IGNORE_LABEL
 from engine.errors import UserError
 from engine.models.dtypes import TORCH_DTYPES
 from rankfold.benchmarking.model import (
@@ -20,8 +21,10 @@ from rankfold.benchmarking.model import (
     LEARNING_RATE,
     LORA_ALPHA_OVER_RANK,
     Outcome,
+    document_lengths,
     draw,
     hf_config,
+    padded_documents,
 )
 from rankfold.benchmarking.options import ExpertsOptions, ModelOptions
 
@@ -81,10 +84,13 @@ class PeftSide:
         return torch.autocast(self._device.type, TORCH_DTYPES[self._options.dtype])
 
     def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        return self._loss(ids_BS, dropout, labels=ids_BS)
+
+    def _loss(self, ids_BS: Tensor, dropout: bool, **inputs: Tensor) -> Tensor:
         if not dropout:
             self.model.eval()
         with self._autocast():
-            loss = self.model(input_ids=ids_BS, labels=ids_BS).loss
+            loss = self.model(input_ids=ids_BS, **inputs).loss
         if not dropout:
             self.model.train()
         return loss
@@ -96,6 +102,16 @@ class PeftSide:
         norm = torch.nn.utils.clip_grad_norm_(self._trained, CLIP_GRAD_NORM)
         self._optimizer.step()
         return Outcome(loss.detach(), norm)
+
+
+class PaddedSide(PeftSide):
+    """PEFT on the documents of packed rows, one in a row each, padded on the right to the longest."""
+
+    def loss(self, ids_BS: Tensor, *, dropout: bool = True) -> Tensor:
+        ids_DL, mask_DL = padded_documents(ids_BS, document_lengths(self._options))
+        return self._loss(
+            ids_DL, dropout, attention_mask=mask_DL, labels=ids_DL.masked_fill(mask_DL == 0, IGNORE_LABEL)
+        )
 
 
 class CheckpointingSide(PeftSide):

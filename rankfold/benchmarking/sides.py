@@ -13,10 +13,17 @@ import torch
 from rankfold.benchmarking.engine_side import EngineSide
 from rankfold.benchmarking.machine import choose_device, set_up
 from rankfold.benchmarking.model import Side, draw_batches
-from rankfold.benchmarking.options import ModelOptions, chosen_names
+from rankfold.benchmarking.options import PADDED, ModelOptions, chosen_names
 from rankfold.benchmarking.peak_memory import peak_above_now
 from rankfold.benchmarking.peers import Peers, find_peers
-from rankfold.benchmarking.peft_side import CheckpointingSide, ExpertLoopSide, ExpertsSide, LigerSide, PeftSide
+from rankfold.benchmarking.peft_side import (
+    CheckpointingSide,
+    ExpertLoopSide,
+    ExpertsSide,
+    LigerSide,
+    PaddedSide,
+    PeftSide,
+)
 from rankfold.benchmarking.processes import caches_in, in_new_process_with
 from rankfold.benchmarking.timing import wait_for
 
@@ -36,6 +43,7 @@ class SideKind(NamedTuple):
 PEER_KINDS = {
     "peft": SideKind(PEER, PeftSide),
     "peft-kept-memory": SideKind(f"{PEER}, freed memory kept", PeftSide, keeps_freed_memory=True),
+    PADDED: SideKind(f"{PEER}, padded", PaddedSide),
     "peft-checkpointing": SideKind(f"{PEER}, checkpointing", CheckpointingSide),
     "liger": SideKind(f"{PEER} + Liger", LigerSide),
     "peft-experts": SideKind(PEER, ExpertsSide),
@@ -50,6 +58,9 @@ def find_sides(options: ModelOptions, device: torch.device) -> tuple[dict[str, S
     peers = find_peers(options.PEERS, chosen_names(options.peers, options.PEERS, "peers"), device)
     if options.model_type != "llama":
         peers = peers.without("liger", "here for a Llama alone")
+    for name in options.PEERS:
+        if (name == PADDED) != (options.documents > 1):
+            peers = peers.without(name, "for packed rows alone" if name == PADDED else "does not pack rows")
     engine = SideKind(ENGINE, EngineSide, keeps_freed_memory=True)
     kinds = [engine, *(PEER_KINDS[name] for name in options.PEERS if name in peers)]
     return {kind.name: kind for kind in kinds}, peers

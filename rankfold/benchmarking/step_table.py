@@ -57,11 +57,12 @@ class StepMeasurement:
 def step_table(options: StepOptions, device: torch.device, measured: StepMeasurement) -> Table:
     """Returns a table with a row per side, the floor and the square product last."""
     size = f"hidden {options.hidden}, {options.layers} layers, {options.heads}/{options.kv_heads} heads"
+    documents = f" of {options.documents} documents a row" if options.documents > 1 else ""
     clock = measured.seconds
     return Table(
         title=f"LoRA training step: {options.model_type}, {size}, MLP {options.intermediate}, vocabulary "
-        f"{options.vocab}, rank {options.rank} on all linears, {options.rows}x{options.length} tokens, dropout "
-        f"{options.dropout}, {options.dtype}",
+        f"{options.vocab}, rank {options.rank} on all linears, {options.rows}x{options.length} tokens{documents}, "
+        f"dropout {options.dropout}, {options.dtype}",
         columns=_COLUMNS,
         rows=tuple(_row(options, measured, name) for name in clock),
         findings=_findings(options, device, measured),

@@ -21,9 +21,9 @@ from rankfold.benchmarking.engine_side import EngineSide, GemmFloor
 from rankfold.benchmarking.model import attention_kernel, document_lengths, draw, draw_batches, step_operations
 from rankfold.benchmarking.options import ExpertsOptions, StepOptions, add_options, read_options
 from rankfold.benchmarking.peak_memory import peak_above_now
-from rankfold.benchmarking.peft_side import ExpertLoopSide, ExpertsSide, PeftSide
+from rankfold.benchmarking.peft_side import ExpertLoopSide, ExpertsSide, PaddedSide, PeftSide
 from rankfold.benchmarking.remote import RemoteSide
-from rankfold.benchmarking.sides import Alone
+from rankfold.benchmarking.sides import Alone, find_sides
 from rankfold.benchmarking.step import arrange
 from rankfold.benchmarking.table import Table
 from rankfold.benchmarking.timing import Sample, interleave, paired_ratio, summarise
@@ -99,6 +99,17 @@ def test_the_sides_of_an_adopted_model_compute_the_same(kind: str, implementatio
         **TINY, model_type=kind, implementation=implementation, rows=2, length=9, peers="peft", device="cpu"
     )
     assert "Same computation" in step.check(options, _sides(options), draw_batches(options, CPU, 3))[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_padded_documents_compute_the_same(kind: str) -> None:
+    """A document's state, in a hybrid, ends with it, as if it had a row of its own."""
+    options = StepOptions(**TINY, model_type=kind, rows=2, length=40, documents=3, device="cpu")
+    assert list(find_sides(options, CPU)[0]) == [step.ENGINE, f"{step.PEER}, padded"]
+    sides = {step.ENGINE: EngineSide(options, CPU), step.PEER: PaddedSide(options, CPU)}
+    for one in sides.values():
+        one.prepare()
+    assert "Same computation" in step.check(options, sides, draw_batches(options, CPU, 3))[0]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
@@ -232,8 +243,10 @@ def test_packed_rows_of_the_engines_side() -> None:
         sum(length**2 for length in lengths), SMALL.rows * SMALL.length**2
     )]  # fmt: skip
     assert step_operations(SMALL) - step_operations(options) == attention[1] - attention[0]
-    with pytest.raises(UserError, match="--documents 2 packs rows, .* add --peers none"):
-        StepOptions(documents=2)
+    with pytest.raises(UserError, match="--documents 2 packs rows, .* add --peers none or peft-padded"):
+        StepOptions(documents=2, peers="peft")
+    with pytest.raises(UserError, match="--peers peft-padded pads .* add --documents 2"):
+        StepOptions(peers="peft-padded")
     with pytest.raises(UserError, match="--length 4 leaves documents of less than 2 tokens with --documents 3"):
         StepOptions(documents=3, length=4, peers="none")
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels section counts bytes with the 
 from engine.errors import UserError
 from engine.kernels.records import Documents
 from engine.ops.kernels import REFERENCE
-from rankfold.benchmarking import loader, rollouts, tower
+from rankfold.benchmarking import generate, loader, rollouts, tower
 from rankfold.benchmarking.case import Case, Wrong
 from rankfold.benchmarking.case import check as check_case
 from rankfold.benchmarking.ceilings import Demand
@@ -43,7 +43,7 @@ from rankfold.benchmarking.options import (
     for_device,
     read_shapes,
 )
-from rankfold.benchmarking.sections import LoaderOptions, RolloutsOptions, TowerOptions
+from rankfold.benchmarking.sections import GenerateOptions, LoaderOptions, RolloutsOptions, TowerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -271,8 +271,22 @@ def test_tower_section(monkeypatch: pytest.MonkeyPatch) -> None:
         tower.build_pair(TowerOptions(**TINY_TOWER, device="cpu"), CPU)
 
 
-TINY_ROLLOUTS = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 97, "rank": 2,
-                 "prompts": 3, "prompt": 20, "group": 4, "new": 3, "repeats": 1, "device": "cpu"}  # fmt: skip
+TINY_MODEL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 97}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_generate_section(kind: str, tmp_path: Path) -> None:
+    """Both sides read one model and make the same tokens, also of prompts of mixed lengths."""
+    options = GenerateOptions(**TINY_MODEL | {"layers": 4}, model_type=kind, prompt=12, new=5, device="cpu")
+    generate.write_model(options, tmp_path)
+    for mixed in (False, True):
+        prompts = generate._prompts(options, 3, mixed=mixed)
+        tokens = [generate.offer(side, tmp_path, options)["tokens"](prompts, 5) for side in generate._SIDES]
+        assert tokens[0] == tokens[1] and [len(row) for row in tokens[0]] == [5, 5, 5]
+
+
+TINY_ROLLOUTS = {**TINY_MODEL, "rank": 2, "prompts": 3, "prompt": 20, "group": 4, "new": 3, "repeats": 1,
+                 "device": "cpu"}  # fmt: skip
 
 
 def test_rollouts_section(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from engine.config.matching import ALL_LINEARS, BLOCK_LINEARS, matches_target, m
 from engine.config.run import RunConfig
 from engine.errors import UserError
 from engine.layers.context import AdapterSettings, TrainingPlan
+from engine.layers.mlp import first_linears
 from engine.models.decoder_config import DecoderConfig
 from engine.models.describe import module_names, vision_linears
 from engine.models.names import (
@@ -107,11 +108,15 @@ def training_plan(config: RunConfig, decoder: DecoderConfig, names: NameMap) -> 
 def _meant_targets(lora: LoraOptions, decoder: DecoderConfig) -> LoraOptions:
     """Returns the options with the model's own linears in place of those of a plain layer, where these are the targets
     by default or by all-linear."""
-    if decoder.mixer_linears and lora.targets in (BLOCK_LINEARS, (ALL_LINEARS,)):
+    by_default = lora.targets == BLOCK_LINEARS
+    if by_default and not decoder.all_linears:
+        absent = set(first_linears("silu")) - set(first_linears(decoder.activation))  # of an MLP without a gate
+        lora = replace(lora, targets=tuple(name for name in BLOCK_LINEARS if name not in absent))
+    if decoder.mixer_linears and (by_default or lora.targets == (ALL_LINEARS,)):
         return replace(lora, targets=(*lora.targets, *decoder.mixer_linears))
     if not decoder.all_linears:
         return lora
-    given = (ALL_LINEARS,) if lora.targets == BLOCK_LINEARS else lora.targets
+    given = (ALL_LINEARS,) if by_default else lora.targets
     spelled = [name for target in given for name in (decoder.all_linears if target == ALL_LINEARS else (target,))]
     return replace(lora, targets=tuple(spelled))
 

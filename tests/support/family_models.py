@@ -369,6 +369,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GEMMA4, "final_logit_softcapping": 2.0, "tie_word_embeddings": False},
     ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
+    "arcee": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
 ROUTED = (

@@ -19,6 +19,7 @@ from engine.seams import resolve
 from engine.size_limits import check_sizes
 
 FAMILIES = {
+    "arcee": "engine.models.families.arcee:FAMILY",
     "bamba": "engine.hybrids.families.mamba:BAMBA",
     "cogagent": "engine.vision.families.cogvlm:COGAGENT",
     "cogvlm": "engine.vision.families.cogvlm:COGVLM",

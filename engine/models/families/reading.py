@@ -215,8 +215,8 @@ def check_activation(hf: Mapping[str, Any], key: str, expected: str) -> None:
     """Raises UserError where the MLP's activation is another one than the family's."""
     if (activation := hf.get(key) or expected) != expected:
         raise UserError(
-            f"config.json has {key} {activation!r}, but the MLP of a {hf.get('model_type')} model is gated by "
-            f"{expected!r} here: use a model with that."
+            f"config.json has {key} {activation!r}, but the MLP of a {hf.get('model_type')} model has {expected!r} "
+            "here: use a model with that."
         )
 
 

@@ -53,6 +53,11 @@ class Branch(nn.Module):
     """Whether all tokens share an expert beside those that a router chooses."""
 
     @property
+    def parts(self) -> tuple[Branch, ...]:
+        """The branches that it consists of, each of which reads the stream and adds to it: itself, or several."""
+        return (self,)
+
+    @property
     def linear_shapes(self) -> tuple[LinearShape, ...]:
         """The linears, the one that reads the stream first; of several sets of weights, the text's first."""
         raise NotImplementedError

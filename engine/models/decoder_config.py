@@ -208,8 +208,8 @@ class LayerVariant:
         other one is then called `input_norm`."""
         return None
 
-    def norm_context(self, build: LayerContext) -> LayerContext:
-        """Returns the build context of the norms before attention and MLP."""
+    def norm_context(self, build: LayerContext, norm: str) -> LayerContext:
+        """Returns the build context of a norm before attention or MLP, "input_norm" or "post_attention_norm"."""
         return build
 
     def norms(self) -> Literal["inputs", "outputs", "both"] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from engine.ops.attention.token_context import TokenContext
 from engine.ops.inputs import GivenInput, LinearInput
 
 _Attention = TypeVar("_Attention", bound=Attention)
+_MLP = TypeVar("_MLP", bound=MLP)
 
 
 def config_heads(config: DecoderConfig) -> Heads:
@@ -58,10 +59,19 @@ def plain_attention(
     )
 
 
-def plain_mlp(place: LayerPlace, name: str = "mlp") -> MLP:
-    """Builds a gated MLP of this name inside the layer."""
+def plain_mlp(
+    place: LayerPlace,
+    name: str = "mlp",
+    *,
+    make: Callable[..., _MLP] = MLP,  # type: ignore[assignment]  # which is one of them
+) -> _MLP:
+    """Builds a gated MLP of this name inside the layer.
+
+    Args:
+        make: makes it; takes the arguments of `MLP`.
+    """
     config = place.config
-    return MLP(
+    return make(
         f"{place.prefix}.{name}",
         hidden=config.hidden,
         intermediate=config.intermediate,
@@ -96,33 +106,33 @@ class DecoderLayer(nn.Module):
         variants = config.variants_at(index)
         lacking = {variant.lacks(index) for variant in variants}
         self.residual_multiplier = config.multipliers.branch
-        inner = build
-        for variant in variants:
-            inner = variant.norm_context(inner)
         norms = next((one for variant in variants if (one := variant.norms()) is not None), config.norms)
 
-        def norm(name: str, *places: str, build: LayerContext) -> RMSNorm | None:
-            if norms not in places:
+        def norm(name: str, where: Literal["inputs", "outputs"]) -> RMSNorm | None:
+            if norms not in (where, "both"):
                 return None
+            own = build
+            for variant in variants if where == "inputs" else ():
+                own = variant.norm_context(own, name)
             name = f"{place.prefix}.{name}"
-            return RMSNorm(name, config.hidden, config.norm_eps, offset=config.norm_offset, build=build)
+            return RMSNorm(name, config.hidden, config.norm_eps, offset=config.norm_offset, build=own)
 
-        self.input_norm = norm("input_norm", "inputs", "both", build=inner)
+        self.input_norm = norm("input_norm", "inputs")
         self.attention: Branch | None = None
         if "attention" not in lacking:
             self.attention = _given([variant.attention(place) for variant in variants]) or plain_attention(place)
-        self.attention_output_norm = norm("attention_output_norm", "outputs", "both", build=build)
+        self.attention_output_norm = norm("attention_output_norm", "outputs")
         between = [branch for variant in variants if (branch := variant.between(place)) is not None]
         self.between = nn.ModuleList(between)
         self.mlp: Branch | None = None
         self.post_attention_norm = self.input_norm
         if "mlp" not in lacking:
             if "attention" not in lacking:
-                self.post_attention_norm = norm("post_attention_norm", "inputs", "both", build=inner)
+                self.post_attention_norm = norm("post_attention_norm", "inputs")
             self.mlp = _given([variant.mlp(place) for variant in variants]) or plain_mlp(place)
         behind = [branch for variant in variants if (branch := variant.behind(place)) is not None]
         self.behind = nn.ModuleList(behind)
-        self.mlp_output_norm = norm("mlp_output_norm", "outputs", "both", build=build)
+        self.mlp_output_norm = norm("mlp_output_norm", "outputs")
         self.level = memory.level(index)
         if self.mlp_output_norm is None or self.level == "none":
             # a norm on the output of a recomputed region reads its last product, which so must be recomputed too

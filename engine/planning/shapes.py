@@ -39,8 +39,9 @@ class LayerShape:
     """One decoder layer on one rank.
 
     Args:
-        attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between` may be empty. Of a
-            layer without branches, `attention` and `mlp` are all of its linears.
+        attention, between, mlp: the linears of its branches, see `Branch.linear_shapes`; `between`, those of branches
+            beside attention or behind it, may be empty. Of a layer without branches, `attention` and `mlp` are all of
+            its linears.
         kv_width: features of the keys on this rank; 0 for a layer that attends to none.
         trains: whether anything of it does.
         routes_local_tokens: each tensor rank has tokens of its own before whole experts; see
@@ -211,10 +212,11 @@ def _layer(layer: nn.Module, kv_width: int) -> LayerShape:
         return LayerShape(attention=linears, mlp=linears, kv_width=kv_width, trains=trains)
     attention, mlp = layer.attention, layer.mlp
     cached = None if attention is None else attention.cached
+    first, *beside = (None,) if attention is None else attention.parts
     return LayerShape(
-        attention=() if attention is None else attention.linear_shapes,
+        attention=() if first is None else first.linear_shapes,
         mlp=() if mlp is None else mlp.linear_shapes,
-        between=tuple(shape for branch in layer.between for shape in branch.linear_shapes),
+        between=tuple(shape for branch in (*beside, *layer.between) for shape in branch.linear_shapes),
         kv_width=0 if cached is None else cached.num_kv_heads * cached.head_dim,
         trains=trains,
         routes_local_tokens=mlp is not None and mlp.routes_local_tokens,

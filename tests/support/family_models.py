@@ -88,6 +88,13 @@ _GRANITE_HYBRID = {
     **_MAMBA, **_FACTORS, "mamba_n_groups": 1, "shared_intermediate_size": 44, "position_embedding_type": None,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }  # fmt: skip
+_FALCON_H1 = {
+    **_MAMBA, "mamba_n_heads": 6, "mamba_d_head": 5, "mamba_d_ssm": 30, "head_dim": 10, "num_attention_heads": 6,
+    "embedding_multiplier": 5.7, "lm_head_multiplier": 0.6, "key_multiplier": 0.7, "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.45, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.6, 1.7], "ssm_multipliers": [1.4, 0.9, 0.7, 1.2, 0.35],
+}  # fmt: skip
+"""Two groups of three heads each, and three queries for a key."""
 _SHORT_CONV = {
     "head_dim": None, "conv_L_cache": 3, "norm_eps": 0.1, "layer_types": ["conv", "full_attention", "conv", "conv"]
 }  # fmt: skip
@@ -287,6 +294,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA, **_DELTA_EXPERTS, "layer_types": ["full_attention", *["linear_attention"] * 3]},
     ),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "falcon h1": ("FalconH1", _FALCON_H1),
+    "falcon h1 with norms": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite hybrid": ("GraniteMoeHybrid", {**_GRANITE_HYBRID, "num_local_experts": 0}),
     "granite hybrid moe": (
         "GraniteMoeHybrid",

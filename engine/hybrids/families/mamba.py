@@ -68,14 +68,15 @@ _BAMBA = {**_MIXER, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_positio
 
 
 def mamba_sizes(
-    hf: Mapping[str, Any], layers: Sequence[int], *, width: int | None = None, gates_first: bool = True
+    hf: Mapping[str, Any], layers: Sequence[int], *, width: int | None = None, out_bias: bool | None = None, **more: Any
 ) -> MambaSizes:
     """Returns the sizes of Mamba2 by the keys that most configs have.
 
     Args:
         layers: those that have it.
         width: of all heads; None for `mamba_expand` times that of the stream.
-        gates_first: as of `MambaSizes`.
+        out_bias: as of `MambaSizes`; None where all linears have biases alike.
+        more: of `MambaSizes`.
 
     Raises:
         UserError: they do not fit each other.
@@ -95,8 +96,9 @@ def mamba_sizes(
         taps=int(hf["mamba_d_conv"]),
         conv_bias=bool(hf["mamba_conv_bias"]),
         bias=bool(hf["mamba_proj_bias"]),
+        out_bias=bool(hf["mamba_proj_bias"]) if out_bias is None else out_bias,
         step_limits=(low, high),
-        gates_first=gates_first,
+        **more,
     )
     check_sizes(found, width)
     return found

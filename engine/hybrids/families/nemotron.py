@@ -91,6 +91,7 @@ def nemotron_h(hf: dict[str, Any]) -> DecoderConfig:
         taps=int(hf["conv_kernel"]),
         conv_bias=bool(hf["use_conv_bias"]),
         bias=bool(hf["use_bias"]),
+        out_bias=bool(hf["use_bias"]),
         step_limits=(float(hf["time_step_min"]), float("inf")),
     )
     check_sizes(sizes, sizes.width)

@@ -3,6 +3,8 @@
     [z, u, dt] = x W_in        [h, B, C] = silu(conv(u))        dt = clamp(softplus(dt + dt_bias))
     y = norm(state_space(h, dt, -exp(A_log), B, C, D) * silu(z)) W_out
 
+In some models a number multiplies each part of x W_in, or there is no norm.
+
 Heads are split over tensor ranks, and with them the groups that share B and C. Where there is one group for all heads,
 each rank makes a part of the features of B and C, and all ranks gather these behind the convolution; the norm is then
 over the features of all ranks. So no parameter lies on two ranks.
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from engine.distributed.differentiable import to_partial
 from engine.distributed.mesh import Axis
@@ -30,6 +32,7 @@ from engine.hybrids.ops.grouped_norm import grouped_norm
 from engine.hybrids.ops.parameters import of_parameters
 from engine.hybrids.ops.recurrence import Inputs, recurrence
 from engine.hybrids.ops.rules import StateSpace
+from engine.layers.branch import Branch
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear, Section
 from engine.models.decoder_config import DecoderConfig, LayerPlace
@@ -50,9 +53,11 @@ class MambaSizes(StateLayers):
         groups: of heads that share B and C.
         state: features of a head's state for each of the head's own.
         taps: of the convolution.
-        conv_bias, bias: whether the convolution, and the linears, have biases.
+        conv_bias, bias, out_bias: whether the convolution, the first linear, and the last one have biases.
         step_limits: between which steps are clamped.
+        has_norm: whether the heads' output is normalised.
         gates_first: whether the gate comes before the norm.
+        factors: on the parts of the first linear's output: gate, input, B, C and steps; empty for none.
     """
 
     heads: int
@@ -62,8 +67,11 @@ class MambaSizes(StateLayers):
     taps: int
     conv_bias: bool
     bias: bool
+    out_bias: bool
     step_limits: tuple[float, float]
+    has_norm: bool = True
     gates_first: bool = True
+    factors: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
@@ -75,14 +83,18 @@ class MambaSizes(StateLayers):
         """Output rows of the first linear."""
         return 2 * self.width + 2 * self.groups * self.state + self.heads
 
-    def attention(self, place: LayerPlace) -> Mamba2:
+    def attention(self, place: LayerPlace) -> Branch:
+        return self.mixer(place, place.attention_site)
+
+    def mixer(self, place: LayerPlace, first_site: int) -> Mamba2:
+        """Builds a layer's mixer; `first_site` as of `Mamba2`."""
         config = place.config
         return Mamba2(
             f"{place.prefix}.{NAME}",
             self,
             hidden=config.hidden,
             norm_eps=config.norm_eps,
-            first_site=place.attention_site,
+            first_site=first_site,
             build=place.build,
         )
 
@@ -104,7 +116,13 @@ class _Small(SmallParameters):
         self.convolution = self.owned("conv1d", runs_spec((total, 1, sizes.taps), channels))
         self.convolution_bias = self.owned("conv1d", runs_spec((total,), channels), "bias") if sizes.conv_bias else None
         self.a_log, self.dt_bias, self.d = (self.owned(name, heads) for name in ("A_log", "dt_bias", "D"))
-        self.norm = self.owned("norm", norm)
+        self.norm = self.owned("norm", norm) if sizes.has_norm else None
+
+
+def _gated(y: Tensor, z: Tensor) -> tuple[Tensor]:
+    """Returns y silu(z)."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return ((y.to(wide) * silu(z.to(wide))).to(y.dtype),)
 
 
 def _check(sizes: MambaSizes, tensor_size: int) -> None:
@@ -165,8 +183,14 @@ class Mamba2(Mixer):
         )
         self.small = _Small(prefix, channels, sizes, build=build)
         self.out_proj = RowParallelLinear(
-            f"{prefix}.out_proj", sizes.width, hidden, bias=sizes.bias, site=first_site + 1, build=build
+            f"{prefix}.out_proj", sizes.width, hidden, bias=sizes.out_bias, site=first_site + 1, build=build
         )
+        self._factors: Tensor | None = None
+        if any(factor != 1.0 for factor in sizes.factors):
+            parts = zip(sizes.factors, (width, *self._channels, heads), strict=True)
+            self._factors = torch.cat(
+                [torch.full((count,), factor, dtype=build.dtype, device=build.device) for factor, count in parts]
+            )
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, N, P], and B and C [T, G, S], of [T, C]."""
@@ -187,7 +211,10 @@ class Mamba2(Mixer):
 
     def forward(self, u: Tensor, source: LinearInput, context: TokenContext) -> Tensor:
         small, kernels, pieces = self.small, self.kernels, self.pieces(context)
-        z, mixed, raw = self.in_proj(u, source, context).split(self._widths, dim=1)
+        projected = self.in_proj(u, source, context)
+        if self._factors is not None:
+            projected = projected * self._factors
+        z, mixed, raw = projected.split(self._widths, dim=1)
         dt, a, d = of_parameters(self._steps, (raw,), (small.dt_bias, small.a_log, small.d))
 
         def inputs(convolved: Tensor) -> Inputs:
@@ -206,9 +233,12 @@ class Mamba2(Mixer):
                 mixed, small.convolution, bias, pieces, self.layout.cp, activation="silu", kernels=kernels
             )
             y = recurrence(self._rule, inputs(mixed), pieces, self.layout.cp)
+        return self.out_proj(self._gated(y.flatten(1), z), GivenInput(), context)
+
+    def _gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """What the last linear takes, for the heads' output and the gate, [T, features] each."""
+        norm, sizes = self.small.norm, self.sizes
+        if norm is None:
+            return of_parameters(_gated, (y, z), ())[0]
         axis = self.layout.tp if self._gathers else Axis("tp")
-        out = grouped_norm(
-            y.flatten(1), z, small.norm, groups=self._groups, eps=self._eps, gates_first=self.sizes.gates_first,
-            axis=axis,
-        )  # fmt: skip
-        return self.out_proj(out, GivenInput(), context)
+        return grouped_norm(y, z, norm, groups=self._groups, eps=self._eps, gates_first=sizes.gates_first, axis=axis)

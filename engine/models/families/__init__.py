@@ -28,6 +28,7 @@ FAMILIES = {
     "deepseek_v3": "engine.experts.families.deepseek:V3",
     "deepseek_v32": "engine.experts.families.deepseek:V32",
     "exaone4": "engine.models.families.exaone4:FAMILY",
+    "falcon_h1": "engine.hybrids.families.falcon:FALCON_H1",
     "gemma2": "engine.models.families.gemma2:FAMILY",
     "gemma3_text": "engine.models.families.gemma3:FAMILY",
     "gemma4_text": "engine.gemma4.family:TEXT",

@@ -39,7 +39,7 @@ _COUNTS = (
     "mamba_expand", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
     "shared_intermediate_size", "moe_shared_expert_intermediate_size",
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
-    "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
+    "mamba_d_ssm", "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
     "linear_num_heads", "global_head_dim", "num_global_key_value_heads",
 )  # fmt: skip
 _FACTORS = (
@@ -47,7 +47,8 @@ _FACTORS = (
     "final_logit_softcapping", "logits_scaling", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
     "scale_emb", "scale_depth", "initializer_range", "routed_scaling_factor",
     "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon", "time_step_min",
-    "norm_eps", "block_ffn_dim_multiplier",
+    "norm_eps", "block_ffn_dim_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
+    "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings",
@@ -80,10 +81,20 @@ _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
 
 Kind = tuple[str, Callable[[Any], bool]]
+_FACTOR_LISTS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
+"""Lists of factors, and how many they have."""
+
 _COUNT: Kind = ("a whole number above 0", lambda value: _is_whole(value) and 0 < value <= _MOST)
 _FACTOR: Kind = ("a number above 0", lambda value: _is_number(value) and value > 0)
 _SHARE: Kind = ("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1)
 _SWITCH: Kind = ("true or false", lambda value: isinstance(value, bool))
+
+
+def _factors(count: int) -> Kind:
+    """Returns the kind of a list of so many factors."""
+    return f"{count} numbers above 0", lambda value: _is_list_of(value, _FACTOR[1]) and len(value) == count
+
+
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(_COUNTS, _COUNT),
     **dict.fromkeys(_FACTORS, _FACTOR),
@@ -95,6 +106,7 @@ _KINDS: dict[str, Kind] = {
         lambda value: _is_whole(value) and 0 < value <= MOST_LAYERS,
     ),
     **dict.fromkeys(_EXPERTS, ("a whole number, 0 or more", lambda value: _is_whole(value) and 0 <= value <= _MOST)),
+    **{key: _factors(count) for key, count in _FACTOR_LISTS.items()},
     "partial_rotary_factor": _SHARE,
     "router_aux_loss_coef": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),

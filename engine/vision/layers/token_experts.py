@@ -110,7 +110,7 @@ class TokenExperts(LayerVariant):
 
     qkv_bias: bool
 
-    def norm_context(self, build: LayerContext) -> LayerContext:
+    def norm_context(self, build: LayerContext, norm: str) -> LayerContext:
         # norms whose output both experts read have partial gradients, as the experts' inputs have
         return replace(deferred_sums(build), norm_readers=2)
 

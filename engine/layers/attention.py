@@ -20,7 +20,7 @@ from engine.ops.attention.token_context import TokenContext
 from engine.ops.head_norm import norm_rotate
 from engine.ops.inputs import GivenInput, LinearInput
 from engine.ops.kernels import Attention as AttentionOp
-from engine.ops.rope import rotate, split_rotate
+from engine.ops.rope import neighbours_apart, rotate, split_rotate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,7 @@ class AttentionKind:
         softcap: scores become cap * tanh(score / cap); None for none.
         scale: on scores; None for head_dim ** -0.5.
         rotary_dim: the first features of a head that are rotated; None for all.
+        interleaved: the pairs that are turned are neighbours, and not halves of the turned features.
         rope, num_ropes: which of the model's rotary tables it takes.
         qk_norm_over: queries and keys are normalised within a head, or over all heads together.
         norm_offset: added to the weights of norms within a head.
@@ -43,6 +44,7 @@ class AttentionKind:
     softcap: float | None = None
     scale: float | None = None
     rotary_dim: int | None = None
+    interleaved: bool = False
     rope: int = 0
     num_ropes: int = 1
     qk_norm_over: Literal["head", "all"] = "head"
@@ -306,10 +308,10 @@ class Attention(Branch):
 
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._tables(context)
-        partial = self._turns_a_part
-        if self.q_norm is None and self.qk_norm is None and not partial:
+        by_parts = self._turns_a_part or self.kind.interleaved
+        if self.q_norm is None and self.qk_norm is None and not by_parts:
             return split_rotate(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels)
-        if self.q_norm is not None and self.k_norm is not None and not partial:
+        if self.q_norm is not None and self.k_norm is not None and not by_parts:
             norms, sizes = self.q_norm.with_keys(self.k_norm), (self.num_heads, self.num_kv_heads, self.head_dim)
             return norm_rotate(qkv, norms, cos, sin, *sizes, self.layout.kernels)
         widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
@@ -332,6 +334,8 @@ class Attention(Branch):
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads [T, N, D] turned, or a part of each."""
+        if self.kind.interleaved:
+            x = neighbours_apart(x, 2 * cos.shape[-1])
         if self._turns_a_part:
             return rotate(x, cos, sin)
         return split_rotate(x.flatten(1), cos, sin, x.shape[1], 0, self.head_dim, self.layout.kernels)[0]

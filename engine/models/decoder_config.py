@@ -450,6 +450,7 @@ class DecoderConfig:
         attention_scale: on scores; None for head_dim ** -0.5.
         attention_softcap, logits_softcap: x becomes cap * tanh(x / cap), for scores and for logits; None for none.
         rotary_dim: the first features of a head that are rotated; None for all.
+        interleaved: the pairs that are rotated are neighbours, and not halves of the rotated features.
         layer_kinds: one for each layer; empty where all are alike and plain.
         max_row_length: rows may not be longer, because positions beyond mean something else; None for no limit.
         variants: attention, MLPs and further branches that layers have in place of plain ones.
@@ -493,6 +494,7 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     rotary_dim: int | None = None
+    interleaved: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
     max_row_length: int | None = None
     variants: tuple[LayerVariant, ...] = ()
@@ -551,6 +553,7 @@ class DecoderConfig:
             softcap=self.attention_softcap,
             scale=self.attention_scale,
             rotary_dim=self.rotary_dim,
+            interleaved=self.interleaved,
             rope=int(layer.second_rope),
             num_ropes=len(self.ropes),
             qk_norm_over=self.qk_norm_over,

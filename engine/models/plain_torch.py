@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from engine.models.decoder_config import DecoderConfig
 
+_ACTIVATIONS = {"gelu_tanh": "GELU", "relu2": "squared ReLU"}
+
 
 def plain_torch_parts(config: DecoderConfig) -> str | None:
     """Returns a sentence that names the parts for which no backend has a kernel; None where there are none."""
@@ -18,9 +20,11 @@ def plain_torch_parts(config: DecoderConfig) -> str | None:
     has_plain_attention = all(variant.attention_parameters(config) is None for variant in config.variants)
     if has_plain_attention and config.rotary_dim is not None and config.rotary_dim < config.head_dim:
         parts.append("the rotation of queries and keys, which turns a part of each head")
+    elif config.interleaved:
+        parts.append("the order of the features of queries and keys, whose neighbours are turned together")
     parts += dict.fromkeys(part for variant in config.variants for part in variant.plain_torch())
     if config.activation != "silu":
-        parts.append("the MLP's GELU")
+        parts.append(f"the MLP's {_ACTIVATIONS[config.activation]}")
     if config.logits_softcap is not None:
         parts.append(f"the loss, whose logits have a soft cap of {config.logits_softcap:g}")
     return f"in plain torch, since no backend has kernels for it: {'; '.join(parts)}" if parts else None

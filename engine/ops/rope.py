@@ -109,3 +109,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def neighbours_apart(x: Tensor, width: int) -> Tensor:
+    """Returns [..., D] where pairs of neighbours among the first `width` features lie as pairs of two halves do.
+
+    Scores are the same in any order of features that queries and keys share, so that tables of halves turn both.
+    """
+    turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
+    return torch.cat((turned[..., 0::2], turned[..., 1::2], rest), dim=-1)

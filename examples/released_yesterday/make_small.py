@@ -1,4 +1,4 @@
-"""A tiny GLM-4, a tiny GLM-4.7-Flash and a tiny Qwen3-VL-MoE with drawn weights: types that the engine has no family
+"""A tiny Helium, a tiny GLM-4.7-Flash and a tiny Qwen3-VL-MoE with drawn weights: types that the engine has no family
 for.
 
     python make_small.py --out FOLDER
@@ -35,7 +35,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": qwen_token("<|endoftext|>"),
 }
 MODEL = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": HIDDEN // HEADS}
-"""What a glm4 has beside COMMON: norms behind attention and MLP, rotations of half of each head."""
+"""What a helium has beside COMMON: pairs of neighbouring features are rotated."""
 MIXTURE = {
     "num_hidden_layers": 3,
     "num_key_value_heads": HEADS,
@@ -100,7 +100,7 @@ def write_model(model_type: str, sizes: dict[str, Any], folder: Path, *, sees_im
 def write(out: Path) -> None:
     """Writes records and models."""
     numbers, texts = random.Random(0), []
-    for model_type, sizes, name in (("glm4", MODEL, "model"), ("glm4_moe_lite", MIXTURE, "mixture")):
+    for model_type, sizes, name in (("helium", MODEL, "model"), ("glm4_moe_lite", MIXTURE, "mixture")):
         write_model(model_type, {**COMMON, **sizes}, out / name)
     for name, count in (("train", 240), ("validation", 24)):
         made = records(count, numbers)
@@ -123,4 +123,4 @@ def write_images(out: Path, numbers: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    write_as_asked(write, "a tiny GLM-4, a tiny GLM-4.7-Flash and a tiny Qwen3-VL-MoE, and questions")
+    write_as_asked(write, "a tiny Helium, a tiny GLM-4.7-Flash and a tiny Qwen3-VL-MoE, and questions")

@@ -117,7 +117,7 @@ def test_mixture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        pytest.param("model", ("self_attn", "mlp.gate_up_proj", "mlp.down_proj"), marks=pytest.mark.slow),
+        pytest.param("model", ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), marks=pytest.mark.slow),
         ("mixture", ("experts.7.gate_proj", "experts.7.down_proj", "self_attn", "shared_experts", "mlp.")),
         pytest.param("images", (".experts.", "self_attn", "visual.merger"), marks=pytest.mark.slow),
     ],

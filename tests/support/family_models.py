@@ -390,6 +390,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
     "arcee": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
+    "glm": ("Glm", {"head_dim": 12}),
+    "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "rope_parameters": {**_YARN, "truncate": True}}),
 }
 """Model -> prefix of transformers' classes, and what its config has beside the common sizes."""
 ROUTED = (

@@ -93,7 +93,7 @@ def test_the_sides_of_a_mixture_compute_the_same(side: type[PeftSide]) -> None:
     assert GemmFloor(sides[step.ENGINE].products()).operations() == without - routers - below
 
 
-@pytest.mark.parametrize(("kind", "implementation"), [("glm4", "auto"), ("qwen3", "adopted")])
+@pytest.mark.parametrize(("kind", "implementation"), [("helium", "auto"), ("qwen3", "adopted")])
 def test_the_sides_of_an_adopted_model_compute_the_same(kind: str, implementation: str) -> None:
     options = StepOptions(
         **TINY, model_type=kind, implementation=implementation, rows=2, length=9, peers="peft", device="cpu"

@@ -225,7 +225,10 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit 0, but a number above 0"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "mlp_only_layers 3, but a list of whole numbers"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
-        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu', but the MLP of an? arcee model has 'relu2'"),
+        (
+            {"model_type": "arcee", "hidden_act": "silu"},
+            "hidden_act 'silu', but the MLP of an? arcee model has 'relu2'",
+        ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]},
             "layers of type 'chunked_attention' in a qwen2 model",
@@ -282,6 +285,8 @@ STOCK_SIZES = [
     "Gemma2",
     "Gemma3Text",
     "Gemma4UnifiedText",
+    "Glm",
+    "Glm4",
     "Granite",
     "Lfm2",
     "Mistral",

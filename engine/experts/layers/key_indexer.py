@@ -25,7 +25,7 @@ from engine.kernels.records import Documents
 from engine.layers.context import LayerContext
 from engine.layers.module import ShardedModule
 from engine.ops.kernels import Attention
-from engine.ops.rope import rotate
+from engine.ops.rope import neighbours_apart, rotate
 
 INDEXER_MODULES = ("wq_b", "wk", "k_norm", "weights_proj")
 _NORM_EPS = 1e-6
@@ -108,10 +108,9 @@ class KeyIndexer(ShardedModule):
             )
 
     def _turned(self, x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, plain = x_TND.split([self._rotated, x_TND.shape[-1] - self._rotated], dim=-1)
         if self._sizes.interleaved:
-            turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
-        return torch.cat((rotate(turned, cos, sin), plain), dim=-1)
+            x_TND = neighbours_apart(x_TND, self._rotated)
+        return rotate(x_TND, cos, sin)
 
     def seen(self, x_TF: Tensor, c_TC: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> list[Tensor | None]:
         """Returns for each document bool [L, L], which keys each of its queries sees; None where it sees all before it.

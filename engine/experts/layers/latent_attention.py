@@ -31,7 +31,7 @@ from engine.models.decoder_config import DecoderConfig, LayerPlace, LayerVariant
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.attention.ulysses import check_context_heads
 from engine.ops.inputs import GivenInput, LinearInput, compute_input
-from engine.ops.rope import rotate
+from engine.ops.rope import neighbours_apart, rotate
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms in between, whatever the config says of others."""
@@ -212,8 +212,8 @@ class LatentAttention(Branch):
     def _turned(self, x_TNR: Tensor, context: TokenContext) -> Tensor:
         if not self._sizes.turns:
             return x_TNR
-        if self._sizes.interleaved:  # the order is of no matter to scores, as long as queries and keys share it
-            x_TNR = torch.cat((x_TNR[..., 0::2], x_TNR[..., 1::2]), dim=-1)
+        if self._sizes.interleaved:
+            x_TNR = neighbours_apart(x_TNR, self._sizes.rotated)
         return rotate(x_TNR, context.cos, context.sin)
 
     @torch.no_grad()

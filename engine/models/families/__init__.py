@@ -33,6 +33,8 @@ FAMILIES = {
     "gemma3_text": "engine.models.families.gemma3:FAMILY",
     "gemma4_text": "engine.gemma4.family:TEXT",
     "gemma4_unified_text": "engine.gemma4.family:UNIFIED_TEXT",
+    "glm": "engine.models.families.glm:GLM",
+    "glm4": "engine.models.families.glm:GLM4",
     "glm4_moe": "engine.experts.families.routed:GLM4_MOE",
     "glm4_moe_lite": "engine.experts.families.deepseek:GLM4_LITE",
     "glm_moe_dsa": "engine.experts.families.deepseek:GLM_DSA",

@@ -146,6 +146,17 @@ def rotating_part(config: DecoderConfig, hf: Mapping[str, Any], *, usual: float 
     return replace(config, rotary_dim=rotary_dim)
 
 
+def without_share(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config without `partial_rotary_factor`, for a family whose rotary embedding, of whichever kind, is of
+    parts of heads: `rotating_part` reads them."""
+    key = "partial_rotary_factor"
+    found = {name: value for name, value in hf.items() if name != key}
+    for name in ("rope_scaling", "rope_parameters"):
+        if found.get(name):
+            found[name] = {inner: value for inner, value in found[name].items() if inner != key}
+    return found
+
+
 def checked_sections(sections: object) -> list[int]:
     """Returns how many pairs of features turn by time, height and width, as a config has them.
 

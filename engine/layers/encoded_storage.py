@@ -73,16 +73,17 @@ class EncodedEntry:
         """
         rows, columns = self.spec.local_shape
         height = max(1, ENCODED_AT_ONCE // columns)
-        runs = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
         try:
-            here = self.encoding.join([self.encoding.absmax(weight[run]) for run in runs], 0)
+            here = self.encoding.join([self.encoding.absmax(weight[run]) for run in _runs(0, rows, height)], 0)
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from error
         whole = self._whole(here)
-        for run in runs:
-            place = replace(whole, first_row=whole.first_row + run.start)
-            for name, encoded in self.encoding.encode(weight[run], place).items():
-                self.parts[name][run].copy_(encoded)
+        for piece in self.spec.runs(0):
+            ahead = piece.global_offset - piece.local_offset
+            for run in _runs(piece.local_offset, piece.local_offset + piece.length, height):
+                place = replace(whole, first_row=ahead + run.start)
+                for name, encoded in self.encoding.encode(weight[run], place).items():
+                    self.parts[name][run].copy_(encoded)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Returns the numbers that the parts mean, [spec.local_shape]."""
@@ -92,15 +93,27 @@ class EncodedEntry:
 
     def _whole(self, here: Tensor) -> WholeMatrix:
         """Returns the whole matrix, from what this rank's cut of it adds to its scales."""
-        dim = self.spec.dim
-        if self.tp.size == 1 or dim is None:
+        spec, size = self.spec, self.tp.size
+        if spec.dim is None:
             return WholeMatrix(absmax=here)
-        first = self.spec.pieces[0].global_offset
-        shards = all_gather(here, self.tp).chunk(self.tp.size)
-        # ranks that hold the same rows are neighbours: each of them once
-        copies = self.tp.size * self.spec.local_shape[dim] // self.spec.global_shape[dim]
-        absmax = self.encoding.join(shards[::copies], dim)
-        return WholeMatrix(absmax=absmax, first_row=0 if dim else first, first_column=first if dim else 0)
+        if spec.dim == 1:
+            shards = all_gather(here, self.tp).chunk(size)
+            # ranks that hold the same columns are neighbours: each of them once
+            copies = size * spec.local_shape[1] // spec.global_shape[1]
+            absmax = self.encoding.join(shards[::copies], 1)
+            return WholeMatrix(absmax=absmax, first_column=spec.pieces[0].global_offset)
+        # a rank's rows may be several runs of the whole's, in any order, and scales of scales depend on that order
+        rows = torch.cat([torch.arange(one.length) + one.global_offset for one in spec.pieces]).to(here.device)
+        local = torch.cat([torch.arange(one.length) + one.local_offset for one in spec.pieces]).to(here.device)
+        absmax = here.new_empty(spec.global_shape[0], here.shape[1])
+        absmax[all_gather(rows, self.tp)] = all_gather(here[local], self.tp)
+        return WholeMatrix(absmax=absmax)
+
+
+def _runs(first: int, last: int, height: int) -> Iterator[slice]:
+    """Yields the rows from `first` to before `last`, at most `height` at a time."""
+    for start in range(first, last, height):
+        yield slice(start, min(start + height, last))
 
 
 class EncodedStorage(nn.Module):

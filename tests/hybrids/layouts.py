@@ -35,8 +35,8 @@ _DELTA = {
     ],
 }  # fmt: skip
 _WIDE = {
-    **_DELTA, "hidden_size": 128, "intermediate_size": 256, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    "linear_num_value_heads": 4,
+    **_DELTA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_num_value_heads": 4,
 }  # fmt: skip
 _EXPERTS = {
     "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "num_experts": 4, "num_experts_per_tok": 2,

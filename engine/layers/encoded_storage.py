@@ -28,7 +28,8 @@ from engine.errors import UserError
 from engine.layers.module import ShardEntry
 from engine.ops.encoded_weight import BaseEncoding, EncodedWeight
 from engine.ops.quantized_products import QuantizedWeight, require_product_sizes
-from engine.quantization.encoding import Encoding, WholeMatrix
+from engine.quantization.encoded_parts import WholeMatrix
+from engine.quantization.encoding import Encoding
 
 ALIGNMENT = 256
 """Bytes; every part begins at a multiple of it, as kernels like it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +80,8 @@ class Place:
         trains: adapters on every linear, or everything in full.
         rows: a key of ROWS.
         more: of `Layout`.
-        level, offload: of the state.
+        level: of sharding.
+        offload: what waits in host memory; frozen weights do not where they are sharded.
     """
 
     model: str
@@ -94,7 +95,7 @@ class Place:
     recompute: Any = "selective"
     base: str | None = None
     level: ShardLevel = "none"
-    offload: bool = False
+    offload: Literal["nothing", "optimizer", "both"] = "nothing"
 
     @property
     def layout(self) -> Layout:
@@ -124,8 +125,9 @@ class HybridRun(Run):
     def __init__(self, place: Place, mesh: Mesh) -> None:
         self.place = place
         super().__init__(
-            place.layout, mesh, place.level, offload_weights=place.offload, offload_optimizer=place.offload
-        )
+            place.layout, mesh, place.level, offload_weights=place.offload == "both",
+            offload_optimizer=place.offload != "nothing",
+        )  # fmt: skip
 
     def batches(self, step: int) -> tuple[list[Batch], float]:
         """This data rank's micro-batches, and the targets of all."""

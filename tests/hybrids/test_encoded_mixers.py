@@ -46,8 +46,14 @@ _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size":
 _MAMBA = {
     **_SIZES, "head_dim": None, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
 }  # fmt: skip
-_LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+_NEMOTRON = {
+    **_SIZES, "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 8, "mamba_head_dim": 32,
+    "n_groups": 2, "ssm_state_size": 16, "layer_norm_epsilon": 0.1,
+}  # fmt: skip
+_KIMI = {
+    **_SIZES, "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "linear_head_dim": 32, "linear_num_heads": 4, "moe_intermediate_size": 128, "num_experts": 2,
+    "num_experts_per_token": 1,
 }  # fmt: skip
 MODELS: dict[str, DecoderConfig] = {
     "qwen3.5": qwen3_5({**_DELTA, "model_type": "qwen3_5_text"}),
@@ -55,23 +61,12 @@ MODELS: dict[str, DecoderConfig] = {
         {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 128, "model_type": "qwen3_next"}
     ),
     "olmo hybrid": olmo_hybrid({**_DELTA, "head_dim": None, "linear_num_value_heads": 4, "model_type": "olmo_hybrid"}),
-    "kimi linear": kimi_linear(
-        {
-            **_SIZES, **_LATENT, "linear_head_dim": 32, "linear_num_heads": 4, "moe_intermediate_size": 128,
-            "num_experts": 2, "num_experts_per_token": 1, "model_type": "kimi_linear",
-        }  # fmt: skip
-    ),
+    "kimi linear": kimi_linear({**_KIMI, "model_type": "kimi_linear"}),
     "granite hybrid": granite_hybrid(
         {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 256, "model_type": "granitemoehybrid"}
     ),
     "bamba": bamba({**_MAMBA, "mamba_n_groups": 2, "attn_layer_indices": [1], "model_type": "bamba"}),
-    "nemotron h": nemotron_h(
-        {
-            **_SIZES, "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 8,
-            "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "layer_norm_epsilon": 0.1,
-            "model_type": "nemotron_h",
-        }  # fmt: skip
-    ),
+    "nemotron h": nemotron_h({**_NEMOTRON, "model_type": "nemotron_h"}),
     "lfm2": lfm2({**_SIZES, "head_dim": None, "layer_types": ["conv", "full_attention"], "model_type": "lfm2"}),
 }
 """Linears that two ranks cut at multiples of 64."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -41,7 +42,7 @@ def _of(model: str) -> dict[str, Place]:
         "recompute none": place(grid=ONE, rows="odd", recompute="none"),
         "recompute attention": place(grid=ONE, rows="odd", recompute="attention"),
         "recompute full": place(grid=ONE, rows="odd", recompute="full"),
-        "offload": place(grid=ONE, rows="at borders", offload=True),
+        "offload": place(grid=ONE, rows="at borders", offload="both"),
         "tp2": place(grid=TP2),
         "tp2 odd": place(grid=TP2, rows="odd", dropout=0.0),
         "tp2 sequence": place(grid=TP2, sequence=True),
@@ -58,7 +59,8 @@ def _of(model: str) -> dict[str, Place]:
         "cp4 odd": place(grid=CP4, rows="odd"),
         "cp4 short": place(grid=CP4, rows="short"),
         "zero 3": place(grid=DP2, level="parameters"),
-        "zero 2, offload": place(grid=DP2, level="gradients", offload=True, rows="at borders"),
+        "zero 2, offload": place(grid=DP2, level="gradients", offload="both", rows="at borders"),
+        "zero 3, offload": place(grid=DP2, level="parameters", offload="optimizer", rows="short"),
         "cp2, zero 3": place(grid=CP2, level="parameters", rows="short"),
         "tp2 cp2": place(grid=RankGrid(tp=2, cp=2)),
         "tp2 sequence cp2": place(grid=RankGrid(tp=2, cp=2), sequence=True, rows="at borders"),
@@ -85,15 +87,30 @@ def _of(model: str) -> dict[str, Place]:
 
 
 def _encoded() -> dict[str, Place]:
-    """Layouts of a base in nf4, for linears that two ranks cut between blocks."""
-    place = functools.partial(Place, model="qwen3.5 wide", base="nf4", rows="odd")
-    return {
-        "nf4": place(grid=ONE),
-        "nf4, recompute full": place(grid=ONE, recompute="full", rows="short"),
-        "nf4, cp2": place(grid=CP2),
-        "nf4, pp2": place(grid=PP2, layers=(2, 2)),
-        "nf4, zero 3": place(grid=DP2, level="parameters"),
+    """Layouts of encoded bases, whose linears two ranks cut between blocks. Those of fp8_row have short documents: it
+    rounds inputs and gradients to 8 bits, and of many some lie where the last bit of a sum decides."""
+    layouts: dict[str, dict[str, Any]] = {
+        "packed": {"grid": ONE},
+        "recompute full": {"grid": ONE, "recompute": "full", "rows": "short"},
+        "cp2": {"grid": CP2},
+        "cp2 short": {"grid": CP2, "rows": "short"},
+        "pp2": {"grid": PP2, "layers": (2, 2)},
+        "zero 3": {"grid": DP2, "level": "parameters"},
     }
+    # ranks that multiply parts of a row would round its inputs by scales of their own
+    cut = {
+        "tp2": {"grid": TP2},
+        "tp2 sequence": {"grid": TP2, "sequence": True, "rows": "short"},
+        "tp2 cp2": {"grid": RankGrid(tp=2, cp=2), "rows": "short"},
+    }
+    place = functools.partial(Place, model="qwen3.5 wide")
+    found = {
+        f"{base}, {name}": place(base=base, **{"rows": "odd", **layout})
+        for base in ("nf4", "int8")
+        for name, layout in (layouts | cut).items()
+    }
+    rounded = {f"fp8_row, {name}": place(base="fp8_row", **{**one, "rows": "short"}) for name, one in layouts.items()}
+    return found | rounded
 
 
 PLACES: dict[str, Place] = {

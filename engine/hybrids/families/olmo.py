@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,10 @@ from engine.models.names import NameMap
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_proj")
 _OUTPUT_NORM = "attention_output_norm"
+_OTHER_NORM = "post_attention_layernorm"
+"""The name of attention's output norm in checkpoints that transformers did not write."""
+_RECORD = "attention_norm_by_its_own_name"
+"""Key of a partitioned base that was made from such a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +33,17 @@ class OlmoHybridNames(NameMap):
     the rule that renames a norm of other layers, and reads both."""
 
     def spelled_as(self, tensor_names: Collection[str]) -> OlmoHybridNames:
-        named = any(name.endswith(".post_attention_layernorm.weight") for name in tensor_names)
-        if not named:
-            return self
-        return replace(self, layer_modules={**self.layer_modules, _OUTPUT_NORM: "post_attention_layernorm"})
+        named = any(name.endswith(f".{_OTHER_NORM}.weight") for name in tensor_names)
+        return self._with_other_norm() if named else self
+
+    def record(self) -> dict[str, Any]:
+        return {_RECORD: True} if self.layer_modules[_OUTPUT_NORM] == _OTHER_NORM else {}
+
+    def recorded(self, record: Mapping[str, Any], label: str) -> OlmoHybridNames:
+        return self._with_other_norm() if record.get(_RECORD) is True else self
+
+    def _with_other_norm(self) -> OlmoHybridNames:
+        return replace(self, layer_modules={**self.layer_modules, _OUTPUT_NORM: _OTHER_NORM})
 
 
 NAMES = OlmoHybridNames(

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from engine.optim.flat_layout import decays
-from tests.support.family_models import FAMILIES, ROUTED, make_model, stock_losses
+from tests.support.family_models import FAMILIES, ROUTED, live_name, make_model, stock_losses
 from tests.support.peft_following import (
     ALONE,
     LR,
@@ -44,6 +44,17 @@ def differences(ours: list[float], theirs: list[float]) -> list[float]:
 
 # PEFT finds no fused matrices in transformers' Llama, and other experts than ours: see test_routed_training.py
 STOCK = [name for name in FAMILIES if name not in ("llama fused", *ROUTED)]
+NOT_OUT_PROJ = "in_proj,q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+"""The linears of a model of which PEFT refuses `out_proj`."""
+TARGETS = dict.fromkeys(("falcon h1", "falcon h1 with norms"), NOT_OUT_PROJ)
+NORMS = {
+    "bamba": "pre_ff_layernorm,model.final_layernorm",
+    "olmo hybrid": "q_norm,model.norm",
+    "lfm2": "ffn_norm,model.embedding_norm",
+    "lfm2 with biases": "ffn_norm,model.embedding_norm",
+    **dict.fromkeys(TARGETS, "pre_ff_layernorm,model.final_layernorm"),
+}
+"""A norm inside layers and that behind them, where their names are not the usual ones."""
 QUICK = [
     ("llama", "lora"), ("qwen3", "lora"), ("granite", "lora"), ("gemma2", "lora"), ("qwen2", "dora"), ("phi3", "dora"),
     ("phi3", "biases"),
@@ -53,6 +64,8 @@ QUICK = [
 @pytest.mark.parametrize(("name", "kind"), sampled([(name, kind) for kind in KINDS for name in STOCK], QUICK))
 def test_adapters_of_every_linear_follow_peft(name: str, kind: str, tmp_path: Path) -> None:
     theirs, ours = KINDS[kind]
+    if name in TARGETS:
+        theirs, ours = {**theirs, "target_modules": TARGETS[name].split(",")}, {**ours, "lora.targets": TARGETS[name]}
     model = peft_start(name, tmp_path, **theirs)
     given = {"lora.rank": 3, "lora.alpha": 5, "lora.init_from": tmp_path / "start", **ours}
     losses, _ = our_losses(tmp_path, given)
@@ -135,8 +148,11 @@ def test_weight_decay_is_that_of_hugging_faces_trainer(name: str, kind: str, tmp
         model, given = make_model(name, tmp_path / "hf"), {"lora.rank": 0, "trainable": "*"}
     else:
         theirs, ours = KINDS[kind]
-        model = peft_start(name, tmp_path, modules_to_save=["post_attention_layernorm", "model.norm"], **theirs)
-        given = {"lora.rank": 3, "lora.alpha": 5, "trainable": "post_attention_layernorm,model.norm", **ours}
+        norms = NORMS.get(name, "post_attention_layernorm,model.norm")
+        targets = TARGETS.get(name, "all-linear")
+        chosen = targets.split(",") if name in TARGETS else targets
+        model = peft_start(name, tmp_path, modules_to_save=norms.split(","), target_modules=chosen, **theirs)
+        given = {"lora.rank": 3, "lora.alpha": 5, "trainable": norms, "lora.targets": targets, **ours}
     decayed = decayed_names(model)
     expected = {_leaf(key): key in decayed for key, value in model.named_parameters() if value.requires_grad}
     training, _ = build(tmp_path, given, ALONE)
@@ -144,6 +160,7 @@ def test_weight_decay_is_that_of_hugging_faces_trainer(name: str, kind: str, tmp
     found = {}
     for slot in training.optimizer.flat.slots:
         module, _, leaf = slot.entry.name.rpartition(".")
-        found[f"{names.module_to_hf(module)}.{leaf}"] = decays(slot.entry)
+        place = f"{names.module_to_hf(module)}.{leaf}"
+        found[place if ".lora_" in place else live_name(names.to_hf(slot.entry.name).name)] = decays(slot.entry)
     assert found == expected
     assert set(found.values()) == {True, False}

@@ -545,6 +545,13 @@ _RENAMED = {
 """Names on disk -> names of transformers' parameters."""
 
 
+def live_name(stored: str) -> str:
+    """The name of transformers' parameter that has the one of this name on disk, whole or as a part."""
+    for name, live in _RENAMED.items():
+        stored = stored.replace(name, live)
+    return re.sub(r"\.[qkv]_conv1d\.", ".conv1d.", stored)
+
+
 def stock_gradient(model: torch.nn.Module, folder: Path, name: str) -> Tensor:
     """That of the stock parameter, or of its rows, that the engine calls `name`."""
     parameters = dict(model.named_parameters())

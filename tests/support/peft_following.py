@@ -67,10 +67,11 @@ def peft_start(name: str, folder: Path, *, tied: bool = False, **settings: Any) 
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that transformers' Trainer decays."""
+    """Names of the parameters that transformers' Trainer decays: all but norms and biases, by their names. Nemotron-H's
+    last norm, `norm_f`, is one too, which those patterns miss."""
     from transformers import Trainer
 
-    return set(Trainer.get_decay_parameter_names(None, model))
+    return {name for name in Trainer.get_decay_parameter_names(None, model) if not name.endswith(".norm_f.weight")}
 
 
 def their_losses(

@@ -14,6 +14,7 @@ from engine.data.collate import context_part
 from engine.distributed.mesh import Mesh, build_mesh, single_process_mesh
 from engine.distributed.ranks import RankGrid
 from engine.distributed.sharding import NamedShard
+from engine.hybrids.families.falcon import falcon_h1
 from engine.hybrids.families.kimi import kimi_linear
 from engine.hybrids.families.mamba import granite_hybrid
 from engine.hybrids.families.qwen import qwen3_5, qwen3_next
@@ -46,6 +47,12 @@ _GRANITE = {
     "shared_intermediate_size": 44, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
     "layer_types": ["mamba", "attention", "mamba", "mamba"], "position_embedding_type": "rope",
 }  # fmt: skip
+_FALCON = {
+    **_COMMON, "mamba_n_heads": 6, "mamba_d_head": 9, "mamba_d_ssm": 54, "mamba_n_groups": 1, "mamba_d_state": 10,
+    "embedding_multiplier": 5.7, "lm_head_multiplier": 0.6, "key_multiplier": 0.7, "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.45, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.6, 1.7], "ssm_multipliers": [1.4, 0.9, 0.7, 1.2, 0.35],
+}  # fmt: skip
 _KIMI = {
     **_COMMON, "num_key_value_heads": 4, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 7, "linear_head_dim": 9, "linear_num_heads": 4, "layer_types": _DELTA["layer_types"],
@@ -56,6 +63,7 @@ MODELS: dict[str, DecoderConfig] = {
     "qwen3.5 wide": qwen3_5({**_WIDE, "model_type": "qwen3_5_text"}),
     "qwen3 next": qwen3_next({**_DELTA, **_EXPERTS, "mlp_only_layers": [1], "model_type": "qwen3_next"}),
     "granite hybrid": granite_hybrid({**_GRANITE, "model_type": "granitemoehybrid"}),
+    "falcon h1": falcon_h1({**_FALCON, "model_type": "falcon_h1"}),
     "kimi linear": kimi_linear({**_KIMI, "model_type": "kimi_linear"}),
 }
 """The wide one has linears that two ranks cut at multiples of 64."""

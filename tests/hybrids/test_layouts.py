@@ -116,7 +116,7 @@ def _encoded() -> dict[str, Place]:
 PLACES: dict[str, Place] = {
     **{
         f"{model}: {name}": one
-        for model in ("qwen3.5", "qwen3 next", "granite hybrid", "kimi linear")
+        for model in ("qwen3.5", "qwen3 next", "granite hybrid", "falcon h1", "kimi linear")
         for name, one in _of(model).items()
     },
     **{f"qwen3.5 wide: {name}": one for name, one in _encoded().items()},

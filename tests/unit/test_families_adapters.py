@@ -36,7 +36,7 @@ LINEARS = {
 # transformers has no class that reads these folders
 NOT_STOCK = ("llama fused", "minicpm")
 # PEFT refuses adapters on the output projections of Mamba
-NOT_PEFT = ("bamba", "granite hybrid", "falcon h1")
+NOT_PEFT = ("falcon h1",)
 
 
 def _logits(built: Built) -> Tensor:

@@ -95,6 +95,30 @@ def _normalise_kernel(
 
 
 @triton.jit
+def inverse(at_LL, SOLVE: tl.constexpr, LENGTH: tl.constexpr):
+    """Returns X = (I + A)^-1 of A^T, which is 0 on and below its diagonal.
+
+    The rows of X are found from the columns of A: within blocks of 16 one by one, then from what lies between blocks.
+    """
+    order = tl.arange(0, LENGTH)
+    x_LL = tl.where(order[:, None] == order[None, :], 1.0, 0.0)
+    same_LL = (order[:, None] // 16) == (order[None, :] // 16)
+    for row in range(1, 16):
+        # the row of each diagonal block, as a column
+        row_L = tl.sum(tl.where(same_LL & (order % 16 == row)[None, :], at_LL, 0.0), 1)
+        known_L = tl.sum(row_L[:, None] * x_LL, 0)
+        x_LL -= tl.where(same_LL & (order % 16 == row)[:, None], known_L[None, :], 0.0)
+    for size in tl.static_range(4, 6):
+        between_LL = ((order[:, None] >> size) != (order[None, :] >> size)) & (
+            (order[:, None] >> (size + 1)) == (order[None, :] >> (size + 1))
+        )
+        e_LL = tl.trans(tl.where(between_LL, at_LL, 0.0))
+        half_LL = tl.dot(e_LL, x_LL, input_precision=SOLVE)
+        x_LL -= tl.dot(x_LL, half_LL, input_precision=SOLVE)
+    return x_LL
+
+
+@triton.jit
 def _solve_kernel(
     k_ptr,
     decay_ptr,
@@ -126,25 +150,11 @@ def _solve_kernel(
     key_head = head // (num_heads // num_key_heads)
     k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
     products_LL = tl.dot(k_LK, tl.trans(k_LK), input_precision=PRECISION)
-    # A transposed: the rows of X are found from its columns, and the products are symmetric
+    # A transposed, because the products are symmetric
     above_LL = (order[:, None] < order[None, :]) & ok_L[None, :]
     apart_LL = tl.where(above_LL, g_L[None, :] - g_L[:, None], 0.0)
     at_LL = tl.where(above_LL, products_LL * tl.exp(apart_LL) * beta_L[None, :], 0.0)
-
-    x_LL = tl.where(order[:, None] == order[None, :], 1.0, 0.0)
-    same_LL = (order[:, None] // 16) == (order[None, :] // 16)
-    for row in range(1, 16):
-        # the row of each diagonal block, as a column
-        row_L = tl.sum(tl.where(same_LL & (order % 16 == row)[None, :], at_LL, 0.0), 1)
-        known_L = tl.sum(row_L[:, None] * x_LL, 0)
-        x_LL -= tl.where(same_LL & (order % 16 == row)[:, None], known_L[None, :], 0.0)
-    for size in tl.static_range(4, 6):
-        between_LL = ((order[:, None] >> size) != (order[None, :] >> size)) & (
-            (order[:, None] >> (size + 1)) == (order[None, :] >> (size + 1))
-        )
-        e_LL = tl.trans(tl.where(between_LL, at_LL, 0.0))
-        half_LL = tl.dot(e_LL, x_LL, input_precision=SOLVE)
-        x_LL -= tl.dot(x_LL, half_LL, input_precision=SOLVE)
+    x_LL = inverse(at_LL, SOLVE, LENGTH)
     store_head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH, x_LL)
 
 
@@ -170,7 +180,7 @@ def _rows_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Computes W [T, N, K] and U [T, N, V]."""
+    """Computes W [T, N, K] and U [T, N, V]; without g, of keys that decayed from the chunk's start already."""
     start, _, _, end = load_chunk(table_ptr, tl.program_id(0))
     if start >= end:
         return
@@ -179,12 +189,14 @@ def _rows_kernel(
     tokens_L, keys_K = start + order, tl.arange(0, KEYS)
     ok_L = tokens_L < end
     one = tokens_L * num_heads + head
-    g_L = tl.load(g_ptr + one, mask=ok_L, other=0.0)
     beta_L = tl.load(beta_ptr + one, mask=ok_L, other=0.0)
+    decayed_L = beta_L
+    if g_ptr is not None:
+        decayed_L *= tl.exp(tl.load(g_ptr + one, mask=ok_L, other=0.0))
     x_LL = head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
     key_head = head // (num_heads // num_key_heads)
     k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys)
-    right_LK = (k_LK.to(tl.float32) * (beta_L * tl.exp(g_L))[:, None]).to(DOT)
+    right_LK = (k_LK.to(tl.float32) * decayed_L[:, None]).to(DOT)
     w_LK = tl.dot(x_LL, right_LK, input_precision=PRECISION)
     store_head_tile(w_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys, w_LK)
     for first in range(0, num_values, VALUES):
@@ -202,6 +214,23 @@ def place_of(piece, rows_ptr):
     if rows_ptr is not None:
         row = tl.load(rows_ptr + piece)
     return row
+
+
+@triton.jit
+def chunk_decays(g_ptr, last, tokens_L, ok_L, head, num_heads, num_keys, keys_K, BY_CHANNEL: tl.constexpr):
+    """Returns what decays over a chunk: the state, and tokens from its start and to its end.
+
+    Where each channel decays by itself, g is [T, N, K], and queries and keys have the last two in them already.
+    """
+    if BY_CHANNEL:
+        ok_K = keys_K < num_keys
+        whole_K = tl.exp(tl.load(g_ptr + (last * num_heads + head) * num_keys + keys_K, mask=ok_K, other=0.0))
+        return whole_K[:, None], 1.0, 1.0
+    else:
+        g_last = tl.load(g_ptr + last * num_heads + head)
+        g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
+        to_end_L = tl.exp(tl.where(ok_L, g_last - g_L, 0.0))
+        return tl.exp(g_last), tl.exp(g_L)[:, None], to_end_L[:, None]
 
 
 @triton.jit
@@ -223,6 +252,7 @@ def _states_kernel(
     num_values,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     LENGTH: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -259,10 +289,9 @@ def _states_kernel(
             v_stride = num_heads * num_values
             store_head_tile(u_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, new_LV)
         last = tl.minimum(begin + index * LENGTH + LENGTH, end) - 1
-        g_last = tl.load(g_ptr + last * num_heads + head)
-        g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
-        added_LV = (new_LV * tl.exp(tl.where(ok_L, g_last - g_L, 0.0))[:, None]).to(DOT)
-        state_KV = state_KV * tl.exp(g_last) + tl.dot(tl.trans(k_LK.to(DOT)), added_LV, input_precision=PRECISION)
+        whole, _, to_end = chunk_decays(g_ptr, last, tokens_L, ok_L, head, num_heads, num_keys, keys_K, BY_CHANNEL)
+        added_LV = (new_LV * to_end).to(DOT)
+        state_KV = state_KV * whole + tl.dot(tl.trans(k_LK.to(DOT)), added_LV, input_precision=PRECISION)
     if final_ptr is not None:
         row = place_of(piece, final_rows_ptr)
         if row >= 0:
@@ -276,6 +305,7 @@ def _outputs_kernel(
     k_ptr,
     new_ptr,
     g_ptr,
+    p_ptr,
     states_ptr,
     past_ptr,
     past_stride_t,
@@ -293,26 +323,34 @@ def _outputs_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Computes out = exp(g) q S + P N, and adds what passes by the state, a number for each head times `past`."""
+    """Computes out = exp(g) q S + P N, and adds what passes by the state, a number for each head times `past`.
+
+    Where P is given, queries decayed from the chunk's start already.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, _, _, end = load_chunk(table_ptr, chunk)
     if start >= end:
         return
-    keys_K = tl.arange(0, KEYS)
-    tokens_L = start + tl.arange(0, LENGTH)
+    order, keys_K = tl.arange(0, LENGTH), tl.arange(0, KEYS)
+    tokens_L = start + order
     ok_L = tokens_L < end
     key_head = head // (num_heads // num_key_heads)
-    g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
     q_LK = head_tile(q_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
-    k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
-    p_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION) * decays_between(g_L, ok_L, LENGTH)
-    p_LL = p_LL.to(DOT)
+    if p_ptr is not None:
+        p_LL = head_tile(p_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
+    else:
+        g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
+        k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
+        p_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION) * decays_between(g_L, ok_L, LENGTH)
+        p_LL = p_LL.to(DOT)
     for first in range(0, num_values, VALUES):
         values_V = first + tl.arange(0, VALUES)
         place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
         state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
         new_LV = head_tile(new_ptr, num_heads * num_values, num_values, tokens_L, ok_L, head, values_V, num_values)
-        out_LV = tl.dot(q_LK, state_KV, input_precision=PRECISION) * tl.exp(g_L)[:, None]
+        out_LV = tl.dot(q_LK, state_KV, input_precision=PRECISION)
+        if p_ptr is None:
+            out_LV *= tl.exp(g_L)[:, None]
         out_LV += tl.dot(p_LL, new_LV.to(DOT), input_precision=PRECISION)
         if past_weight_ptr is not None:
             past_LV = head_tile(past_ptr, past_stride_t, past_stride_n, tokens_L, ok_L, head, values_V, num_values)
@@ -362,6 +400,11 @@ class Sizes:
     def blocks(self) -> dict[str, object]:
         """The constants of a kernel that reads values."""
         return {**self.options, "LENGTH": CHUNK, "KEYS": self.keys, "VALUES": self.values}
+
+    @property
+    def solving(self) -> str:
+        """The precision of a triangular solve's products, which is that of fp32."""
+        return "ieee" if self.options["DOT"] == tl.float32 else "tf32x3"
 
     @property
     def warps(self) -> int:
@@ -434,7 +477,7 @@ def solve(k_TGK: Tensor, decay_TN: Tensor, beta_TN: Tensor, chunks: ChunkTable, 
         chunks.table,
         *sizes.heads,
         **sizes.options,
-        SOLVE="ieee" if sizes.options["DOT"] == tl.float32 else "tf32x3",
+        SOLVE=sizes.solving,
         LENGTH=CHUNK,
         KEYS=sizes.keys,
         num_warps=4,
@@ -463,8 +506,23 @@ def walk(
         V], or None.
     """
     x_TNL, g_TN = solved
-    head = (sizes.num_heads, sizes.num_keys, sizes.num_values)
-    w_TNK = torch.empty(sizes.num_tokens, *head[:2], dtype=v_TNV.dtype, device=v_TNV.device)
+    w_TNK, u_TNV = rows(k_TGK, v_TNV, g_TN, beta_TN, x_TNL, chunks, sizes)
+    states, final = walk_chunks(k_TGK, w_TNK, u_TNV, g_TN, chunks, offsets, ends, sizes)
+    return w_TNK, u_TNV, states, final
+
+
+def rows(
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    g_TN: Tensor | None,
+    beta_TN: Tensor,
+    x_TNL: Tensor,
+    chunks: ChunkTable,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor]:
+    """Returns W [T, N, K] and U [T, N, V] in the dtype of v; without g, of keys that decayed already."""
+    head = (sizes.num_heads, sizes.num_keys)
+    w_TNK = torch.empty(sizes.num_tokens, *head, dtype=v_TNV.dtype, device=v_TNV.device)
     u_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
     _rows_kernel[(chunks.num_chunks, sizes.num_heads)](
         x_TNL,
@@ -482,8 +540,7 @@ def walk(
         **sizes.blocks,
         num_warps=4,
     )
-    states, final = walk_chunks(k_TGK, w_TNK, u_TNV, g_TN, chunks, offsets, ends, sizes)
-    return w_TNK, u_TNV, states, final
+    return w_TNK, u_TNV
 
 
 def walk_chunks(
@@ -496,7 +553,11 @@ def walk_chunks(
     ends: Ends,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the states that chunks begin with and the last ones, as of `walk`, and writes N over U."""
+    """Returns the states that chunks begin with and the last ones, as of `walk`, and writes N over U.
+
+    Args:
+        g_TN: [T, N, K] where each channel decays by itself, and keys to the chunk's end already.
+    """
     head = (sizes.num_heads, sizes.num_keys, sizes.num_values)
     states = torch.empty(chunks.num_chunks, *head, dtype=u_TNV.dtype, device=u_TNV.device)
     initial = None if ends.initial is None else ends.initial.contiguous()
@@ -517,6 +578,7 @@ def walk_chunks(
         chunks.firsts,
         *sizes.heads,
         sizes.num_values,
+        BY_CHANNEL=g_TN.dim() == 3,
         **sizes.blocks,
         num_warps=4,
         num_stages=2,
@@ -526,16 +588,18 @@ def walk_chunks(
 
 def outputs(
     q_TGK: Tensor,
-    k_TGK: Tensor,
+    k_TGK: Tensor | None,
     new_TNV: Tensor,
-    g_TN: Tensor,
+    g_TN: Tensor | None,
     states: Tensor,
     chunks: ChunkTable,
     sizes: Sizes,
     past_TNV: Tensor | None = None,
     past_weight_N: Tensor | None = None,
+    *,
+    p_TNL: Tensor | None = None,
 ) -> Tensor:
-    """Returns out [T, N, V]."""
+    """Returns out [T, N, V]; with P, of queries that decayed already, and without keys and g."""
     out_TNV = torch.empty_like(new_TNV)
     past_strides = (0, 0) if past_TNV is None else past_TNV.stride()[:2]
     _outputs_kernel[(chunks.num_chunks, sizes.num_heads)](
@@ -543,6 +607,7 @@ def outputs(
         k_TGK,
         new_TNV,
         g_TN,
+        p_TNL,
         states,
         past_TNV,
         *past_strides,

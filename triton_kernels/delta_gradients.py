@@ -33,6 +33,7 @@ from engine.kernels.triton.delta import (
     CHUNK,
     Ends,
     Sizes,
+    chunk_decays,
     decays_between,
     dense_features,
     head_tile,
@@ -52,6 +53,7 @@ def _local_kernel(
     k_ptr,
     dout_ptr,
     g_ptr,
+    p_ptr,
     dnew_ptr,
     table_ptr,
     num_heads,
@@ -69,14 +71,17 @@ def _local_kernel(
     if start >= end:
         return
     head = tl.program_id(1)
-    keys_K = tl.arange(0, KEYS)
-    tokens_L = start + tl.arange(0, LENGTH)
+    order, keys_K = tl.arange(0, LENGTH), tl.arange(0, KEYS)
+    tokens_L = start + order
     ok_L = tokens_L < end
-    key_head = head // (num_heads // num_key_heads)
-    g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
-    q_LK = head_tile(q_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
-    k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
-    p_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION) * decays_between(g_L, ok_L, LENGTH)
+    if p_ptr is not None:
+        p_LL = head_tile(p_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH)
+    else:
+        key_head = head // (num_heads // num_key_heads)
+        g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
+        q_LK = head_tile(q_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
+        k_LK = head_tile(k_ptr, num_key_heads * num_keys, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
+        p_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION) * decays_between(g_L, ok_L, LENGTH)
     pt_LL = tl.trans(p_LL.to(DOT))
     stride_t = num_heads * num_values
     for first in range(0, num_values, VALUES):
@@ -107,6 +112,7 @@ def _state_gradients_kernel(
     num_values,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     LENGTH: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -134,17 +140,18 @@ def _state_gradients_kernel(
         place, ok_KV = state_place(first + index, num_heads, head, num_keys, num_values, keys_K, values_V)
         tl.store(dstates_ptr + place, d_KV, mask=ok_KV)
         last = tl.minimum(begin + index * LENGTH + LENGTH, end) - 1
-        g_last = tl.load(g_ptr + last * num_heads + head)
-        g_L = tl.load(g_ptr + tokens_L * num_heads + head, mask=ok_L, other=0.0)
+        whole, from_start, to_end = chunk_decays(
+            g_ptr, last, tokens_L, ok_L, head, num_heads, num_keys, keys_K, BY_CHANNEL
+        )
         k_LK = head_tile(k_ptr, k_stride, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
         through_LV = tl.dot(k_LK, d_KV.to(DOT), input_precision=PRECISION)
         dnew_LV = head_tile(dnew_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(tl.float32)
-        dnew_LV += through_LV * tl.exp(tl.where(ok_L, g_last - g_L, 0.0))[:, None]
+        dnew_LV += through_LV * to_end
         store_head_tile(dnew_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, dnew_LV)
         q_LK = head_tile(q_ptr, k_stride, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
         dout_LV = head_tile(dout_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values)
-        dout_LV = (dout_LV.to(tl.float32) * tl.exp(g_L)[:, None]).to(DOT)
-        d_KV *= tl.exp(g_last)
+        dout_LV = (dout_LV.to(tl.float32) * from_start).to(DOT)
+        d_KV *= whole
         d_KV += tl.dot(tl.trans(q_LK), dout_LV, input_precision=PRECISION)
         if w_ptr is not None:
             w_LK = head_tile(w_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys).to(DOT)
@@ -154,6 +161,118 @@ def _state_gradients_kernel(
         if row >= 0:
             place, ok_KV = state_place(row, num_heads, head, num_keys, num_values, keys_K, values_V)
             tl.store(d_initial_ptr + place, d_KV, mask=ok_KV)
+
+
+@triton.jit
+def query_sums(
+    dout_ptr,
+    new_ptr,
+    states_ptr,
+    chunk,
+    tokens_L,
+    ok_L,
+    head,
+    keys_K,
+    num_heads,
+    num_keys,
+    num_values,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Returns dout N^T [L, L] and dout S^T [L, K] of a chunk.
+
+    This and the next two are walks of their own over the values, each with few sums in registers.
+    """
+    stride = num_heads * num_values
+    pairs_LL = tl.zeros([tokens_L.shape[0], tokens_L.shape[0]], tl.float32)
+    sums_LK = tl.zeros([tokens_L.shape[0], keys_K.shape[0]], tl.float32)
+    for first in range(0, num_values, VALUES):
+        values_V = first + tl.arange(0, VALUES)
+        dout_LV = head_tile(dout_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+        new_LV = head_tile(new_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+        place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
+        state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
+        pairs_LL += tl.dot(dout_LV, tl.trans(new_LV), input_precision=PRECISION)
+        sums_LK += tl.dot(dout_LV, tl.trans(state_KV), input_precision=PRECISION)
+    return pairs_LL, sums_LK
+
+
+@triton.jit
+def row_sums(
+    x_ptr,
+    v_ptr,
+    v_stride_t,
+    v_stride_n,
+    new_ptr,
+    dnew_ptr,
+    states_ptr,
+    dv_ptr,
+    beta_L,
+    chunk,
+    tokens_L,
+    ok_L,
+    head,
+    keys_K,
+    num_heads,
+    num_keys,
+    num_values,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Returns R N^T [L, L], R S^T [L, K] and v . R [L] of a chunk, and writes dv."""
+    stride, order = num_heads * num_values, tl.arange(0, LENGTH)
+    x_LL = head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
+    pairs_LL, sums_LK = tl.zeros([LENGTH, LENGTH], tl.float32), tl.zeros([LENGTH, keys_K.shape[0]], tl.float32)
+    along_LV = tl.zeros([LENGTH, VALUES], tl.float32)
+    for first in range(0, num_values, VALUES):
+        values_V = first + tl.arange(0, VALUES)
+        dnew_LV = head_tile(dnew_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+        r_LV = tl.dot(tl.trans(x_LL), dnew_LV, input_precision=PRECISION)
+        v_LV = head_tile(v_ptr, v_stride_t, v_stride_n, tokens_L, ok_L, head, values_V, num_values)
+        along_LV += v_LV.to(tl.float32) * r_LV
+        dv_LV = r_LV * beta_L[:, None]
+        store_head_tile(dv_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values, dv_LV)
+        new_LV = head_tile(new_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+        place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
+        state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
+        pairs_LL += tl.dot(r_LV.to(DOT), tl.trans(new_LV), input_precision=PRECISION)
+        sums_LK += tl.dot(r_LV.to(DOT), tl.trans(state_KV), input_precision=PRECISION)
+    return pairs_LL, sums_LK, tl.sum(along_LV, 1)
+
+
+@triton.jit
+def column_sums(
+    new_ptr,
+    states_ptr,
+    dstates_ptr,
+    chunk,
+    tokens_L,
+    ok_L,
+    head,
+    keys_K,
+    num_heads,
+    num_keys,
+    num_values,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Returns N dS'^T [L, K] of a chunk, and S dS', number by number, added up block by block of the values [K, V]."""
+    stride = num_heads * num_values
+    sums_LK = tl.zeros([tokens_L.shape[0], keys_K.shape[0]], tl.float32)
+    kept_KV = tl.zeros([keys_K.shape[0], VALUES], tl.float32)
+    for first in range(0, num_values, VALUES):
+        values_V = first + tl.arange(0, VALUES)
+        new_LV = head_tile(new_ptr, stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
+        place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
+        state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0)
+        dstate_KV = tl.load(dstates_ptr + place, mask=ok_KV, other=0.0)
+        kept_KV += state_KV.to(tl.float32) * dstate_KV.to(tl.float32)
+        sums_LK += tl.dot(new_LV, tl.trans(dstate_KV.to(DOT)), input_precision=PRECISION)
+    return sums_LK, kept_KV
 
 
 @triton.jit
@@ -199,65 +318,39 @@ def _gradients_kernel(
     tokens_L = start + order
     ok_L = tokens_L < end
     key_head = head // (num_heads // num_key_heads)
-    k_stride, v_stride = num_key_heads * num_keys, num_heads * num_values
+    k_stride = num_key_heads * num_keys
     one = tokens_L * num_heads + head
     q_LK = head_tile(q_ptr, k_stride, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
     k_LK = head_tile(k_ptr, k_stride, num_keys, tokens_L, ok_L, key_head, keys_K, num_keys).to(DOT)
     g_L = tl.load(g_ptr + one, mask=ok_L, other=0.0)
     g_last = tl.load(g_ptr + (tl.minimum(start + LENGTH, end) - 1) * num_heads + head)
 
-    # dq; what it needs of the values is summed first, as below: three walks over them, each with few sums in registers
-    dm_LL, dq_LK = tl.zeros([LENGTH, LENGTH], tl.float32), tl.zeros([LENGTH, KEYS], tl.float32)
-    for first in range(0, num_values, VALUES):
-        values_V = first + tl.arange(0, VALUES)
-        dout_LV = head_tile(dout_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-        new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-        place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
-        state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
-        dm_LL += tl.dot(dout_LV, tl.trans(new_LV), input_precision=PRECISION)
-        dq_LK += tl.dot(dout_LV, tl.trans(state_KV), input_precision=PRECISION)
+    dm_LL, dq_LK = query_sums(
+        dout_ptr, new_ptr, states_ptr, chunk, tokens_L, ok_L, head, keys_K, num_heads, num_keys, num_values, DOT,
+        PRECISION, VALUES,
+    )  # fmt: skip
     m_LL = (dm_LL * decays_between(g_L, ok_L, LENGTH)).to(DOT)
     dq_LK = dq_LK * tl.exp(g_L)[:, None] + tl.dot(m_LL, k_LK, input_precision=PRECISION)
     dg_L = tl.sum(dq_LK * q_LK.to(tl.float32), 1)
     store_head_tile(dq_ptr, num_heads * num_keys, num_keys, tokens_L, ok_L, head, keys_K, num_keys, dq_LK)
 
-    # dv, and Y
     if x_ptr is not None:
         beta_L = tl.load(beta_ptr + one, mask=ok_L, other=0.0)
-        x_LL = head_tile(x_ptr, num_heads * LENGTH, LENGTH, tokens_L, ok_L, head, order, LENGTH).to(DOT)
-        df_LL, y_LK = tl.zeros([LENGTH, LENGTH], tl.float32), tl.zeros([LENGTH, KEYS], tl.float32)
-        dbeta_LV = tl.zeros([LENGTH, VALUES], tl.float32)
-        for first in range(0, num_values, VALUES):
-            values_V = first + tl.arange(0, VALUES)
-            dnew_LV = head_tile(dnew_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-            r_LV = tl.dot(tl.trans(x_LL), dnew_LV, input_precision=PRECISION)
-            v_LV = head_tile(v_ptr, v_stride_t, v_stride_n, tokens_L, ok_L, head, values_V, num_values)
-            dbeta_LV += v_LV.to(tl.float32) * r_LV
-            dv_LV = r_LV * beta_L[:, None]
-            store_head_tile(dv_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values, dv_LV)
-            new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-            place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
-            state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0).to(DOT)
-            df_LL += tl.dot(r_LV.to(DOT), tl.trans(new_LV), input_precision=PRECISION)
-            y_LK += tl.dot(r_LV.to(DOT), tl.trans(state_KV), input_precision=PRECISION)
+        df_LL, y_LK, dbeta_L = row_sums(
+            x_ptr, v_ptr, v_stride_t, v_stride_n, new_ptr, dnew_ptr, states_ptr, dv_ptr, beta_L, chunk, tokens_L, ok_L,
+            head, keys_K, num_heads, num_keys, num_values, DOT, PRECISION, LENGTH, VALUES,
+        )  # fmt: skip
         below_LL = order[:, None] > order[None, :]
         f_LL = tl.where(below_LL, -df_LL * decays_between(g_L, ok_L, LENGTH), 0.0)
         y_LK = tl.dot(f_LL.to(DOT), k_LK, input_precision=PRECISION) - y_LK * tl.exp(g_L)[:, None]
         along_L = tl.sum(y_LK * k_LK.to(tl.float32), 1)
-        tl.store(dbeta_ptr + one, tl.sum(dbeta_LV, 1) + along_L, mask=ok_L)
+        tl.store(dbeta_ptr + one, dbeta_L + along_L, mask=ok_L)
         dg_L += beta_L * along_L
 
-    # Z
-    z_LK = tl.zeros([LENGTH, KEYS], tl.float32)
-    kept_KV = tl.zeros([KEYS, VALUES], tl.float32)
-    for first in range(0, num_values, VALUES):
-        values_V = first + tl.arange(0, VALUES)
-        new_LV = head_tile(new_ptr, v_stride, num_values, tokens_L, ok_L, head, values_V, num_values).to(DOT)
-        place, ok_KV = state_place(chunk, num_heads, head, num_keys, num_values, keys_K, values_V)
-        state_KV = tl.load(states_ptr + place, mask=ok_KV, other=0.0)
-        dstate_KV = tl.load(dstates_ptr + place, mask=ok_KV, other=0.0)
-        kept_KV += state_KV.to(tl.float32) * dstate_KV.to(tl.float32)
-        z_LK += tl.dot(new_LV, tl.trans(dstate_KV.to(DOT)), input_precision=PRECISION)
+    z_LK, kept_KV = column_sums(
+        new_ptr, states_ptr, dstates_ptr, chunk, tokens_L, ok_L, head, keys_K, num_heads, num_keys, num_values, DOT,
+        PRECISION, VALUES,
+    )  # fmt: skip
     z_LK *= tl.exp(tl.where(ok_L, g_last - g_L, 0.0))[:, None]
     dlast_L = tl.sum(z_LK * k_LK.to(tl.float32), 1)
     z_LK += tl.dot(tl.trans(m_LL), q_LK, input_precision=PRECISION)
@@ -306,7 +399,7 @@ def _normalise_backward_kernel(
     tl.store(dx_ptr + rows_R[:, None] * num_keys + keys_K[None, :], dx_RK, mask=ok_RK)
 
 
-def _through_norm(dy_TNK: Tensor, x_TGK: Tensor, scale: float) -> Tensor:
+def through_norm(dy_TNK: Tensor, x_TGK: Tensor, scale: float) -> Tensor:
     x_TGK = dense_features(x_TGK)
     num_tokens, num_heads, num_keys = x_TGK.shape
     dx_TGK = torch.empty(x_TGK.shape, dtype=x_TGK.dtype, device=x_TGK.device)
@@ -342,14 +435,22 @@ def walk_back(
     offsets: Tensor,
     ends: Ends,
     sizes: Sizes,
+    *,
+    p_TNL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns dN [T, N, V], dS' of each chunk [C, N, K, V], and the gradients of the initial states, fp32."""
+    """Returns dN [T, N, V], dS' of each chunk [C, N, K, V], and the gradients of the initial states, fp32.
+
+    Args:
+        g_TN: [T, N, K] where each channel decays by itself, queries from the chunk's start and keys to its end already.
+        p_TNL: P, then.
+    """
     dnew_TNV = torch.empty_like(d_out)
     _local_kernel[(chunks.num_chunks, sizes.num_heads)](
         q,
         k,
         d_out,
         g_TN,
+        p_TNL,
         dnew_TNV,
         chunks.table,
         *sizes.heads,
@@ -377,6 +478,7 @@ def walk_back(
         chunks.firsts,
         *sizes.heads,
         sizes.num_values,
+        BY_CHANNEL=g_TN.dim() == 3,
         **sizes.blocks,
         num_warps=4,
         num_stages=1,
@@ -468,5 +570,5 @@ def delta_backward(
     dq_TNK, dk_TNK, ddecay_TN = gradients(
         q, k, v_TNV, g_TN, beta_TN, x_TNL, new_TNV, dnew_TNV, d_out, states, dstates, dv_TNV, dbeta_TN, chunks, sizes
     )
-    dq, dk = _through_norm(dq_TNK, q_TGK, scale), _through_norm(dk_TNK, k_TGK, 1.0)
+    dq, dk = through_norm(dq_TNK, q_TGK, scale), through_norm(dk_TNK, k_TGK, 1.0)
     return dq, dk, dv_TNV, ddecay_TN, dbeta_TN, d_initial

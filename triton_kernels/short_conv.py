@@ -231,6 +231,32 @@ def _input_gradient(
 
 
 @triton.jit
+def _store_weight_sums(
+    target,
+    du_TC,
+    x_ptr,
+    x_stride,
+    tail_ptr,
+    tail_row,
+    tokens_T,
+    first,
+    end,
+    channels_C,
+    ok_C,
+    num_channels,
+    WIDTH: tl.constexpr,
+):
+    """Stores a chunk's parts of the gradients of the weight, tap by tap, and of the bias."""
+    for tap in tl.static_range(WIDTH):
+        x_TC = _tap(
+            x_ptr, x_stride, tail_ptr, tail_row, tokens_T + (tap - (WIDTH - 1)), first, end, channels_C, ok_C,
+            num_channels, WIDTH,
+        )  # fmt: skip
+        tl.store(target + tap * num_channels, tl.sum(du_TC * x_TC, 0), mask=ok_C)
+    tl.store(target + WIDTH * num_channels, tl.sum(du_TC, 0), mask=ok_C)
+
+
+@triton.jit
 def _backward_kernel(
     dy_ptr,
     dy_stride,
@@ -280,40 +306,13 @@ def _backward_kernel(
     tl.store(dx_ptr + tokens_T[:, None] * num_channels + channels_C[None, :], dx_TC, mask=ok_TC)
     if dw_ptr is not None:
         du_TC = _convolved_gradient(
-            dy_ptr,
-            dy_stride,
-            x_ptr,
-            x_stride,
-            weight_ptr,
-            bias_ptr,
-            tail_ptr,
-            row,
-            tokens_T,
-            first,
-            end,
-            channels_C,
-            ok_C,
-            num_channels,
-            SILU,
-            WIDTH,
-        )
+            dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, bias_ptr, tail_ptr, row, tokens_T, first, end, channels_C,
+            ok_C, num_channels, SILU, WIDTH,
+        )  # fmt: skip
         target = dw_ptr + chunk.to(tl.int64) * (WIDTH + 1) * num_channels + channels_C
-        for tap in tl.static_range(WIDTH):
-            x_TC = _tap(
-                x_ptr,
-                x_stride,
-                tail_ptr,
-                row,
-                tokens_T + (tap - (WIDTH - 1)),
-                first,
-                end,
-                channels_C,
-                ok_C,
-                num_channels,
-                WIDTH,
-            )
-            tl.store(target + tap * num_channels, tl.sum(du_TC * x_TC, 0), mask=ok_C)
-        tl.store(target + WIDTH * num_channels, tl.sum(du_TC, 0), mask=ok_C)
+        _store_weight_sums(
+            target, du_TC, x_ptr, x_stride, tail_ptr, row, tokens_T, first, end, channels_C, ok_C, num_channels, WIDTH
+        )
 
 
 @triton.jit

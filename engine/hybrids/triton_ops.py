@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.hybrids import reference
 from engine.hybrids.pieces import Pieces
-from engine.kernels.triton import chunks, delta, delta_gradients, gated_norm, short_conv, state_space
+from engine.kernels.triton import (
+    chunks,
+    delta,
+    delta_channel_gradients,
+    delta_channels,
+    delta_gradients,
+    gated_norm,
+    short_conv,
+    state_space,
+)
 
 gated_norm_forward = gated_norm.gated_norm_forward
 gated_norm_backward = gated_norm.gated_norm_backward
@@ -84,13 +92,10 @@ def delta_forward(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Computes the gated delta rule; that with a decay for each channel as the specification does."""
-    if decay.dim() == 3:
-        return reference.delta_forward(
-            q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces, initial_RNKV, scale=scale, keep=keep
-        )
+    """Computes the gated delta rule, with one decay for a head or for each channel of its keys."""
     ends = _ends(pieces, initial_RNKV, len(pieces.sent))
-    out, final, kept = delta.delta_forward(q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces.offsets, ends, scale=scale)
+    forward = delta_channels.channel_delta_forward if decay.dim() == 3 else delta.delta_forward
+    out, final, kept = forward(q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces.offsets, ends, scale=scale)
     return out, final, kept if keep else ()
 
 
@@ -109,12 +114,13 @@ def delta_backward(
     kept: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Computes the gradients of q, k, v, decay, beta and the initial states."""
-    if decay.dim() == 3:
-        return reference.delta_backward(
-            d_out, d_final, q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces, initial_RNKV, scale=scale, kept=kept
-        )
     num_final = 0 if d_final is None else d_final.shape[0]
     solved = kept[0], kept[1]
+    if decay.dim() == 3:
+        return delta_channel_gradients.channel_delta_backward(
+            d_out, d_final, q_TGK, k_TGK, v_TNV, decay, beta_TN, pieces.offsets,
+            _ends(pieces, initial_RNKV, num_final), scale=scale, solved=solved,
+        )  # fmt: skip
     return delta_gradients.delta_backward(
         d_out, d_final, q_TGK, k_TGK, v_TNV, beta_TN, pieces.offsets, _ends(pieces, initial_RNKV, num_final),
         scale=scale, solved=solved,

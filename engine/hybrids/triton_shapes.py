@@ -9,6 +9,7 @@ from engine.ops.kernels.op import like, wide
 
 _DELTA_CHUNK = 64
 _CONV_CHUNK = 32
+_CHANNEL_BLOCK = 16
 
 
 def _chunks(tokens: int, pieces: Pieces, length: int) -> int:
@@ -26,23 +27,35 @@ def delta_forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pieces: Pieces, initial: Tensor | None, *,
     scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
-    """Allocates what the rule with one decay a head does; that with a decay a channel is taken for as large."""
+    """Allocates what the rule does, with one decay for a head or for each channel."""
     tokens, heads, values = v.shape
     normalised = like(q), like(k)
-    solved = v.new_empty(tokens, heads, _DELTA_CHUNK), wide(v, (tokens, heads))
+    if decay.dim() == 3:
+        decayed = _decayed(k, decay)
+        solved = v.new_empty(tokens, heads, _DELTA_CHUNK), v.new_empty(tokens, heads, _DELTA_CHUNK)
+    else:
+        decayed = ()
+        solved = v.new_empty(tokens, heads, _DELTA_CHUNK), wide(v, (tokens, heads))
     buffers = _walk(k, v, pieces)
     final = wide(v, (len(pieces.sent), heads, k.shape[2], values)) if pieces.sent else None
     out = like(v)
-    del normalised, buffers
+    del normalised, decayed, buffers
     return out, final, solved if keep else ()
+
+
+def _decayed(k: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
+    """Allocates sums of decays of channels, and what decayed of queries and keys."""
+    return wide(k, decay.shape), *(k.new_empty(decay.shape) for _ in range(3))
 
 
 def delta_backward(
     d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pieces: Pieces,
     initial: Tensor | None, *, scale: float, kept: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Allocates what the rule with one decay a head does."""
+    """Allocates what the rule does, with one decay for a head or for each channel."""
     tokens, heads, _ = v.shape
+    if decay.dim() == 3:
+        return _channel_delta_backward(q, k, v, decay, pieces, initial)
     buffers = like(q), like(k), *_walk(k, v, pieces)
     gradients = like(v), like(buffers[-1])
     d_initial = None if initial is None else wide(v, initial.shape)
@@ -51,6 +64,23 @@ def delta_backward(
     dq, dk = like(q), like(k)
     del buffers, gradients, by_head
     return dq, dk, *results, d_initial
+
+
+def _channel_delta_backward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, pieces: Pieces, initial: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    tokens, heads, keys = decay.shape
+    buffers = like(q), like(k), *_decayed(k, decay), *_walk(k, v, pieces)
+    gradients = like(v), like(buffers[-1])
+    d_initial = None if initial is None else wide(v, initial.shape)
+    by_head = wide(v, decay.shape), wide(v, decay.shape)
+    pairs = v.new_empty(tokens, heads, _DELTA_CHUNK), v.new_empty(tokens, heads, _DELTA_CHUNK)
+    sums = wide(v, (1 - (-keys // _CHANNEL_BLOCK), tokens, heads)), wide(v, buffers[-1].shape[:3])
+    dv, ddecay, dbeta = like(v), wide(v, decay.shape), sums[0].sum(0)
+    del buffers, gradients, pairs
+    dq, dk = like(q), like(k)
+    del by_head, sums
+    return dq, dk, dv, ddecay, dbeta, d_initial
 
 
 def conv_backward(

@@ -39,6 +39,8 @@ KERNELS = (
     "short_conv",
     "delta",
     "delta_gradients",
+    "delta_channels",
+    "delta_channel_gradients",
     "state_space",
 )
 

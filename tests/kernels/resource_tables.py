@@ -62,7 +62,10 @@ KNOWN = (
     Known(
         "delta._solve", "", "spills", "before and after Hopper: products of fp32 from registers, in three parts each"
     ),
+    Known("delta_channels._pairs", "", "spills", "the same products, beside those of a chunk's tokens"),
     Known("delta_gradients._gradients", "", "spills|leaves 1 block", "registers: sums of a chunk by all keys"),
+    Known("delta_channel_gradients._value_sums", "", "leaves 1 block", "the same sums"),
+    Known("delta_channel_gradients._token_sums", "", "[mf]_ptr load", "one number for each token of a block of 16"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )
 """In the order in which a problem looks for its reason."""

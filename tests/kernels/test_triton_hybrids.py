@@ -104,10 +104,12 @@ class Allocated(TorchDispatchMode):
 
 @pytest.mark.parametrize("place", [pytest.param(("cpu", torch.float32), marks=interpreted_only)], ids=["cpu-float32"])
 @pytest.mark.parametrize("links", [{}, {"received": (1,), "sent": (0,)}], ids=["alone", "linked"])
-def test_stand_ins_allocate_what_kernels_do(place, links: dict[str, tuple[int, ...]]) -> None:
-    pieces, inputs = pieces_at(place, (70, 4), **links), delta_inputs(place, 74, 1, 2, 16, 20)
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+def test_stand_ins_allocate_what_kernels_do(place, links: dict[str, tuple[int, ...]], by_channel: bool) -> None:
+    pieces = pieces_at(place, (70, 4), **links)
+    inputs = delta_inputs(place, 74, 1, 2, 20, 20, by_channel=by_channel)
     x, weight, dw = drawn(place, 74, 8, seed=1), drawn(place, 8, 4, seed=2), torch.zeros(8, 4, device=place[0])
-    initial = torch.zeros(1, 2, 16, 20, device=place[0]) if links else None
+    initial = torch.zeros(1, 2, 20, 20, device=place[0]) if links else None
     found = []
     for device, ops in ((place[0], triton_ops), ("meta", hybrid_kernels(backend("triton"), shapes=True))):
         with Allocated() as allocated:
@@ -151,13 +153,20 @@ def assert_within(place, ours: Tensor, exact: Tensor, name: str) -> None:
     assert error <= TOLERANCES[place[1]], f"{name}: off by {error:.1e} of the largest number"
 
 
-def delta_inputs(place, tokens: int, key_heads: int, heads: int, keys: int, values: int) -> list[Tensor]:
-    """q, k and v, which are columns of one tensor, decay and beta."""
+def delta_inputs(
+    place, tokens: int, key_heads: int, heads: int, keys: int, values: int, *, by_channel: bool = False
+) -> list[Tensor]:
+    """q, k and v, which are columns of one tensor, decay of each head or of each channel, and beta.
+
+    Some decays are so strong that nothing of a state is left after a token, and that a chunk's underflow.
+    """
     widths = [key_heads * keys, key_heads * keys, heads * values]
     packed = drawn(place, tokens, sum(widths), seed=1).split(widths, dim=1)
     parts = [x.unflatten(1, (n, -1)) for x, n in zip(packed, (key_heads, key_heads, heads), strict=True)]
     wide = (place[0], torch.float32)
     decay = -drawn(wide, tokens, heads, seed=4).exp() * torch.tensor([0.05, 1.0, 4.0])[:heads].to(place[0])
+    if by_channel:
+        decay = decay[:, :, None] * drawn(wide, tokens, heads * keys, seed=9).unflatten(1, (heads, keys)).exp() * 3
     return [*parts, decay, drawn(wide, tokens, heads, seed=5).sigmoid()]
 
 
@@ -171,11 +180,18 @@ def widened(inputs: list[Tensor]) -> list[Tensor]:
     [((1, 70, 3), (), (), 20, 12), ((130,), (0,), (0,), 16, 20), ((5, 66, 2), (1,), (0, 1), 16, 16)],
     ids=["packed", "one", "some"],
 )
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
 def test_delta_rule(
-    place, lengths: tuple[int, ...], received: tuple[int, ...], sent: tuple[int, ...], keys: int, values: int
+    place,
+    lengths: tuple[int, ...],
+    received: tuple[int, ...],
+    sent: tuple[int, ...],
+    keys: int,
+    values: int,
+    by_channel: bool,
 ) -> None:
     tokens, heads = sum(lengths), 2
-    inputs = delta_inputs(place, tokens, 1, heads, keys, values)
+    inputs = delta_inputs(place, tokens, 1, heads, keys, values, by_channel=by_channel)
     pieces = pieces_at(place, lengths, received=received, sent=sent)
     wide = (place[0], torch.float32)
     initial = drawn(wide, len(received), heads * keys * values, seed=6).reshape(-1, heads, keys, values)

@@ -381,20 +381,21 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
         for gradient in (None, torch.empty(sizes.value_dim)):
             triton_ops.gated_norm_backward(x, x, z, weight, EPS, gradient)
 
-    def delta_rule() -> None:
+    def delta_rule(*decays: int) -> None:
         q, k, v = empty(tokens, channels).split([key_width, key_width, heads[0] * heads[1]], dim=1)
         q, k, v = (
             x.unflatten(1, (-1, width)) for x, width in zip((q, k, v), (*2 * [sizes.key_dim], heads[1]), strict=True)
         )
-        decay = torch.empty(tokens, heads[0])
+        decay, beta = torch.empty(tokens, heads[0], *decays), torch.empty(tokens, heads[0])
         state = torch.empty(1, heads[0], sizes.key_dim, sizes.value_dim)
         for ends, initial, final in ((pieces(), None, None), (pieces(received=(1,), sent=(0,)), state, state)):
-            given = (q, k, v, decay, decay, ends, initial)
+            given = (q, k, v, decay, beta, ends, initial)
             out, _, kept = triton_ops.delta_forward(*given, scale=0.1, keep=True)
             triton_ops.delta_backward(out, final, *given, scale=0.1, kept=kept)
 
     for launch in (convolution, gated_norm, delta_rule):
         yield Case(f"{sizes.name} {launch.__name__}", launch)
+    yield Case(f"{sizes.name} delta_rule by channel", partial(delta_rule, sizes.key_dim))
 
 
 def state_space_case(

@@ -122,6 +122,45 @@ void row_bits(const philox::Stream& stream, int64_t token, const Row& row, uint8
     memset(out + used, 0, (size_t)(row.bytes - used));
 }
 
+// Which draws, of which tokens and features.
+struct Draws {
+    int64_t tokens, features;
+    const int64_t* token_index;
+    int64_t feature_offset;
+    uint32_t threshold;
+    philox::Stream stream;
+};
+
+// Calls body(t, draw) for each token, where draw(out) writes its decisions in `row_bytes` bytes, >= ceil(features / 8).
+template <class Body>
+void for_each_row(int threads, const Draws& draws, int64_t row_bytes, Body body) {
+    constexpr int64_t ROWS = 32;
+    common::parallel_for(threads, common::ceil_div(draws.tokens, ROWS), [=](int64_t item) {
+        Row row = {draws.feature_offset, draws.features, row_bytes, draws.threshold, nullptr};
+        uint8_t* blocks = (uint8_t*)common::scratch(row.num_blocks() / 4 + 2);
+        const int64_t size = philox::num_prepared(row.num_blocks()) * (int64_t)sizeof(philox::Block);
+        philox::Block* prepared = (philox::Block*)common::scratch<1>(size / (int64_t)sizeof(float));
+        row.prepared = prepared;
+        const int64_t* token_index = draws.token_index;
+        for (int64_t t = item * ROWS; t < std::min(draws.tokens, (item + 1) * ROWS); ++t) {
+            const uint32_t high = (uint32_t)((uint64_t)token_index[t] >> 32);
+            if (t == item * ROWS || high != (uint32_t)((uint64_t)token_index[t - 1] >> 32))
+                philox::prepare(draws.stream, high, row.first(), row.num_blocks(), prepared);
+            body(t, [&](uint8_t* out) { row_bits(draws.stream, token_index[t], row, blocks, out); });
+        }
+    });
+}
+
+// out = added + scale x where a bit is 1; `added` may be null or `out`.
+template <class T>
+void drop_row(int64_t features, const uint8_t* bits, float scale, const T* x, const T* added, T* out) {
+    simd::for_each(features, [=](auto, int64_t f, int64_t count) {
+        simd::Float y = simd::keep_lanes(simd::load_up_to(x + f, count), bits, f) * scale;
+        if (added) y += simd::load_up_to(added + f, count);
+        simd::store_up_to(out + f, y, count);
+    });
+}
+
 }  // namespace
 
 // bits: [tokens, row_bytes], row_bytes >= ceil(features / 8); `threshold` of 65536 draws mean "drop".
@@ -133,20 +172,25 @@ EXPORT void engine_dropout_bits(int threads, int64_t tokens, int64_t features, c
         memset(bits, 0, (size_t)(tokens * row_bytes));
         return;
     }
-    const philox::Stream stream = {seed, site, step};
-    constexpr int64_t ROWS = 32;
-    common::parallel_for(threads, common::ceil_div(tokens, ROWS), [=](int64_t item) {
-        Row row = {feature_offset, features, row_bytes, threshold, nullptr};
-        uint8_t* blocks = (uint8_t*)common::scratch(row.num_blocks() / 4 + 2);
-        const int64_t size = philox::num_prepared(row.num_blocks()) * (int64_t)sizeof(philox::Block);
-        philox::Block* prepared = (philox::Block*)common::scratch<1>(size / (int64_t)sizeof(float));
-        row.prepared = prepared;
-        for (int64_t t = item * ROWS; t < std::min(tokens, (item + 1) * ROWS); ++t) {
-            const int64_t token = token_index[t];
-            const uint32_t high = (uint32_t)((uint64_t)token >> 32);
-            if (t == item * ROWS || high != (uint32_t)((uint64_t)token_index[t - 1] >> 32))
-                philox::prepare(stream, high, row.first(), row.num_blocks(), prepared);
-            row_bits(stream, token, row, blocks, bits + t * row_bytes);
-        }
+    const Draws draws = {tokens, features, token_index, feature_offset, threshold, {seed, site, step}};
+    for_each_row(threads, draws, row_bytes, [=](int64_t t, auto draw) { draw(bits + t * row_bytes); });
+}
+
+// `threshold` is below 65536; `added` may be null, or `out`.
+EXPORT void engine_drop(int threads, int type, int64_t tokens, int64_t features, const int64_t* token_index,
+                        int64_t feature_offset, uint32_t threshold, uint32_t seed, uint32_t site, uint32_t step,
+                        float scale, const void* x, int64_t ld_x, const void* added, int64_t ld_added, void* out,
+                        int64_t ld_out) {
+    if (features <= 0) return;
+    const Draws draws = {tokens, features, token_index, feature_offset, threshold, {seed, site, step}};
+    const int64_t row_bytes = common::ceil_div(features, 64) * 8;  // whole vectors are read of it
+    simd::with_type(type, [=](auto zero) {
+        using T = decltype(zero);
+        for_each_row(threads, draws, row_bytes, [=](int64_t t, auto draw) {
+            uint8_t* bits = (uint8_t*)common::scratch<2>(row_bytes / (int64_t)sizeof(float));
+            draw(bits);
+            drop_row(features, bits, scale, (const T*)x + t * ld_x, added ? (const T*)added + t * ld_added : nullptr,
+                     (T*)out + t * ld_out);
+        });
     });
 }

@@ -4,9 +4,10 @@ Philox-4x32-10 with key (seed, site) and counter (feature // 8, token low, token
 16-bit decisions; feature f takes number f % 8, and drops where its draw is below the threshold. The step is read from
 device memory, so that a captured graph draws anew at each replay.
 
-A mask is drawn once and kept as bits, T F / 8 bytes, which every kernel that applies it reads (`keep_tile`).
+A mask that several kernels apply is drawn once and kept as bits, T F / 8 bytes, which they read (`keep_tile`). An
+input that is read once is dropped where its mask is drawn (`drop`).
 
-Bytes moved: `dropout_bits` writes T F / 8.
+Bytes moved: `dropout_bits` writes T F / 8; `drop` reads x and writes drop(x), or reads what it adds to as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.kernels.philox import dropout_threshold
+from engine.kernels.philox import dropout_scale, dropout_threshold
 from engine.kernels.records import DropoutKey
 from engine.kernels.triton.launch import ceil_div, power_of_2
 
@@ -85,6 +86,14 @@ def _two_bits(word, threshold):
     return low | high << 1
 
 
+@triton.jit
+def draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, blocks_B):
+    """Draws int32 [T, B], the decisions for global feature blocks `blocks_B` at rows `rows_T`, eight bits each."""
+    w0, w1, w2, w3 = draw_words(token_ptr, token_stride, step_ptr, key, rows_T, ok_T, blocks_B)
+    byte = _two_bits(w0, threshold) | _two_bits(w1, threshold) << 2
+    return byte | _two_bits(w2, threshold) << 4 | _two_bits(w3, threshold) << 6
+
+
 @triton.jit(do_not_specialize=["key", "threshold"])
 def _bits_kernel(
     out_ptr,
@@ -103,9 +112,7 @@ def _bits_kernel(
     rows_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ok_T = rows_T < num_rows
-    w0, w1, w2, w3 = draw_words(token_ptr, token_stride, step_ptr, key, rows_T, ok_T, first_block + blocks_B)
-    byte = _two_bits(w0, threshold) | _two_bits(w1, threshold) << 2
-    byte |= _two_bits(w2, threshold) << 4 | _two_bits(w3, threshold) << 6
+    byte = draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, first_block + blocks_B)
     ok_TB = ok_T[:, None] & (blocks_B < num_blocks)[None, :]
     tl.store(out_ptr + rows_T[:, None] * out_stride + blocks_B[None, :], byte.to(tl.uint8), mask=ok_TB)
 
@@ -121,9 +128,7 @@ def dropout_bits(key: DropoutKey) -> Tensor:
     num_blocks = (key.num_features + skip + 7) // 8
     bits = torch.empty(tokens.shape[0], num_blocks, dtype=torch.uint8, device=tokens.device)
     if bits.numel() > 0:
-        step = torch.as_tensor(key.step, device=tokens.device, dtype=torch.int64)
-        words = (key.seed & 0xFFFFFFFF) | (key.site & 0xFFFFFFFF) << 32
-        words = words - (1 << 64) if words >= 1 << 63 else words
+        step, words = _step_and_words(key)
         rows, blocks = 16, power_of_2(num_blocks, 1, 64)
         _bits_kernel[(ceil_div(tokens.shape[0], rows), ceil_div(num_blocks, blocks))](
             bits,
@@ -144,3 +149,76 @@ def dropout_bits(key: DropoutKey) -> Tensor:
     # the kernel's bytes hold blocks of global features, and this shard starts inside one: a rare shape, so plain torch
     shifted = bits.bitwise_right_shift(skip) | pad(bits[:, 1:], (0, 1)).bitwise_left_shift(8 - skip)
     return shifted[:, : -(-key.num_features // 8)]
+
+
+def _step_and_words(key: DropoutKey) -> tuple[Tensor, int]:
+    """Returns the step in device memory, and seed and site as one signed 64-bit number."""
+    step = torch.as_tensor(key.step, device=key.token_index.device, dtype=torch.int64)
+    words = (key.seed & 0xFFFFFFFF) | (key.site & 0xFFFFFFFF) << 32
+    return step, words - (1 << 64) if words >= 1 << 63 else words
+
+
+@triton.jit(do_not_specialize=["key", "threshold"])
+def _drop_kernel(
+    out_ptr,
+    out_stride,
+    x_ptr,
+    x_stride,
+    token_ptr,
+    token_stride,
+    step_ptr,
+    key,
+    threshold,
+    scale,
+    first_feature,
+    num_rows,
+    num_features,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    rows_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ok_T = rows_T < num_rows
+    # blocks of eight global features: the first of this shard may lie inside one
+    blocks_B = first_feature // 8 + tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    byte_TB = draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, blocks_B)
+    keep_TB8 = (byte_TB[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    keep_TF = tl.reshape(keep_TB8, [ROWS, 8 * BLOCKS]) != 0
+    features_F = tl.program_id(1) * (8 * BLOCKS) + tl.arange(0, 8 * BLOCKS) - first_feature % 8
+    ok_TF = ok_T[:, None] & ((features_F >= 0) & (features_F < num_features))[None, :]
+    x_TF = tl.load(x_ptr + rows_T[:, None] * x_stride + features_F[None, :], mask=ok_TF & keep_TF, other=0.0)
+    out_TF = out_ptr + rows_T[:, None] * out_stride + features_F[None, :]
+    dropped_TF = x_TF.to(tl.float32) * scale
+    if ADDS:
+        dropped_TF += tl.load(out_TF, mask=ok_TF, other=0.0).to(tl.float32)
+    tl.store(out_TF, dropped_TF.to(out_ptr.dtype.element_ty), mask=ok_TF)
+
+
+def drop(x_TF: Tensor, key: DropoutKey, into: Tensor | None = None) -> Tensor:
+    """Computes drop(x), or adds it to `into`; see `engine.kernels.philox.drop`. Features must have no gaps."""
+    out = torch.empty_like(x_TF, memory_format=torch.contiguous_format) if into is None else into
+    num_rows, num_features = x_TF.shape
+    if x_TF.numel() == 0:
+        return out
+    step, words = _step_and_words(key)
+    num_blocks = (num_features + key.feature_offset % 8 + 7) // 8
+    rows, blocks = 8, power_of_2(num_blocks, 1, 64)
+    _drop_kernel[(ceil_div(num_rows, rows), ceil_div(num_blocks, blocks))](
+        out,
+        out.stride(0),
+        x_TF,
+        x_TF.stride(0),
+        key.token_index,
+        key.token_index.stride(0),
+        step,
+        words,
+        dropout_threshold(key.probability),
+        dropout_scale(key.probability),
+        key.feature_offset,
+        num_rows,
+        num_features,
+        ADDS=into is not None,
+        ROWS=rows,
+        BLOCKS=blocks,
+    )
+    return out

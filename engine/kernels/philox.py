@@ -76,6 +76,21 @@ def dropout_mask(key: DropoutKey) -> Tensor:
     return draws[:, skip : skip + key.num_features] >= dropout_threshold(key.probability)
 
 
+def drop(x_TF: Tensor, key: DropoutKey, into: Tensor | None = None) -> Tensor:
+    """Computes drop(x) = s mask * x in fp32, where s is `dropout_scale` and `dropout_mask` draws the mask.
+
+    Args:
+        x_TF: [T, num_features].
+        key: of the mask.
+        into: [T, num_features] of the dtype of x, to which drop(x) is added in place.
+
+    Returns:
+        `into`, or drop(x) in the dtype of x where there is none; either is rounded once.
+    """
+    kept = x_TF.to(torch.float32).masked_fill(~dropout_mask(key), 0.0).mul_(dropout_scale(key.probability))
+    return kept.to(x_TF.dtype) if into is None else into.add_(kept)
+
+
 def uniform_rows(rows: Tensor, num_columns: int, *, seed: int, site: int, draw: int = 0) -> Tensor:
     """Draws float32 [len(rows), num_columns] uniform over [0, 1), 24 bits each, as a function of (row, column) only."""
     blocks = torch.arange(-(-num_columns // 4), device=rows.device, dtype=torch.int64)[None, :]

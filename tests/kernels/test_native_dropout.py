@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels import philox
 from engine.kernels.native import dropout
 from engine.kernels.records import DropoutKey
-from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads, unpack_bits
+from tests.kernels.native_support import ON_EVERY_INSTRUCTION_SET, assert_same_on_any_threads, unpack_bits, widened
 
 pytestmark = ON_EVERY_INSTRUCTION_SET
 
@@ -68,3 +68,17 @@ def test_no_rows() -> None:
 def test_any_number_of_threads() -> None:
     where = {"feature_offset": 3, "num_features": 777, "probability": 0.1, "seed": 1, "site": 2, "step": 3}
     assert_same_on_any_threads(lambda: (dropout.dropout_bits(DropoutKey(token_index=torch.arange(100), **where)),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("features", "offset"), [(1, 7), (123, 0), (64, 8), (1000, 5)])
+def test_drop(dtype: torch.dtype, features: int, offset: int) -> None:
+    """Of rows in a wider matrix, in a result of its own and added in place; dropped infinities are zeros."""
+    where = {"feature_offset": offset, "num_features": features, "seed": 3, "site": 77, "step": torch.tensor(3)}
+    key = DropoutKey(token_index=torch.randint(0, 2**40, (70,)), probability=0.3, **where)
+    x = widened(torch.randn(70, features).masked_fill(~philox.dropout_mask(key), float("inf")).to(dtype))
+    assert torch.equal(dropout.drop(x, key), philox.drop(x, key))
+    into = torch.randn(70, features).to(dtype)
+    expected, added = philox.drop(x, key, into.clone()), widened(into)
+    assert dropout.drop(x, key, added) is added
+    torch.testing.assert_close(added, expected, rtol=2**-23 if dtype is torch.float32 else 2**-8, atol=1e-6)

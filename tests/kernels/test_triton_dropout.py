@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import philox
 from engine.kernels.records import DropoutKey
-from engine.kernels.triton.dropout import dropout_bits
+from engine.kernels.triton.dropout import drop, dropout_bits
 from tests.kernels.comparing import places
 
 TOKENS = [0, 1, 77, 2**32 - 1, 2**33 + 5, 2**40]
@@ -75,3 +75,26 @@ def test_step_is_read_when_the_kernel_runs(place) -> None:
 @places
 def test_no_tokens(place) -> None:
     assert _mask(_key(place, 0, 24, [])).shape == (0, 24)
+
+
+@places
+@pytest.mark.parametrize("offset", [0, 16, 29])
+@pytest.mark.parametrize("features", [1, 61, 1200])
+def test_drop(place, offset: int, features: int) -> None:
+    """Of rows in a wider matrix, in a result of its own and added in place; dropped infinities are zeros."""
+    key = _key(place, offset, features, [*TOKENS, *range(20)])
+    kept = philox.dropout_mask(key)
+    wide = torch.randn(26, features + 3, device=place[0])
+    wide[:, :features].masked_fill_(~kept, float("inf"))
+    x = wide.to(place[1])[:, :features]
+    assert torch.equal(drop(x, key), philox.drop(x, key))
+    into = torch.randn(26, features + 5, device=place[0]).to(place[1])
+    expected = philox.drop(x, key, into[:, :features].clone())
+    assert drop(x, key, into[:, :features]).data_ptr() == into.data_ptr()
+    exact = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}[place[1]]
+    torch.testing.assert_close(into[:, :features], expected, rtol=exact, atol=1e-6)
+
+
+@places
+def test_drop_of_no_tokens(place) -> None:
+    assert drop(torch.empty(0, 24, device=place[0]), _key(place, 0, 24, [])).shape == (0, 24)

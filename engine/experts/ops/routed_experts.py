@@ -42,8 +42,7 @@ from engine.experts.ops.grouped_products import (
     grouped_product,
 )
 from engine.experts.ops.routing import Slots
-from engine.kernels.philox import dropout_mask
-from engine.kernels.records import AdapterPlace, InputUpdate
+from engine.kernels.records import AdapterPlace, DropoutKey, InputUpdate
 from engine.ops.attention.token_context import TokenContext
 from engine.ops.dropout import DropoutSite
 from engine.ops.inputs import LinearInput, SwiGLUInput
@@ -161,15 +160,19 @@ class GroupedOperands:
         """Whether adapters have dropout."""
         return self.low_rank is not None and self.low_rank.dropout is not None
 
-    def dropped(self, x_NI: Tensor, rows: _Rows, *, gradient: bool = False) -> Tensor:
-        """Returns drop(x): the mask's elements of x times the scale. In place for a gradient, which is owned."""
+    def dropped(self, x_NI: Tensor, rows: _Rows) -> Tensor:
+        """Returns drop(x), or x itself where nothing is dropped."""
+        key = self._mask(rows)
+        return x_NI if key is None else self.kernels.drop(x_NI, key)
+
+    def _mask(self, rows: _Rows) -> DropoutKey | None:
+        """Returns the coordinates of the mask of these rows; None where nothing is dropped."""
         assert self.low_rank is not None
         site = self.low_rank.dropout
         if site is None or not rows.context.training:
-            return x_NI
+            return None
         assert rows.coordinates_N is not None
-        mask = dropout_mask(site.key(rows.coordinates_N, self.in_features, rows.context.step))
-        return x_NI.mul_(mask).mul_(site.scale) if gradient else (x_NI * mask).mul_(site.scale)
+        return site.key(rows.coordinates_N, self.in_features, rows.context.step)
 
     def project(self, x_NI: Tensor, rows: _Rows) -> Tensor | None:
         """Returns H [N, R], which is kept; None without adapters."""
@@ -248,11 +251,12 @@ class GroupedOperands:
             add_common_gradients(dh, dropped, low_rank.a_blocks)
         else:
             add_grouped_gradients(dh, dropped, groups, low_rank.a_blocks)
-        drops = low_rank.dropout is not None and rows.context.training
-        if dx_NI is not None and groups.on_host is not None and not drops:
+        key = self._mask(rows)
+        if dx_NI is not None and groups.on_host is not None and key is None:
             low_rank.add_back_through_a(dx_NI, dh, groups, self.kernels)
         elif dx_NI is not None:
-            dx_NI.add_(self.dropped(low_rank.back_through_a(dh, rows), rows, gradient=True))
+            update = low_rank.back_through_a(dh, rows)
+            dx_NI.add_(update) if key is None else self.kernels.drop(update, key, dx_NI)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,8 @@ _MATRIX = [c_void_p, c_int64]
 """A pointer and the distance between rows."""
 _HEADS = [c_void_p, c_int64, c_int64]
 """A pointer, the distance between tokens and between heads."""
+_COORDINATES = [*_SIZE * 2, *_POINTER, c_int64, *[c_uint32] * 4]
+"""Tokens, features, token indices, first feature, threshold, seed, site, step: of a dropout mask."""
 _UPDATE = [c_int64, *_MATRIX, *_MATRIX, *_MATRIX, c_float]
 """rank, dH, A, bits, scale."""
 
@@ -26,9 +28,8 @@ _CONV = [*_TYPED, *_SIZE, *_POINTER, *_SIZE * 2, c_int]
 """Pieces, sizes, whether there is a silu."""
 
 SIGNATURES: dict[str, list[Any]] = {
-    "engine_dropout_bits": [
-        *_THREADS, *_SIZE, *_SIZE, *_POINTER, c_int64, c_uint32, c_uint32, c_uint32, c_uint32, *_MATRIX,
-    ],
+    "engine_dropout_bits": [*_THREADS, *_COORDINATES, *_MATRIX],
+    "engine_drop": [*_TYPED, *_COORDINATES, c_float, *_MATRIX * 3],
     "engine_rmsnorm_forward": [
         *_TYPED, *_SIZE, *_SIZE, *_MATRIX, *_POINTER, c_float, *_MATRIX, *_POINTER,
     ],

@@ -26,7 +26,7 @@ from engine.ops.kernels.attention import (
     attention_shape,
 )
 from engine.ops.kernels.codes import ROW_CODES, RowCodeKernels
-from engine.ops.kernels.dropout import DRAW_MASK
+from engine.ops.kernels.dropout import DRAW_MASK, DROP
 from engine.ops.kernels.heads import HEAD_NORMS, SPLIT_ROTATE, SPLIT_ROTATE_BACKWARD, HeadNormKernels
 from engine.ops.kernels.loss import LOSS
 from engine.ops.kernels.low_rank import (
@@ -79,6 +79,7 @@ class Kernels:
 
     name: str
     draw_mask: Callable[[DropoutKey], Tensor] = field(default=None, metadata={"op": DRAW_MASK})
+    drop: Callable[..., Tensor] = field(default=None, metadata={"op": DROP})
     norm_forward: Callable[..., Tensor] = field(default=None, metadata={"op": NORM_FORWARD})
     norm_backward: Callable[..., Tensor] = field(default=None, metadata={"op": NORM_BACKWARD})
     swiglu_forward: Callable[[Tensor, Tensor], None] = field(default=None, metadata={"op": SWIGLU_FORWARD})

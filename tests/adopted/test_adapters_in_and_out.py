@@ -26,7 +26,7 @@ from tests.adopted.saved_models import save_small, stored
 from tests.unit.test_checkpoint_peft import RANK, trained_run
 
 SCALE = 5.0 / RANK
-TYPES = ("helium", "ernie4_5_moe", "gpt_bigcode", "ctrl")
+TYPES = ("helium", "exaone_moe", "gpt_bigcode", "ctrl")
 """The linears of ctrl's MLPs have numbers for names, as its layers have."""
 
 
@@ -83,7 +83,7 @@ def test_peft_opens_adapters_as_they_were_trained(tmp_path: Path, model_type: st
 
 
 def test_proofs_hold(tmp_path: Path) -> None:
-    base, run, _ = _trained(tmp_path, save_small("ernie4_5_moe", tmp_path / "hf"))
+    base, run, _ = _trained(tmp_path, save_small("exaone_moe", tmp_path / "hf"))
     proof = partial(prove_adapter, base=base, trained=run.trained(), scale=SCALE)
     report = export_peft(run.trained(), run.lora, base.model, tmp_path / "adapter", proof=proof)
     assert "checked with PEFT" in report.notes[-1]
@@ -95,7 +95,7 @@ def test_proofs_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["dora", "bias"])
 def test_what_peft_lacks_for_parameters_is_refused(tmp_path: Path, option: str) -> None:
-    base, run, _ = _trained(tmp_path, save_small("ernie4_5_moe", tmp_path / "hf"), **{option: True})
+    base, run, _ = _trained(tmp_path, save_small("exaone_moe", tmp_path / "hf"), **{option: True})
     with pytest.raises(UserError, match=rf"PEFT lacks lora\.{option}: export with --format hf --merge"):
         export_peft(run.trained(), run.lora, base.model, tmp_path / "adapter")
 

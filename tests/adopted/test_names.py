@@ -20,12 +20,12 @@ from engine.conversion.import_export import export_hf, import_checkpoint
 from engine.errors import UserError
 from tests.adopted.saved_models import assert_same, save_small, stored
 
-TYPES = {"cohere2": {}, "ernie4_5_moe": {"tie_word_embeddings": False}, "gpt_bigcode": {}}
+TYPES = {"cohere2": {}, "exaone_moe": {"tie_word_embeddings": False}, "gpt_bigcode": {}}
 """Dense, a mixture whose experts are stored one by one, and one whose body and ends have other names."""
 
 
 def test_a_mixture_is_stored_otherwise_than_it_is_made(tmp_path: Path) -> None:
-    model = save_small("ernie4_5_moe", tmp_path / "hf")
+    model = save_small("exaone_moe", tmp_path / "hf")
     assert stored(tmp_path / "hf").keys() != model.state_dict().keys()
 
 
@@ -162,7 +162,7 @@ def test_a_partitioned_base_has_the_implementation_of_its_import(tmp_path: Path)
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "mixed"])
 def test_folders_that_are_not_the_model_are_refused(tmp_path: Path, fault: str) -> None:
-    save_small("ernie4_5_moe", tmp_path / "hf")
+    save_small("exaone_moe", tmp_path / "hf")
     tensors = stored(tmp_path / "hf")
     expert = next(name for name in tensors if ".experts.1.up_proj" in name)
     if fault == "missing":

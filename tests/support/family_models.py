@@ -390,6 +390,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3 without windows": ("Gemma3", {**_GEMMA, "layer_types": ["full_attention"] * 4}),
     "arcee": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
+    "ernie 4.5": ("Ernie4_5", {"use_bias": True, "rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        {
+            "head_dim": None,
+            "hidden_size": 48,
+            "moe_intermediate_size": 20,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 1,
+            "moe_layer_interval": 2,
+            "moe_norm_min": 0.6,
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "rope_parameters": {**_YARN, "truncate": True}}),
 }
@@ -417,10 +432,19 @@ ROUTED = (
     "nemotron h",
     "gemma4 moe",
     "kimi linear",
+    "ernie 4.5 moe",
 )
 """Those with experts that a router chooses."""
 
-_SEEDS = {"gemma4 with values": 3, "seed oss": 1, "qwen3 next": 5, "gpt oss": 2, "deepseek v2": 1, "deepseek v3": 12}
+_SEEDS = {
+    "ernie 4.5": 7,
+    "gemma4 with values": 3,
+    "seed oss": 1,
+    "qwen3 next": 5,
+    "gpt oss": 2,
+    "deepseek v2": 1,
+    "deepseek v3": 12,
+}
 """Seeds of models that otherwise say the same whatever they are asked, or amplify rounding in training."""
 _FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 10}
@@ -460,7 +484,7 @@ def make_model(name: str, folder: Path | None = None, **more: Any) -> PreTrained
             torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
         if key.endswith(".A_log"):
             parameter.data.sub_(2.5)  # sums of decays along a chunk stay small, and so does their rounding
-    for key, buffer in model.named_buffers():
+    for key, buffer in (*model.named_buffers(), *model.named_parameters()):
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.05)  # so that all experts have tokens
         if key.endswith("layer_scalar"):

@@ -40,7 +40,9 @@ class Router(ShardedModule):
         self._name, self._rule, self._build = name, rule, build
         self._dtype = torch.float32 if rule.wide else None
         trains = build.plan.trains(name)
-        self.weight = self._own("weight", (rule.num_experts, hidden), trains)
+        shape, wide = (rule.num_experts, hidden), torch.float32
+        frozen = torch.empty(shape, dtype=wide, device=build.device) if rule.keeps_weight_wide and not trains else None
+        self.weight = self._own("weight", shape, trains, frozen)
         self.bias = self._own("bias", (rule.num_experts,), trains) if rule.has_bias else None
         self.scale: ShardEntry | None = None
         self.expert_scale: ShardEntry | None = None
@@ -51,8 +53,9 @@ class Router(ShardedModule):
         self.correction: ShardEntry | None = None
         if rule.has_correction:
             # in fp32 whatever the model computes in: differences of scores are smaller than bfloat16 can tell
-            values = torch.zeros(rule.num_experts, dtype=torch.float32, device=build.device)
-            self.correction = self._own(CORRECTION, (rule.num_experts,), False, values)
+            shape = (1, rule.num_experts) if rule.correction_is_row else (rule.num_experts,)
+            values = torch.zeros(shape, dtype=torch.float32, device=build.device)
+            self.correction = self._own(CORRECTION, shape, False, values)
         self._scale, self._dropout = 0.0, None
         self.factors: tuple[ShardEntry, ShardEntry] | None = None
         if (settings := build.plan.adapter(name)) is not None:

@@ -45,7 +45,10 @@ class RoutingRule:
         has_correction: each expert has a number that is added to its score where experts are compared, and nowhere
             else.
         least: added to the sum that sigmoids are divided by, which may be 0 in fp32; probabilities' may not.
+        smallest_sum: that sum is not taken to be smaller.
+        correction_is_row: the corrections are a matrix of one row.
         wide: logits are computed in fp32, whatever the dtype of the activations.
+        keeps_weight_wide: the weight, where it does not train, is fp32 too.
         input_factor: the router reads x times a vector of its own and this number; None where it reads x.
         scales_experts: the weights are multiplied by a number of each expert.
     """
@@ -62,7 +65,10 @@ class RoutingRule:
     has_bias: bool = False
     has_correction: bool = False
     least: float = 1e-20
+    smallest_sum: float = 0.0
+    correction_is_row: bool = False
     wide: bool = False
+    keeps_weight_wide: bool = False
     input_factor: float | None = None
     scales_experts: bool = False
 
@@ -212,7 +218,7 @@ def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = N
     Args:
         logits_TE: the router's.
         rule: of the family.
-        correction_E: fp32, of a rule that has one.
+        correction_E: fp32, of a rule that has one; [1, E] too.
 
     Returns:
         Their weights [T, k], differentiable, and ids, int64 [T, k].
@@ -230,7 +236,8 @@ def choose(logits_TE: Tensor, rule: RoutingRule, correction_E: Tensor | None = N
         weights_TK = scores_TE.gather(1, ids_TK)
     if rule.renormalises:
         least = rule.least if rule.scores == "sigmoid" else 0.0
-        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
+        sum_T1 = weights_TK.sum(dim=-1, keepdim=True) + least
+        weights_TK = weights_TK / (sum_T1.clamp(min=rule.smallest_sum) if rule.smallest_sum else sum_T1)
     if rule.factor != 1.0:
         weights_TK = weights_TK * rule.factor
     return (weights_TK.to(logits_TE.dtype) if rule.rounds else weights_TK), ids_TK

@@ -27,6 +27,8 @@ FAMILIES = {
     "deepseek_v2": "engine.experts.families.deepseek:V2",
     "deepseek_v3": "engine.experts.families.deepseek:V3",
     "deepseek_v32": "engine.experts.families.deepseek:V32",
+    "ernie4_5": "engine.models.families.ernie4_5:FAMILY",
+    "ernie4_5_moe": "engine.experts.families.ernie4_5:FAMILY",
     "exaone4": "engine.models.families.exaone4:FAMILY",
     "falcon_h1": "engine.hybrids.families.falcon:FALCON_H1",
     "gemma2": "engine.models.families.gemma2:FAMILY",

@@ -40,7 +40,7 @@ _COUNTS = (
     "shared_intermediate_size", "moe_shared_expert_intermediate_size",
     "index_topk", "index_head_dim", "index_n_heads", "index_topk_freq",
     "mamba_d_ssm", "conv_L_cache", "block_ff_dim", "block_multiple_of", "linear_head_dim",
-    "linear_num_heads", "global_head_dim", "num_global_key_value_heads",
+    "linear_num_heads", "global_head_dim", "num_global_key_value_heads", "moe_layer_interval",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
@@ -48,12 +48,13 @@ _FACTORS = (
     "scale_emb", "scale_depth", "initializer_range", "routed_scaling_factor",
     "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon", "time_step_min",
     "norm_eps", "block_ffn_dim_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
-    "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",
+    "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier", "moe_norm_min",
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
+    "use_bias",
     "attention_out_bias",
     "use_sliding_window",
     "qkv_bias",
@@ -74,9 +75,10 @@ _EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "decoder_sparse_step", "n_routed_experts", "n_shared_experts",
     "first_k_dense_replace", "num_nextn_predict_layers", "num_dense_layers", "top_k_experts",
+    "moe_k", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index",
 )  # fmt: skip
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config", "per_layer_config")
 
@@ -109,6 +111,7 @@ _KINDS: dict[str, Kind] = {
     **{key: _factors(count) for key, count in _FACTOR_LISTS.items()},
     "partial_rotary_factor": _SHARE,
     "router_aux_loss_coef": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
+    "moe_layer_end_index": ("a whole number, -1 or more", lambda value: _is_whole(value) and value >= -1),
     "max_window_layers": ("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0),
     "full_attn_idxs": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),
     "mlp_only_layers": ("a list of whole numbers", lambda value: _is_list_of(value, _is_whole)),

@@ -112,7 +112,7 @@ class Buffer:
                 Sampled(tokens=tokens, logps=logps, truncated=bool(truncated))
                 for tokens, logps, truncated in zip(parts[0], parts[1], arrays["truncated"], strict=True)
             )
-            return cls(
+            buffer = cls(
                 prompts=arrays["prompts"],
                 completions=completions,
                 rewards_NF=arrays["rewards"],
@@ -124,8 +124,35 @@ class Buffer:
                 iterations=iterations,
                 lag=lag,
             )
-        except (SafetensorError, KeyError, IndexError, ValueError) as error:
+        except (SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
             raise UserError(f"{path} is no buffer of rollouts ({error}): use another checkpoint.") from error
+        if (fault := buffer._fault()) is not None:
+            raise UserError(f"{path} is no buffer of rollouts ({fault}): use another checkpoint.")
+        return buffer
+
+    def _fault(self) -> str | None:
+        """Returns why these are not the parts of one generation batch, in words; None where they are."""
+        count, completions = len(self.prompts), len(self.completions)
+        if not count or count % self.num_steps or completions % count or not completions:
+            return f"{completions} completions of {count} prompts in {self.num_steps} steps"
+        expected: dict[str, tuple[NDArray[Any], type[np.generic], tuple[int, ...]]] = {
+            "prompts": (self.prompts, np.int64, (count,)),
+            "rewards": (self.rewards_NF, np.float64, (completions, *self.rewards_NF.shape[1:2])),
+            "advantages": (self.advantages, np.float32, (completions,)),
+            "uniform": (self.uniform, np.bool_, (count,)),
+        }
+        for name, (array, dtype, shape) in expected.items():
+            if array.dtype != dtype or array.shape != shape:
+                return f"{name} is {array.dtype} {list(array.shape)}"
+        if not np.isfinite(self.advantages).all():
+            return "advantages are not finite"
+        for place, one in enumerate(self.completions):
+            logps = [one.logps] if self.old_logps is None else [one.logps, self.old_logps[place]]
+            if one.tokens.dtype != np.int32 or not one.tokens.size or one.tokens.ndim != 1:
+                return f"completion {place} has no tokens"
+            if any(each.dtype != np.float32 or each.shape != one.tokens.shape for each in logps):
+                return f"completion {place} has no log-probability for each token"
+        return None
 
 
 @dataclass(frozen=True, slots=True)

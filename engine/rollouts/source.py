@@ -171,8 +171,29 @@ class RolloutSource:
             iterations=values["iterations"],
             lag=values.get("lag", 0),
         )
+        self._require_fits(buffer, checkpoint.folder / FILE)
         batch = self._config.train.global_batch_size
         self._open = OpenBuffer(buffer, consumed - values["taken"] * batch, batch)
+
+    def _require_fits(self, buffer: Buffer, path: Path) -> None:
+        """Refuses a buffer that this run cannot have sampled.
+
+        Raises:
+            UserError: its prompts, completions or rewards are not those of a generation batch of this run.
+        """
+        rollout, size = self._config.rollout, self._training.source.model.decoder.vocab_size
+        tokens = np.concatenate([one.tokens for one in buffer.completions])
+        found = {
+            f"{buffer.group} completions of a prompt": buffer.group == rollout.num_generations,
+            f"{buffer.rewards_NF.shape[1]} rewards of a completion": buffer.rewards_NF.shape[1] == len(self._names()),
+            "prompts that data.train does not have": 0
+            <= buffer.prompts.min()
+            <= buffer.prompts.max()
+            < len(self._loader.prompts.prompts),
+            "tokens that the model does not have": 0 <= tokens.min() <= tokens.max() < size,
+        }
+        if (fault := next((name for name, fits in found.items() if not fits), None)) is not None:
+            raise UserError(f"{path} has {fault}, which this run cannot have sampled: use another checkpoint.")
 
     def _begin_again(self, checkpoint: TrainingCheckpoint, step: int) -> None:
         """Begins again to sample the batch that was under way when a checkpoint was saved. Collective.

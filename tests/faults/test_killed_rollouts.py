@@ -74,7 +74,7 @@ def killing(act: Callable[..., Any], number: int) -> Callable[..., Any]:
     return counted
 
 
-def _killed(settings: dict[str, object], what: str, number: int) -> None:
+def kill(settings: dict[str, object], what: str, number: int) -> None:
     places = {"decode": (InferenceStage, "decode"), "step": (TrainStep, "__call__"), "save": (commit, "write_manifest")}
     if what == "reward":
         run_here(settings)
@@ -99,7 +99,7 @@ def test_a_killed_run_ends_with_the_same_bits(moment: str, whole: Path, tmp_path
     if what == "reward":
         (tmp_path / "count").write_text(str(number), encoding="utf-8")
     with pytest.raises(RankFailure, match="died with exit code -9"):
-        spawn(_killed, world=1, args=(settings, what, number), timeout=60)
+        spawn(kill, world=1, args=(settings, what, number), timeout=60)
     if what == "reward":
         (tmp_path / "count").unlink()
     spawn(run_here, world=1, args=(settings,), timeout=60)

@@ -35,8 +35,14 @@ class _LowRank(nn.Module):
 @pytest.mark.parametrize(
     ("name", "adapters", "count"),
     sampled(
-        [("bamba", EVERY_LINEAR, 22), ("granite hybrid", EVERY_LINEAR, 22), ("nemotron h", NOT_EXPERTS, 6)],
-        [("nemotron h", NOT_EXPERTS, 6)],
+        [
+            ("bamba", EVERY_LINEAR, 22),
+            ("granite hybrid", EVERY_LINEAR, 22),
+            ("nemotron h", NOT_EXPERTS, 6),
+            ("falcon h1", EVERY_LINEAR, 36),
+            ("falcon h1 with norms", EVERY_LINEAR, 36),
+        ],
+        [("nemotron h", NOT_EXPERTS, 6), ("falcon h1", EVERY_LINEAR, 36)],
     ),
 )
 def test_gradients_of_adapters_are_autograds(name: str, adapters: str, count: int, tmp_path: Path) -> None:

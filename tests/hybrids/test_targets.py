@@ -17,6 +17,7 @@ from engine.training.module_plan import bare_mixers_line, training_plan
 from tests.support.family_models import make_model
 
 MIXERS = {"qwen3 next": ["in_proj_qkvz", "in_proj_ba", "out_proj"], "bamba": ["in_proj", "out_proj"]}
+MIXERS["falcon h1"] = ["in_proj", "out_proj"]
 MIXERS["nemotron h"] = ["in_proj", "out_proj"]  # beside MLPs and experts without a gate, which the default names
 
 

@@ -284,6 +284,7 @@ STOCK_SIZES = [
     *ROUTED_SIZES,
     "Arcee",
     "Ernie4_5",
+    "FalconH1",
     "Gemma2",
     "Gemma3Text",
     "Gemma4UnifiedText",

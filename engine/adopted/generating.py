@@ -29,6 +29,13 @@ class EmptyCache:
         """Returns None."""
         return None
 
+    def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
+        """Keeps nothing."""
+
+    def states(self, layer: str) -> tuple[Tensor, ...] | None:
+        """Returns None."""
+        return None
+
     def attend(
         self,
         layer: str,

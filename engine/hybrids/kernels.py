@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import Tensor
 
-from engine.hybrids import reference, state_space_reference, triton_shapes
+from engine.hybrids import reference, state_space_reference, steps, triton_shapes
 from engine.hybrids.pieces import Pieces
 from engine.kernels.native.recurrence import num_kept
 from engine.ops.kernels import Kernels, Op
@@ -101,12 +101,29 @@ SSD_BACKWARD = Op(
     shape=_ssd_backward_shape,
     triton_shape=triton_shapes.ssd_backward,
 )
+CONV_STEP = Op(
+    reference=steps.conv_step,
+    triton="engine.hybrids.triton_ops:conv_step",
+    shape=lambda x, *_, **__: like(x),
+)
+DELTA_STEP = Op(
+    reference=steps.delta_step,
+    native="engine.hybrids.native_steps:delta_step",
+    triton="engine.hybrids.triton_ops:delta_step",
+    shape=lambda q, k, v, *_, **__: like(v),
+)
+SSD_STEP = Op(
+    reference=steps.ssd_step,
+    native="engine.hybrids.native_steps:ssd_step",
+    triton="engine.hybrids.triton_ops:ssd_step",
+    shape=lambda x, *_: like(x),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridKernels:
-    """One backend's functions; their signatures are those of `engine.hybrids.reference` and
-    `engine.hybrids.state_space_reference`."""
+    """One backend's functions; their signatures are those of `engine.hybrids.reference`,
+    `engine.hybrids.state_space_reference` and, of the steps of generation, `engine.hybrids.steps`."""
 
     delta_forward: Callable[..., tuple[Tensor, Tensor | None, tuple[Tensor, ...]]] = field(
         metadata={"op": DELTA_FORWARD}
@@ -122,6 +139,9 @@ class HybridKernels:
     ssd_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]] = field(
         metadata={"op": SSD_BACKWARD}
     )
+    conv_step: Callable[..., Tensor] = field(metadata={"op": CONV_STEP})
+    delta_step: Callable[..., Tensor] = field(metadata={"op": DELTA_STEP})
+    ssd_step: Callable[..., Tensor] = field(metadata={"op": SSD_STEP})
 
 
 @cache

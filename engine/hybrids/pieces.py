@@ -188,19 +188,26 @@ class Pieces(ContextPart):
         assert isinstance(found, Tensor)
         return found
 
-    def cached(self, *, continued: bool) -> Pieces:
-        """Returns the pieces of a pass of generation, all of whose last states are kept.
-
-        Args:
-            continued: whether each of them has a state to begin with.
-        """
-        key = ("cached", int(continued))
+    def all_sent(self) -> Pieces:
+        """Returns the pieces, of all of which the last states are asked for."""
+        key = ("all sent", 0)
         if key not in self._made:
-            every = tuple(range(len(self.lengths)))
-            self._made[key] = replace(self, received=every if continued else (), sent=every, _made={})
+            self._made[key] = replace(self, sent=tuple(range(len(self.lengths))), _made={})
         found = self._made[key]
         assert isinstance(found, Pieces)
         return found
+
+    def last_tokens(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the last tokens of each piece, int64 [P, count], and where there are none, bool: there it is 0."""
+        key = ("last", count)
+        if key not in self._made:
+            ends = torch.tensor([*accumulate(self.lengths)])[:, None]
+            tokens = ends + torch.arange(-count, 0)
+            missing = tokens < torch.tensor(self.firsts)[:, None]
+            device = self.offsets.device
+            self._made[key] = (tokens.masked_fill(missing, 0).to(device), missing.to(device))
+        tokens, missing = self._made[key]  # type: ignore[misc]
+        return tokens, missing
 
     def chunks(self, length: int) -> Chunks:
         """Returns the pieces cut into chunks of at most `length` tokens."""

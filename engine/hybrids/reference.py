@@ -107,7 +107,7 @@ def _delta(
         found = padded[chunks.tokens].transpose(1, 2)
         return found if found.shape[1] == heads else found.repeat_interleave(copies, dim=1)
 
-    qc, kc = cut(_normalised(q.to(wide)) * scale), cut(_normalised(k.to(wide)))
+    qc, kc = cut(normalised(q.to(wide)) * scale), cut(normalised(k.to(wide)))
     vc, bc, gc = cut(v), cut(beta)[..., None], cut(decay)
     total = (gc if by_channel else gc[..., None]).cumsum(dim=2)
     strictly = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=v.device).tril(-1)
@@ -148,7 +148,8 @@ def _pairs(x: Tensor, y: Tensor, total: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("cnid,cnijd,cnjd->cnij", x, apart, y)
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
+    """Returns x / |x| over the last dimension."""
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + NORM_EPS)
 
 

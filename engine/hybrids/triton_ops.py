@@ -17,10 +17,14 @@ from engine.kernels.triton import (
     gated_norm,
     short_conv,
     state_space,
+    state_steps,
 )
 
 gated_norm_forward = gated_norm.gated_norm_forward
 gated_norm_backward = gated_norm.gated_norm_backward
+conv_step = state_steps.conv_step
+delta_step = state_steps.delta_step
+ssd_step = state_steps.state_space_step
 
 
 def _received_rows(pieces: Pieces, given: Tensor | None) -> Tensor | None:

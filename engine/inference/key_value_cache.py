@@ -4,8 +4,9 @@ A layer has a pool of pages, [places, K, D] of keys and of values, and a row's t
 `engine.inference.pages` say. Its capacity is the length that rows may reach, or the layer's window where that is
 shorter: then keys that have left the window are overwritten, and every kept key is visible. Keys are rotated before
 they are kept, so their order does not matter to attention. Rows that continue one prompt share its pages, so that it
-is run once. Other state that a layer needs for a row, such as keys and values of encoded images or the state of a
-linear attention, is kept beside the pools until the row ends; rows that continue one prompt begin with the same.
+is run once. The states of layers that carry some have pools of their own (`engine.inference.state_pools`). What else a
+layer needs of a row, such as keys and values of encoded images, is kept beside the pools until the row ends; rows that
+continue one prompt begin with the same.
 
 Active rows are always in slots 0 to n - 1. Rows of different lengths share a pass. Where the backend has a kernel for
 it (`Kernels.paged_attention`), attention reads the pages where they are; else they are gathered, as long as the longest
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.inference.pages import PAGE, SPARE_PAGE, PageTable
+from engine.inference.state_pools import StatePools
 from engine.kernels.records import Documents
 from engine.layers.attention import CachedAttention
 from engine.layers.host_copies import sent
@@ -100,6 +102,8 @@ class KeyValues:
             self.layers[attention.name] = _LayerCache(keys, values, table, softcap, sinks, attend)
         self._device = device
         self._beside: dict[str, dict[int, tuple[Tensor, ...]]] = {}
+        self._states = StatePools(slots + 1)
+        """Of layers that carry states; the waiting prompt's come last."""
         self._sharing: dict[int, list[int]] = {}
         """The slot that runs a prompt -> the others that continue it."""
 
@@ -107,11 +111,12 @@ class KeyValues:
     def num_bytes(self) -> int:
         """The bytes of all pools, and of the state kept beside them."""
         pools = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
-        return pools + sum(_num_bytes(kept) for layer in self._beside.values() for kept in layer.values())
+        beside = sum(_num_bytes(kept) for layer in self._beside.values() for kept in layer.values())
+        return int(pools) + beside + self._states.num_bytes
 
     def bytes_read(self, lengths: Sequence[int]) -> int:
-        """Returns the bytes that attention reads to continue rows of these lengths by one token each."""
-        total = 0
+        """Returns the bytes that are read of all this to continue rows of these lengths by one token each."""
+        total = self._states.bytes_of(len(lengths))
         for layer in self.layers.values():
             total += 2 * layer.keys[0].nbytes * sum(min(length, layer.table.capacity) for length in lengths)
         for beside in self._beside.values():
@@ -147,6 +152,7 @@ class KeyValues:
         for beside in self._beside.values():
             if self._waiting in beside:
                 beside.update(dict.fromkeys(slots, beside[self._waiting]))
+        self._states.copy(self._waiting, self._on_device(np.array(slots, dtype=np.int64)))
 
     def end_waiting(self) -> None:
         """Lets go of the prompt that waits."""
@@ -166,6 +172,7 @@ class KeyValues:
         for beside in self._beside.values():
             if source in beside:
                 beside[target] = beside.pop(source)
+        self._states.move(source, target)
 
     def keep(self, layer: str, slot: int, beside: tuple[Tensor, ...] | None) -> None:
         """See `KeyValueCache`."""
@@ -208,6 +215,10 @@ class _Pass:
         self._cache, self.length = cache, cache.length
         self.keep, self.kept = cache.keep, cache.kept
 
+    def states(self, layer: str) -> tuple[Tensor, ...] | None:
+        """See `KeyValueCache`."""
+        return None
+
 
 class FirstPass(_Pass):
     """A prefill pass: attention within each prompt, as in training; keys and values are kept. See `KeyValueCache`."""
@@ -219,6 +230,21 @@ class FirstPass(_Pass):
         ends = np.cumsum(lengths).tolist()
         self.starts = {end - length: slot for end, (slot, length) in zip(ends, self._prompts, strict=True)}
         self._places = {capacity: self._place(table) for capacity, table in cache._tables.items()}
+        self._continued: tuple[Tensor, Tensor] | None = None
+        """Which prompt each slot continues, and the slots."""
+
+    def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
+        """See `KeyValueCache`."""
+        cache = self._cache
+        if self._continued is None:
+            pairs = [
+                (row, each)
+                for row, (slot, _) in enumerate(self._prompts)
+                for each in (slot, *cache._sharing.get(slot, ()))
+            ]
+            rows, slots = cache._on_device(np.array(pairs, dtype=np.int64).T.copy())
+            self._continued = rows, slots
+        cache._states.put(layer, states, *self._continued)
 
     def _place(self, table: PageTable) -> tuple[Tensor | None, Tensor]:
         """Returns which tokens stay (None for all), and their places in the pool."""
@@ -281,6 +307,14 @@ class NextPass(_Pass):
         super().__init__(cache)
         self._num_rows = len(positions)
         self._rows = {capacity: self._place(table, positions, fill) for capacity, table in cache._tables.items()}
+
+    def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
+        """Is not called: a pass of one token for each row updates states where they are."""
+        raise AssertionError(f"{layer} keeps states of prompts in a pass without them")
+
+    def states(self, layer: str) -> tuple[Tensor, ...] | None:
+        """See `KeyValueCache`."""
+        return self._cache._states.first(layer, self._num_rows)
 
     def _place(self, table: PageTable, positions: Sequence[int], fill: int) -> _Rows:
         cache = self._cache

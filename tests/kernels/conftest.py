@@ -42,6 +42,7 @@ KERNELS = (
     "delta_channels",
     "delta_channel_gradients",
     "state_space",
+    "state_steps",
 )
 
 

@@ -66,6 +66,7 @@ KNOWN = (
     Known("delta_gradients._gradients", "", "spills|leaves 1 block", "registers: sums of a chunk by all keys"),
     Known("delta_channel_gradients._value_sums", "", "leaves 1 block", "the same sums"),
     Known("delta_channel_gradients._token_sums", "", "[mf]_ptr load", "one number for each token of a block of 16"),
+    Known("state_steps", "", "(load|store) ", "the vectors of one head, one number a thread"),
     Known("", "", "spills 8 bytes", "two registers of a small kernel, which so fits more of its threads"),
 )
 """In the order in which a problem looks for its reason."""

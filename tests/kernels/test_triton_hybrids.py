@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.hybrids import reference, state_space_reference
+from engine.hybrids import reference, state_space_reference, steps
 from engine.hybrids.kernels import hybrid_kernels
 from engine.hybrids.pieces import Pieces
 from engine.kernels.triton import chunks
@@ -250,3 +250,66 @@ def test_state_space(
         assert (ours is None) == (exact is None), name
         if ours is not None:
             assert_within(place, ours, exact, name)
+
+
+FILLED = 2
+"""Tokens of a pass beyond its rows."""
+
+
+def assert_steps(place, ours: Tensor, exact: Tensor, states: tuple[Tensor, Tensor], pool: Tensor) -> None:
+    """Compares results, updated states, and what lies in the pool behind the rows, which nobody may touch."""
+    rows = len(states[0])
+    assert_rounded_once(ours[:rows], exact[:rows], "out")
+    assert not ours[rows:].any() and not exact[rows:].any()
+    assert_rounded_once(*states, "states")
+    assert torch.equal(pool[rows:], torch.ones_like(pool[rows:]))
+
+
+def pool_of(first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a pool of one slot more than the rows, the rows' states in it, and these in fp64."""
+    pool = torch.cat((first, torch.ones_like(first[:1])))
+    return pool, pool[: len(first)], first.double()
+
+
+@places
+@pytest.mark.parametrize(("width", "biased", "activation"), [(4, True, "silu"), (1, False, None), (2, False, None)])
+def test_convolution_step(place, width: int, biased: bool, activation: str | None) -> None:
+    rows, channels = 3, 22
+    x, weight = drawn(place, rows + FILLED, channels, seed=1), drawn(place, channels, width, seed=3)
+    bias = drawn(place, 1, channels, seed=4)[0] if biased else None
+    tails = drawn(place, rows, (width - 1) * channels, seed=5).reshape(rows, width - 1, channels)
+    pool, ours, exact = pool_of(tails)
+    y = triton_ops.conv_step(x, weight, bias, ours, activation=activation)
+    wide = (x.double(), weight.double(), None if bias is None else bias.double(), exact)
+    assert_steps(place, y, steps.conv_step(*wide, activation=activation), (ours, exact), pool)
+
+
+@places
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+@pytest.mark.parametrize(("keys", "values"), [(20, 12), (128, 40), (1, 1)])
+def test_delta_step(place, keys: int, values: int, by_channel: bool) -> None:
+    rows, heads = 2, 2
+    inputs = delta_inputs(place, rows + FILLED, 1, heads, keys, values, by_channel=by_channel)
+    first = drawn((place[0], torch.float32), rows, heads * keys * values, seed=6).reshape(rows, heads, keys, values)
+    pool, ours, exact = pool_of(first)
+    out = triton_ops.delta_step(*inputs, ours, scale=0.3)
+    assert_steps(place, out, steps.delta_step(*widened(inputs), exact, scale=0.3), (ours, exact), pool)
+
+
+@places
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize(("features", "size"), [(12, 20), (40, 128), (1, 1)])
+def test_state_space_step(place, features: int, size: int, passing: bool) -> None:
+    rows, heads = 2, 4
+    tokens, widths = rows + FILLED, [heads * features, 2 * size, 2 * size]
+    parts = drawn(place, tokens, sum(widths), seed=1).split(widths, dim=1)
+    x, b, c = (part.unflatten(1, (n, -1)) for part, n in zip(parts, (heads, 2, 2), strict=True))
+    wide = (place[0], torch.float32)
+    dt, a = drawn(wide, tokens, heads, seed=2).sigmoid(), -drawn(wide, 1, heads, seed=3)[0].exp()
+    d = drawn(wide, 1, heads, seed=4)[0] if passing else None
+    first = drawn(wide, rows, heads * features * size, seed=6).reshape(rows, heads, features, size)
+    pool, ours, exact = pool_of(first)
+    given = (x, dt, a, b, c, d)
+    y = triton_ops.ssd_step(*given, ours)
+    expected = steps.ssd_step(*(None if one is None else one.double() for one in given), exact)
+    assert_steps(place, y, expected, (ours, exact), pool)

@@ -363,6 +363,12 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
     def pieces(**links: tuple[int, ...]) -> Pieces:
         return Pieces.of_lengths([tokens // 2, tokens - tokens // 2], torch.device("cpu"), **links)
 
+    def by_head(x: Tensor) -> list[Tensor]:
+        parts = x.split([key_width, key_width, heads[0] * heads[1]], dim=1)
+        return [
+            one.unflatten(1, (-1, width)) for one, width in zip(parts, (*2 * [sizes.key_dim], heads[1]), strict=True)
+        ]
+
     def convolution() -> None:
         x, weight = empty(tokens, channels), empty(channels, sizes.width)
         received, trained = empty(1, sizes.width - 1, channels), torch.empty(channels, sizes.width)
@@ -382,10 +388,7 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
             triton_ops.gated_norm_backward(x, x, z, weight, EPS, gradient)
 
     def delta_rule(*decays: int) -> None:
-        q, k, v = empty(tokens, channels).split([key_width, key_width, heads[0] * heads[1]], dim=1)
-        q, k, v = (
-            x.unflatten(1, (-1, width)) for x, width in zip((q, k, v), (*2 * [sizes.key_dim], heads[1]), strict=True)
-        )
+        q, k, v = by_head(empty(tokens, channels))
         decay, beta = torch.empty(tokens, heads[0], *decays), torch.empty(tokens, heads[0])
         state = torch.empty(1, heads[0], sizes.key_dim, sizes.value_dim)
         for ends, initial, final in ((pieces(), None, None), (pieces(received=(1,), sent=(0,)), state, state)):
@@ -393,7 +396,16 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
             out, _, kept = triton_ops.delta_forward(*given, scale=0.1, keep=True)
             triton_ops.delta_backward(out, final, *given, scale=0.1, kept=kept)
 
-    for launch in (convolution, gated_norm, delta_rule):
+    def steps() -> None:
+        rows = min(64, tokens)
+        x, tails = empty(rows, channels), empty(rows, sizes.width - 1, channels)
+        triton_ops.conv_step(x, empty(channels, sizes.width), None, tails, activation="silu")
+        q, k, v = by_head(x)
+        states, beta = torch.empty(rows, heads[0], sizes.key_dim, heads[1]), torch.empty(rows, heads[0])
+        for decay in (beta, torch.empty(rows, heads[0], sizes.key_dim)):
+            triton_ops.delta_step(q, k, v, decay, beta, states, scale=0.1)
+
+    for launch in (convolution, gated_norm, delta_rule, steps):
         yield Case(f"{sizes.name} {launch.__name__}", launch)
     yield Case(f"{sizes.name} delta_rule by channel", partial(delta_rule, sizes.key_dim))
 
@@ -414,6 +426,9 @@ def state_space_case(
             given = (x, dt, one, b, c, d, pieces, initial)
             y, final, kept = triton_ops.ssd_forward(*given, keep=True)
             triton_ops.ssd_backward(y, final, *given, kept=kept)
+        rows = min(64, tokens)
+        given = (x[:rows], dt[:rows], one, b[:rows], c[:rows], one, torch.empty(rows, heads, features, size))
+        triton_ops.ssd_step(*given)
 
     return Case(f"{name} state_space", launch)
 

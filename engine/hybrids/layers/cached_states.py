@@ -1,13 +1,16 @@
 """States of rows while text is generated: of each row a layer's last state, and the last inputs of its convolution.
 
+Prompts are computed as documents are in training, and leave their last states in the cache's pools. A pass of one token
+for each row has a kernel for the convolution and one for the recurrence, which update the states where they are.
+
 Legend: T tokens, C channels, W taps, P pieces of a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.hybrids.kernels import HybridKernels
@@ -15,8 +18,18 @@ from engine.hybrids.ops.recurrence import Inputs, Rule
 from engine.hybrids.pieces import Pieces
 from engine.ops.attention.cache_protocol import KeyValueCache
 
-Scan = Callable[[Tensor, Pieces, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(the convolution's output, pieces, the states that received pieces begin with) -> the output, and the last states."""
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The recurrence that follows a convolution.
+
+    Args:
+        rule: what it computes.
+        inputs: [T, C], the convolution's output -> the rule's inputs.
+    """
+
+    rule: Rule
+    inputs: Callable[[Tensor], Inputs]
 
 
 def cached_convolution(
@@ -38,43 +51,22 @@ def cached_convolution(
         pieces: of the pass: prompts, or a token of each row.
         scan: what follows; None for a mixer without further states.
     """
-    width, starts = weight_C1W.shape[-1] - 1, cache.starts
-    rows = [] if starts is not None else [cache.kept(name, slot) for slot in range(x_TC.shape[0])]
-    known = next((row for row in rows if row is not None), None)
-    before: list[Tensor] = []
-    if known is not None:  # else all tokens are those of prompts, or fill up the pass
-        before = [
-            torch.stack([torch.zeros_like(none) if row is None else row[index] for row in rows])
-            for index, none in enumerate(known)
-        ]
-    pieces = pieces.cached(continued=known is not None)
-    tail = before[0] if before else None
-    y = kernels.conv_forward(x_TC, weight_C1W.squeeze(1), bias_C, pieces, tail, activation=activation)
-    final = None
+    weight_CW = weight_C1W.squeeze(1)
+    if cache.starts is None and (states := cache.states(name)) is not None:
+        y = kernels.conv_step(x_TC, weight_CW, bias_C, states[0], activation=activation)
+        return y if scan is None else scan.rule.step(scan.inputs(y), states[1])
+    y = kernels.conv_forward(x_TC, weight_CW, bias_C, pieces, None, activation=activation)
+    kept = [_last_inputs(x_TC, pieces, weight_CW.shape[1] - 1)]
     if scan is not None:
-        y, final = scan(y, pieces, before[1] if before else None)
-    for place, (first, length) in enumerate(zip(pieces.firsts, pieces.lengths, strict=True)):
-        if starts is not None:
-            slot = starts.get(first)
-        else:
-            slot = None if rows[place] is None else place
-        if slot is None:  # a place that fills up the pass
-            continue
-        earlier = x_TC.new_zeros(width, x_TC.shape[1]) if tail is None else tail[place]
-        last = torch.cat((earlier, x_TC[first : first + length]))[-width:]
-        cache.keep(name, slot, (last.clone(),) if final is None else (last.clone(), final[place].clone()))
+        y, final, _ = scan.rule.forward(scan.inputs(y), pieces.all_sent(), None, keep=False)
+        assert final is not None
+        kept.append(final)
+    if cache.starts is not None:  # else all tokens only fill up the pass
+        cache.keep_states(name, tuple(kept))
     return y
 
 
-def scan_of(rule: Rule, inputs: Callable[[Tensor], Inputs]) -> Scan:
-    """Returns the scan of a rule.
-
-    Args:
-        inputs: [T, C], the convolution's output -> the rule's inputs.
-    """
-
-    def scan(y_TC: Tensor, pieces: Pieces, initial: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out, final, _ = rule.forward(inputs(y_TC), pieces, initial, keep=False)
-        return out, final
-
-    return scan
+def _last_inputs(x_TC: Tensor, pieces: Pieces, count: int) -> Tensor:
+    """Returns [P, count, C], the last inputs of each piece, zeros before its first one."""
+    tokens, missing = pieces.last_tokens(count)
+    return x_TC[tokens].masked_fill_(missing[..., None], 0)

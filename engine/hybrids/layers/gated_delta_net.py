@@ -20,7 +20,7 @@ from torch.nn.functional import softplus
 
 from engine.distributed.sharding import ShardSpec, replicated_spec, runs_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.layers.cached_states import cached_convolution, scan_of
+from engine.hybrids.layers.cached_states import Scan, cached_convolution
 from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution, gated_norm
@@ -190,7 +190,7 @@ class GatedDeltaNet(Mixer):
             return (*self._by_head(q, k, v), decay, beta)
 
         if context.cache is not None:
-            scan = scan_of(self._rule, lambda y: inputs(*y.split(self._channels, dim=1)))
+            scan = Scan(self._rule, lambda y: inputs(*y.split(self._channels, dim=1)))
             out = cached_convolution(
                 self.prefix, context.cache, pieces, mixed, joined_weight(small.convolutions), None, activation="silu",
                 kernels=kernels, scan=scan,

@@ -22,7 +22,7 @@ from torch.nn.functional import softplus
 
 from engine.distributed.sharding import ShardSpec, replicated_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.layers.cached_states import cached_convolution, scan_of
+from engine.hybrids.layers.cached_states import Scan, cached_convolution
 from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution
@@ -191,7 +191,7 @@ class KimiDelta(Mixer):
             return (*(one.unflatten(1, (-1, self._dim)) for one in (q, k, v)), decay, beta)
 
         if context.cache is not None:
-            scan = scan_of(self._rule, lambda y: inputs(*y.chunk(3, dim=1)))
+            scan = Scan(self._rule, lambda y: inputs(*y.chunk(3, dim=1)))
             out = cached_convolution(
                 self.prefix, context.cache, pieces, mixed, joined_weight(small.convolutions), None, activation="silu",
                 kernels=kernels, scan=scan,

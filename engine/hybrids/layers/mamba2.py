@@ -24,7 +24,7 @@ from engine.distributed.differentiable import to_partial
 from engine.distributed.mesh import Axis
 from engine.distributed.sharding import runs_spec, split_spec
 from engine.errors import UserError
-from engine.hybrids.layers.cached_states import cached_convolution, scan_of
+from engine.hybrids.layers.cached_states import Scan, cached_convolution
 from engine.hybrids.layers.mixer import Mixer, SmallParameters
 from engine.hybrids.layers.state_layers import StateLayers
 from engine.hybrids.ops.convolution import causal_convolution
@@ -226,7 +226,7 @@ class Mamba2(Mixer):
             y = cached_convolution(
                 self.prefix, context.cache, pieces, mixed, small.convolution.parameter,
                 None if bias is None else bias.parameter, activation="silu", kernels=kernels,
-                scan=scan_of(self._rule, inputs),
+                scan=Scan(self._rule, inputs),
             )  # fmt: skip
         else:
             mixed = causal_convolution(

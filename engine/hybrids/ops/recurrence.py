@@ -47,6 +47,10 @@ class Rule(Protocol):
         """Returns the gradients of the inputs, and of the initial states last."""
         ...
 
+    def step(self, inputs: Inputs, states: Tensor) -> Tensor:
+        """Returns the output of a token of each row, and updates the rows' states, fp32, where they are."""
+        ...
+
     def of_tokens(self, inputs: Inputs, tokens: Tensor) -> Inputs:
         """Returns the inputs of these tokens, int64."""
         ...

@@ -39,6 +39,9 @@ class DeltaRule:
     ) -> tuple[Tensor | None, ...]:
         return self.kernels.delta_backward(d_out, d_final, *inputs, pieces, initial, scale=self.scale, kept=kept)
 
+    def step(self, inputs: Inputs, states: Tensor) -> Tensor:
+        return self.kernels.delta_step(*inputs, states, scale=self.scale)
+
     def of_tokens(self, inputs: Inputs, tokens: Tensor) -> Inputs:
         return tuple(one[tokens] for one in inputs)
 
@@ -92,6 +95,9 @@ class StateSpace:
         kept: tuple[Tensor, ...],
     ) -> tuple[Tensor | None, ...]:
         return self.kernels.ssd_backward(d_out, d_final, *inputs, pieces, initial, kept=kept)
+
+    def step(self, inputs: Inputs, states: Tensor) -> Tensor:
+        return self.kernels.ssd_step(*inputs, states)
 
     def of_tokens(self, inputs: Inputs, tokens: Tensor) -> Inputs:
         x, dt, a, b, c, d = inputs

@@ -38,6 +38,19 @@ class KeyValueCache(Protocol):
         """Returns the tensors that `keep` took."""
         ...
 
+    def keep_states(self, layer: str, states: tuple[Tensor, ...]) -> None:
+        """Keeps the states that prompts leave, as those of all rows that continue them.
+
+        Args:
+            states: [P, ...] each, of the pass's prompts first.
+        """
+        ...
+
+    def states(self, layer: str) -> tuple[Tensor, ...] | None:
+        """Returns the states of the rows that a pass continues, [rows, ...] each, to be updated in place; None where
+        the layer has kept none. Tokens beyond the rows only fill up the pass."""
+        ...
+
     def attend(
         self,
         layer: str,

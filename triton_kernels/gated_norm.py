@@ -1,10 +1,10 @@
-"""RMSNorm of each head's output, times a gate: y = x / rms(x) * w * silu(z), as gated delta nets have.
+"""RMSNorm of each head's output, times a gate: y = x / rms(x) * w * silu(z), as gated delta nets have, or sigmoid(z).
 
-With xhat = x rstd, s = sigmoid(z), g = dy w z s:
+With xhat = x rstd, s = sigmoid(z), h the gate, z s or s, and g = dy w h:
 
 Backward:  dx = rstd (g - xhat mean(g xhat))
-           dz = dy w xhat s (1 + z (1 - s))
-           dw = sum over rows of dy xhat z s
+           dz = dy w xhat h',  h' = s (1 + z (1 - s)) or s (1 - s)
+           dw = sum over rows of dy xhat h
 
 Statistics are computed again in backward. Everything inside is fp32, rounded once.
 
@@ -41,6 +41,16 @@ def _store_rows(ptr, rows_R, num_features, features_V, ok_RV, value_RV):
 
 
 @triton.jit
+def _gate(z_RV, SILU: tl.constexpr):
+    """Returns the gate and its slope."""
+    sigmoid_RV = tl.sigmoid(z_RV)
+    if SILU:
+        return z_RV * sigmoid_RV, sigmoid_RV * (1.0 + z_RV * (1.0 - sigmoid_RV))
+    else:
+        return sigmoid_RV, sigmoid_RV * (1.0 - sigmoid_RV)
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,
     x_stride_t,
@@ -54,6 +64,7 @@ def _forward_kernel(
     num_heads,
     num_features,
     eps,
+    SILU: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
@@ -65,7 +76,8 @@ def _forward_kernel(
     z_RV = _load_rows(z_ptr, z_stride_t, z_stride_n, rows_R, num_heads, features_V, ok_RV)
     weight_RV = _load_weight(weight_ptr, features_V, ok_RV)
     rstd_R = tl.rsqrt(tl.sum(x_RV * x_RV, 1) / num_features + eps)
-    y_RV = x_RV * rstd_R[:, None] * weight_RV * (z_RV * tl.sigmoid(z_RV))
+    gate_RV, _ = _gate(z_RV, SILU)
+    y_RV = x_RV * rstd_R[:, None] * weight_RV * gate_RV
     _store_rows(y_ptr, rows_R, num_features, features_V, ok_RV, y_RV)
 
 
@@ -89,6 +101,7 @@ def _backward_kernel(
     num_features,
     eps,
     rows_each,
+    SILU: tl.constexpr,
     WITH_DW: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -105,14 +118,14 @@ def _backward_kernel(
         z_RV = _load_rows(z_ptr, z_stride_t, z_stride_n, rows_R, num_heads, features_V, ok_RV)
         weight_RV = _load_weight(weight_ptr, features_V, ok_RV)
         rstd_R1 = tl.rsqrt(tl.sum(x_RV * x_RV, 1) / num_features + eps)[:, None]
-        xhat_RV, sigmoid_RV = x_RV * rstd_R1, tl.sigmoid(z_RV)
-        gated_RV = dy_RV * z_RV * sigmoid_RV
+        xhat_RV = x_RV * rstd_R1
+        gate_RV, slope_RV = _gate(z_RV, SILU)
+        gated_RV = dy_RV * gate_RV
         if WITH_DW:
             dw_V += tl.sum(gated_RV * xhat_RV, 0)
         g_RV = gated_RV * weight_RV
         mean_R1 = (tl.sum(g_RV * xhat_RV, 1) / num_features)[:, None]
         _store_rows(dx_ptr, rows_R, num_features, features_V, ok_RV, (g_RV - xhat_RV * mean_R1) * rstd_R1)
-        slope_RV = sigmoid_RV * (1.0 + z_RV * (1.0 - sigmoid_RV))
         dz_RV = dy_RV * weight_RV * xhat_RV * slope_RV
         _store_rows(dz_ptr, rows_R, num_features, features_V, ok_RV, dz_RV)
     if WITH_DW:
@@ -129,12 +142,13 @@ def _tile(num_features: int) -> tuple[int, int]:
     return max(1, min(32, 2048 // features)), features
 
 
-def gated_norm_forward(x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+def gated_norm_forward(x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float, *, silu: bool = True) -> Tensor:
     """Computes y = x / rms(x) * w * silu(z).
 
     Args:
         x_TNV, z_TNV: dense features; tokens and heads any distance apart.
         weight_V: contiguous.
+        silu: whether the gate is silu(z); else sigmoid(z).
 
     Returns:
         dense [T, N, V] in the dtype of x.
@@ -157,6 +171,7 @@ def gated_norm_forward(x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: floa
             num_heads,
             num_features,
             eps,
+            SILU=silu,
             ROWS=rows,
             FEATURES=features,
             num_warps=num_warps(rows * features),
@@ -165,7 +180,14 @@ def gated_norm_forward(x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: floa
 
 
 def gated_norm_backward(
-    dy_TNV: Tensor, x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float, weight_gradient: Tensor | None
+    dy_TNV: Tensor,
+    x_TNV: Tensor,
+    z_TNV: Tensor,
+    weight_V: Tensor,
+    eps: float,
+    weight_gradient: Tensor | None,
+    *,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Computes dx and dz, dense and in the dtypes of x and z, and adds dw to `weight_gradient`, fp32 [V], if given."""
     dy_TNV, x_TNV, z_TNV = _dense_features(dy_TNV), _dense_features(x_TNV), _dense_features(z_TNV)
@@ -198,6 +220,7 @@ def gated_norm_backward(
         num_features,
         eps,
         rows_each,
+        SILU=silu,
         WITH_DW=partial is not None,
         ROWS=rows,
         FEATURES=features,

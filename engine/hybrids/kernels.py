@@ -87,6 +87,16 @@ GATED_NORM_BACKWARD = Op(
     triton="engine.hybrids.triton_ops:gated_norm_backward",
     shape=lambda dy, x, z, *_: (like(x), like(z)),
 )
+SIGMOID_NORM_FORWARD = Op(
+    reference=reference.sigmoid_norm_forward,
+    triton="engine.hybrids.triton_ops:sigmoid_norm_forward",
+    shape=lambda x, *_: like(x),
+)
+SIGMOID_NORM_BACKWARD = Op(
+    reference=reference.sigmoid_norm_backward,
+    triton="engine.hybrids.triton_ops:sigmoid_norm_backward",
+    shape=lambda dy, x, z, *_: (like(x), like(z)),
+)
 SSD_FORWARD = Op(
     reference=state_space_reference.ssd_forward,
     native="engine.kernels.native.ssd:ssd_forward",
@@ -135,6 +145,8 @@ class HybridKernels:
     conv_backward: Callable[..., tuple[Tensor, Tensor | None]] = field(metadata={"op": CONV_BACKWARD})
     gated_norm_forward: Callable[..., Tensor] = field(metadata={"op": GATED_NORM_FORWARD})
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor]] = field(metadata={"op": GATED_NORM_BACKWARD})
+    sigmoid_norm_forward: Callable[..., Tensor] = field(metadata={"op": SIGMOID_NORM_FORWARD})
+    sigmoid_norm_backward: Callable[..., tuple[Tensor, Tensor]] = field(metadata={"op": SIGMOID_NORM_BACKWARD})
     ssd_forward: Callable[..., tuple[Tensor, Tensor | None, tuple[Tensor, ...]]] = field(metadata={"op": SSD_FORWARD})
     ssd_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]] = field(
         metadata={"op": SSD_BACKWARD}

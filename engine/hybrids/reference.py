@@ -218,18 +218,38 @@ def _conv(
     return silu(out) if activation == "silu" else out
 
 
+Gate = Callable[[Tensor], Tensor]
+
+
 def gated_norm_forward(x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight * silu(z), normalised over V; z may be columns of a wider tensor."""
-    return _gated_norm(x_TNV, z_TNV, weight_V, eps).to(x_TNV.dtype)
+    return _gated_norm(x_TNV, z_TNV, weight_V, eps, silu).to(x_TNV.dtype)
 
 
 def gated_norm_backward(
     dy: Tensor, x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float, weight_gradient: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and z, and adds that of the weight to an fp32 buffer where given."""
+    return _gated_norm_gradients(dy, x_TNV, z_TNV, weight_V, eps, weight_gradient, silu)
 
+
+def sigmoid_norm_forward(x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+    """Returns x / rms(x) * weight * sigmoid(z), as `gated_norm_forward`."""
+    return _gated_norm(x_TNV, z_TNV, weight_V, eps, torch.sigmoid).to(x_TNV.dtype)
+
+
+def sigmoid_norm_backward(
+    dy: Tensor, x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float, weight_gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and z, and adds that of the weight to an fp32 buffer where given."""
+    return _gated_norm_gradients(dy, x_TNV, z_TNV, weight_V, eps, weight_gradient, torch.sigmoid)
+
+
+def _gated_norm_gradients(
+    dy: Tensor, x_TNV: Tensor, z_TNV: Tensor, weight_V: Tensor, eps: float, weight_gradient: Tensor | None, gate: Gate
+) -> tuple[Tensor, Tensor]:
     def run(x: Tensor, z: Tensor, weight: Tensor) -> list[Tensor]:
-        return [_gated_norm(x, z, weight, eps)]
+        return [_gated_norm(x, z, weight, eps, gate)]
 
     dx, dz, d_weight = by_autograd(run, [x_TNV, z_TNV, weight_V], [dy], wide=True)
     if weight_gradient is not None:
@@ -237,10 +257,10 @@ def gated_norm_backward(
     return dx.to(x_TNV.dtype), dz.to(z_TNV.dtype)
 
 
-def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: Gate) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     x, z = x.to(wide), z.to(wide)
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide) * silu(z)
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide) * gate(z)
 
 
 def by_autograd(

@@ -5,6 +5,8 @@ Each op makes its tables by one small kernel, so that a replayed graph makes tho
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from engine.hybrids.pieces import Pieces
@@ -22,6 +24,8 @@ from engine.kernels.triton import (
 
 gated_norm_forward = gated_norm.gated_norm_forward
 gated_norm_backward = gated_norm.gated_norm_backward
+sigmoid_norm_forward = partial(gated_norm.gated_norm_forward, silu=False)
+sigmoid_norm_backward = partial(gated_norm.gated_norm_backward, silu=False)
 conv_step = state_steps.conv_step
 delta_step = state_steps.delta_step
 ssd_step = state_steps.state_space_step

@@ -126,21 +126,24 @@ def test_stand_ins_allocate_what_kernels_do(place, links: dict[str, tuple[int, .
 
 @places
 @pytest.mark.parametrize("shape", [(9, 3, 20), (70, 2, 128), (1, 1, 2)], ids=str)
-def test_gated_norm(place, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("gate", ["gated", "sigmoid"])
+def test_gated_norm(place, shape: tuple[int, ...], gate: str) -> None:
+    forward, backward = (getattr(triton_ops, f"{gate}_norm_{name}") for name in ("forward", "backward"))
+    exact_forward, exact_backward = (getattr(reference, f"{gate}_norm_{name}") for name in ("forward", "backward"))
     tokens, heads, features = shape
     x, dy = drawn(place, *shape, seed=1), drawn(place, *shape, seed=2)
     z = drawn(place, tokens, heads * features, seed=3).unflatten(1, (heads, features))
     weight = drawn(place, 1, features, seed=4)[0]
-    y = triton_ops.gated_norm_forward(x, z, weight, 1e-5)
+    y = forward(x, z, weight, 1e-5)
     wide = (x.double(), z.double(), weight.double(), 1e-5)
-    assert_rounded_once(y, reference.gated_norm_forward(*wide), "y")
+    assert_rounded_once(y, exact_forward(*wide), "y")
     dw = torch.ones(features, device=place[0])
     exact_dw = dw.double()
-    dx, dz = triton_ops.gated_norm_backward(dy, x, z, weight, 1e-5, dw)
-    exact_dx, exact_dz = reference.gated_norm_backward(dy.double(), *wide, exact_dw)
+    dx, dz = backward(dy, x, z, weight, 1e-5, dw)
+    exact_dx, exact_dz = exact_backward(dy.double(), *wide, exact_dw)
     for name, one, exact in (("dx", dx, exact_dx), ("dz", dz, exact_dz), ("dw", dw, exact_dw)):
         assert_rounded_once(one, exact, name)
-    assert torch.equal(triton_ops.gated_norm_backward(dy, x, z, weight, 1e-5, None)[0], dx)
+    assert torch.equal(backward(dy, x, z, weight, 1e-5, None)[0], dx)
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}

@@ -384,8 +384,10 @@ def state_cases(sizes: States, dtype: torch.dtype = torch.bfloat16) -> Iterator[
         x, weight = empty(tokens, *heads), empty(sizes.value_dim)
         z = empty(tokens, heads[0] * heads[1] + 64)[:, : heads[0] * heads[1]].unflatten(1, heads)
         triton_ops.gated_norm_forward(x, z, weight, EPS)
+        triton_ops.sigmoid_norm_forward(x, z, weight, EPS)
         for gradient in (None, torch.empty(sizes.value_dim)):
             triton_ops.gated_norm_backward(x, x, z, weight, EPS, gradient)
+            triton_ops.sigmoid_norm_backward(x, x, z, weight, EPS, gradient)
 
     def delta_rule(*decays: int) -> None:
         q, k, v = by_head(empty(tokens, channels))

@@ -14,7 +14,6 @@ Legend: T tokens, N heads of this rank, K features of a head, C channels, W taps
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from engine.errors import UserError
 from engine.hybrids.layers.cached_states import Scan, cached_convolution
 from engine.hybrids.layers.mixer import Mixer, SmallParameters, joined_weight
 from engine.hybrids.layers.state_layers import StateLayers
-from engine.hybrids.ops.convolution import causal_convolution
+from engine.hybrids.ops.convolution import causal_convolution, gated_norm
 from engine.hybrids.ops.parameters import of_parameters
 from engine.hybrids.ops.recurrence import Inputs, recurrence
 from engine.hybrids.ops.rules import DeltaRule
@@ -77,7 +76,7 @@ class KimiDeltaSizes(StateLayers):
         return LINEARS
 
     def plain_torch(self) -> tuple[str, ...]:
-        return ("the gates and the gated norm of Kimi Delta Attention",)
+        return ("the gates of Kimi Delta Attention",)
 
     def attention_parameters(self, config: DecoderConfig) -> int:
         return config.hidden * (4 * self.width + self.heads + 2 * self.dim) + 2 * self.dim * self.width
@@ -88,14 +87,6 @@ def _gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
     wide = torch.promote_types(f.dtype, torch.float32)
     steps = softplus(f.to(wide) + dt_bias.to(wide)).unflatten(1, (b.shape[1], -1))
     return -a_log.to(wide).exp().view(1, -1, 1) * steps, b.to(wide).sigmoid()
-
-
-def _normalised(eps: float, x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor]:
-    """Returns x / rms(x) * weight * sigmoid(gate) of each head, [T, N, K]."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    found = x.to(wide)
-    found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    return ((found * gate.to(wide).sigmoid()).to(x.dtype),)
 
 
 class _Small(SmallParameters):
@@ -202,5 +193,5 @@ class KimiDelta(Mixer):
                 for part, entry in zip(mixed.chunk(3, dim=1), small.convolutions, strict=True)
             )
             out = recurrence(self._rule, inputs(q, k, v), pieces, self.layout.cp)
-        (out,) = of_parameters(partial(_normalised, self._eps), (out, gate), (small.norm,))
+        out = gated_norm(out, gate, small.norm, eps=self._eps, gate="sigmoid", kernels=kernels)
         return self.out_proj(out.flatten(1), GivenInput(), context)

@@ -5,7 +5,7 @@ Legend: T tokens, C channels, W taps, N heads, V features of a head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from engine.hybrids.ops.passing import add_tail_gradients, received_tails
 from engine.hybrids.pieces import Pieces
 from engine.layers.module import ShardEntry
 from engine.ops.gradients import GradientSink
+
+Gate = Literal["silu", "sigmoid"]
 
 
 class _Convolution(torch.autograd.Function):
@@ -86,24 +88,36 @@ def causal_convolution(
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, sink: GradientSink | None, eps: float, kernels: HybridKernels
+        ctx: Any,
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        sink: GradientSink | None,
+        eps: float,
+        gate: Gate,
+        kernels: HybridKernels,
     ) -> Tensor:
         ctx.save_for_backward(x, z, weight)
-        ctx.sink, ctx.eps, ctx.kernels = sink, eps, kernels
-        return kernels.gated_norm_forward(x, z, weight, eps)
+        ctx.sink, ctx.eps, ctx.gate, ctx.kernels = sink, eps, gate, kernels
+        compute = kernels.gated_norm_forward if gate == "silu" else kernels.sigmoid_norm_forward
+        return compute(x, z, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, z, weight = ctx.saved_tensors
         buffer = None if ctx.sink is None else ctx.sink.buffer
-        dx, dz = ctx.kernels.gated_norm_backward(dy.contiguous(), x, z, weight, ctx.eps, buffer)
+        kernels = ctx.kernels
+        compute = kernels.gated_norm_backward if ctx.gate == "silu" else kernels.sigmoid_norm_backward
+        dx, dz = compute(dy.contiguous(), x, z, weight, ctx.eps, buffer)
         if ctx.sink is not None:
             ctx.sink.added()
-        return dx, dz, None, None, None, None
+        return dx, dz, None, None, None, None, None
 
 
-def gated_norm(x_TNV: Tensor, z_TNV: Tensor, weight: ShardEntry, *, eps: float, kernels: HybridKernels) -> Tensor:
-    """Computes x / rms(x) * weight * silu(z) of each head.
+def gated_norm(
+    x_TNV: Tensor, z_TNV: Tensor, weight: ShardEntry, *, eps: float, gate: Gate = "silu", kernels: HybridKernels
+) -> Tensor:
+    """Computes x / rms(x) * weight * gate(z) of each head.
 
     Args:
         z_TNV: may be columns of a wider tensor.
@@ -112,5 +126,5 @@ def gated_norm(x_TNV: Tensor, z_TNV: Tensor, weight: ShardEntry, *, eps: float, 
     Returns:
         [T, N, V].
     """
-    out: Tensor = _GatedNorm.apply(x_TNV, z_TNV, weight.parameter, weight.sink, eps, kernels)
+    out: Tensor = _GatedNorm.apply(x_TNV, z_TNV, weight.parameter, weight.sink, eps, gate, kernels)
     return out

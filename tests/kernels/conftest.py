@@ -18,32 +18,10 @@ import pytest
 
 from engine.kernels.native import loader
 from tests.kernels.comparing import INTERPRETED
+from tests.kernels.kernel_names import KERNELS
 from tests.kernels.launches import refuse_none_in_tuples
 from tests.kernels.native_support import INSTRUCTION_SETS
 from tests.kernels.resource_tables import ROOT, Compiled, compile_rows
-
-KERNELS = (
-    "dropout",
-    "partial_sums",
-    "lora",
-    "output_gradients",
-    "rmsnorm",
-    "swiglu",
-    "rope",
-    "head_norm",
-    "cross_entropy",
-    "quantize",
-    "paged_attention",
-    "chunks",
-    "gated_norm",
-    "short_conv",
-    "delta",
-    "delta_gradients",
-    "delta_channels",
-    "delta_channel_gradients",
-    "state_space",
-    "state_steps",
-)
 
 
 def _import_interpreted() -> None:
@@ -59,13 +37,15 @@ def _import_interpreted() -> None:
             os.environ["TRITON_INTERPRET"] = before
 
 
-if INTERPRETED:
+if INTERPRETED:  # finds them imported where tests.ptx.plugin has
     _import_interpreted()
 
 
 @pytest.fixture(autouse=True)
 def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only for the tests of Triton kernels: the folder has others."""
+    """Only for the tests of Triton kernels: the folder has others. Under `tests.ptx` they are compiled."""
+    if request.config.pluginmanager.has_plugin("ptx"):
+        return
     if INTERPRETED and ("triton" in request.node.nodeid):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         _check_launches(monkeypatch)

@@ -170,25 +170,27 @@ def _drop_kernel(
     key,
     threshold,
     scale,
-    first_feature,
+    first_block,
     num_rows,
     num_features,
+    SKIP: tl.constexpr,
     ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     rows_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok_T = rows_T < num_rows
-    # blocks of eight global features: the first of this shard may lie inside one
-    blocks_B = first_feature // 8 + tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    byte_TB = draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, blocks_B)
+    blocks_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    byte_TB = draw_bytes(token_ptr, token_stride, step_ptr, key, threshold, rows_T, ok_T, first_block + blocks_B)
     keep_TB8 = (byte_TB[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
     keep_TF = tl.reshape(keep_TB8, [ROWS, 8 * BLOCKS]) != 0
-    features_F = tl.program_id(1) * (8 * BLOCKS) + tl.arange(0, 8 * BLOCKS) - first_feature % 8
+    # a shard may start inside a block of eight features: a constant, so that aligned rows are known to be aligned
+    features_F = tl.program_id(1) * (8 * BLOCKS) + tl.arange(0, 8 * BLOCKS) - SKIP
     ok_TF = ok_T[:, None] & ((features_F >= 0) & (features_F < num_features))[None, :]
-    x_TF = tl.load(x_ptr + rows_T[:, None] * x_stride + features_F[None, :], mask=ok_TF & keep_TF, other=0.0)
+    x_TF = tl.load(x_ptr + rows_T[:, None] * x_stride + features_F[None, :], mask=ok_TF, other=0.0)
     out_TF = out_ptr + rows_T[:, None] * out_stride + features_F[None, :]
-    dropped_TF = x_TF.to(tl.float32) * scale
+    # not in the mask of the load, which would read each element by itself
+    dropped_TF = tl.where(keep_TF, x_TF.to(tl.float32) * scale, 0.0)
     if ADDS:
         dropped_TF += tl.load(out_TF, mask=ok_TF, other=0.0).to(tl.float32)
     tl.store(out_TF, dropped_TF.to(out_ptr.dtype.element_ty), mask=ok_TF)
@@ -201,7 +203,8 @@ def drop(x_TF: Tensor, key: DropoutKey, into: Tensor | None = None) -> Tensor:
     if x_TF.numel() == 0:
         return out
     step, words = _step_and_words(key)
-    num_blocks = (num_features + key.feature_offset % 8 + 7) // 8
+    skip = key.feature_offset % 8
+    num_blocks = (num_features + skip + 7) // 8
     rows, blocks = 8, power_of_2(num_blocks, 1, 64)
     _drop_kernel[(ceil_div(num_rows, rows), ceil_div(num_blocks, blocks))](
         out,
@@ -214,9 +217,10 @@ def drop(x_TF: Tensor, key: DropoutKey, into: Tensor | None = None) -> Tensor:
         words,
         dropout_threshold(key.probability),
         dropout_scale(key.probability),
-        key.feature_offset,
+        key.feature_offset // 8,
         num_rows,
         num_features,
+        SKIP=skip,
         ADDS=into is not None,
         ROWS=rows,
         BLOCKS=blocks,

@@ -222,7 +222,7 @@ def norm_cases(width: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, and the loss."""
+    """Yields what has no adapter: norms, SwiGLU, rotary embedding, norms of heads, dropout, and the loss."""
     empty = partial(torch.empty, dtype=dtype)
     tokens, half = sizes.tokens, sizes.head_dim // 2
     heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -252,6 +252,15 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
             parts = (q, k, torch.empty_like(k))
             TRITON.head_norms.backward(parts, packed, weights, rstd, table, table, weight_gradients=gradients)
 
+    def drop() -> None:
+        key = DropoutKey(
+            token_index=torch.zeros(tokens, dtype=torch.int64), step=torch.zeros((), dtype=torch.int64), seed=3, site=5,
+            probability=0.2, num_features=sizes.hidden,
+        )  # fmt: skip
+        x = empty(tokens, sizes.hidden)
+        TRITON.drop(x, key)
+        TRITON.drop(x, key, empty(tokens, sizes.hidden))
+
     def loss() -> None:
         logits, one = empty(tokens, sizes.vocabulary), torch.empty(tokens)
         targets = torch.zeros(tokens, dtype=torch.int64)
@@ -259,7 +268,7 @@ def elementwise_cases(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Iter
         TRITON.loss.gradient(logits, targets, one, one, one, one)
 
     yield from norm_cases(sizes.hidden, tokens, dtype)
-    for launch in (swiglu, rope, head_norm, loss):
+    for launch in (swiglu, rope, head_norm, drop, loss):
         yield Case(f"{sizes.name} {launch.__name__}", launch)
     yield Case(f"{sizes.name} swiglu with codes", swiglu_codes, E4M3_SINCE)
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.model_weights import open_source
 from engine.checkpoint.run.training_state import open_run
+from engine.conversion.import_export import export_hf
+from engine.conversion.merged_model import MergedSource
 from engine.conversion.peft_write import export_peft
 from engine.conversion.proof import prove_adapter
 from engine.errors import UserError
@@ -142,6 +145,31 @@ def test_adapters_are_exported_as_far_as_peft_takes_them(has_out_proj: bool, tmp
         return
     (note,) = export(proof=proof).notes
     assert note.startswith("checked with PEFT")
+    modules = {key.rpartition(".lora_")[0] for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
+    packed = [f"self_attn.{part}" for part in _VLLM["qkv_proj"]] + [
+        f"feed_forward.{part}" for part in _VLLM["gate_up_proj"]
+    ]
+    leaves = [*packed, "self_attn.o_proj", "feed_forward.down_proj", "mamba.in_proj"]
+    assert modules == {f"base_model.model.model.layers.{index}.{leaf}" for index in range(4) for leaf in leaves}
+
+
+_VLLM = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""vLLM's `packed_modules_mapping` of Falcon-H1: its linear -> the names that an adapter has."""
+
+
+def test_one_adapter_over_several_projections_is_merged_into_them(tmp_path: Path) -> None:
+    make_model("falcon h1", tmp_path / "hf")
+    pattern = r"layers\..*\.(qkv|gate_up|o|down|in|out)_proj"
+    built = engine_model(tmp_path / "hf", trained="", adapters=pattern, fused=r".*(qkv|gate_up)_proj")
+    tensors = built.parameters()
+    assert len(tensors) == 4 * 6 * 2
+    with torch.no_grad():
+        live = built.model(batch_of(), built.stage.step, training=False)
+    run = open_run(trained_run(tmp_path / "run", tensors, tmp_path / "hf", alpha=SCALE * RANK, rslora=False))
+    source = open_source(tmp_path / "hf")
+    export_hf(MergedSource(source.model, source, run.trained(), scale=SCALE), tmp_path / "merged")
+    assert (live - _losses(tmp_path / "hf")).abs().max() > 0.05, "the adapters do nothing"
+    torch.testing.assert_close(_losses(tmp_path / "merged"), live, rtol=0, atol=1e-4)
 
 
 def test_a_layer_keeps_keys_values_and_states(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ ATTENTION = (
     "gpt oss",
     "deepseek v3",
     "qwen3.5",
+    "falcon h1",
 )
 """Full, with a window, with norms on queries and keys, with two ropes and windows, with soft caps, partly rotated, with
-sinks, latent, with the states of linear attention."""
+sinks, latent, with the states of linear attention, and beside those of Mamba2 in the same layer."""
 
 
 def test_real_weights(stories_dir: Path) -> None:

@@ -44,7 +44,7 @@ _LIMITS: dict[str, int] = {
             "num_attention_heads", "num_key_value_heads", "num_multi_query_heads", "num_heads", "head_dim",
             "head_width", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_experts", "num_local_experts",
             "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group",
-            "moe_k", "moe_num_experts", "moe_num_shared_experts",
+            "moe_k", "moe_topk", "moe_num_experts", "moe_num_shared_experts",
             "conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
             "linear_num_key_heads", "linear_num_value_heads", "linear_head_dim", "linear_num_heads",
             "global_head_dim", "num_global_key_value_heads",

@@ -59,7 +59,9 @@ def in_turns(names: NameMap) -> bool:
 def router_key(key: str, names: NameMap) -> str:
     """Returns PEFT's key with the checkpoint's name of a router, where PEFT has that of transformers' module."""
     router = names.layer_modules.get("mlp.router")
-    return key if not isinstance(router, str) else _ROUTER.sub(rf"\1.{router}.", key)
+    if not isinstance(router, str) or f".{router}." in key:
+        return key
+    return _ROUTER.sub(rf"\1.{router}.", key)
 
 
 def live_name(hf_module: str) -> str:

@@ -39,6 +39,7 @@ _UNSTACKED_BY_PEFT = ("qwen2_moe", "lfm2_moe")
 no module of an expert, and computes without its adapter."""
 _OTHER_ROUTERS = (
     "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2",
+    "ernie4_5_moe", "hunyuan_v1_moe",
     *_STACKED_ALONE, *_UNSTACKED_BY_PEFT,
 )  # fmt: skip
 """Families whose routers do more than a product, so that PEFT's adapters of them are not known to be ours, or where it

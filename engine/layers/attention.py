@@ -36,6 +36,7 @@ class AttentionKind:
         rope, num_ropes: which of the model's rotary tables it takes.
         qk_norm_over: queries and keys are normalised within a head, or over all heads together.
         norm_offset: added to the weights of norms within a head.
+        norms_rotated: norms within a head are of what is rotated already.
         bidirectional: tokens of an image see the whole image.
         sinks: each head has a score of its own in every softmax; see ops.attention.sinks.
     """
@@ -49,6 +50,7 @@ class AttentionKind:
     num_ropes: int = 1
     qk_norm_over: Literal["head", "all"] = "head"
     norm_offset: float = 0.0
+    norms_rotated: bool = False
     bidirectional: bool = False
     sinks: bool = False
 
@@ -309,11 +311,12 @@ class Attention(Branch):
     def _split(self, qkv: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = self._tables(context)
         by_parts = self._turns_a_part or self.kind.interleaved
-        if self.q_norm is None and self.qk_norm is None and not by_parts:
-            return split_rotate(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.layout.kernels)
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if (self.q_norm is None or self.kind.norms_rotated) and self.qk_norm is None and not by_parts:
+            q, k, v = split_rotate(qkv, cos, sin, *sizes, self.layout.kernels)
+            return *self._normalised(q, k), v
         if self.q_norm is not None and self.k_norm is not None and not by_parts:
-            norms, sizes = self.q_norm.with_keys(self.k_norm), (self.num_heads, self.num_kv_heads, self.head_dim)
-            return norm_rotate(qkv, norms, cos, sin, *sizes, self.layout.kernels)
+            return norm_rotate(qkv, self.q_norm.with_keys(self.k_norm), cos, sin, *sizes, self.layout.kernels)
         widths = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
         q, k, v = qkv.split([*widths, widths[1]], dim=1)
         return self.turned((q, k, v), context)
@@ -324,9 +327,15 @@ class Attention(Branch):
         if self.qk_norm is not None:
             parts = (*self.qk_norm(*parts[:2]), parts[2])
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self._rotate(q, cos, sin), self._rotate(k, cos, sin), v
+        if not self.kind.norms_rotated:
+            q, k = self._normalised(q, k)
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        return *(self._normalised(q, k) if self.kind.norms_rotated else (q, k)), v
+
+    def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
     @property
     def _turns_a_part(self) -> bool:

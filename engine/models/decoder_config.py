@@ -441,6 +441,7 @@ class DecoderConfig:
         qkv_bias, out_bias, mlp_bias: whether q/k/v, o, and the MLP's linears have biases.
         qk_norm: RMSNorm on queries and keys before rotation.
         qk_norm_over: "head": over head_dim, one weight vector for all heads; "all": over all heads together.
+        norms_rotated: those over head_dim come after the rotation.
         max_length: longest sequence the model was made for (positions).
         activation: of the MLP's gate: SiLU, or GELU by its tanh approximation; "relu2" of an MLP without one.
         norm_offset: a norm multiplies by its weight plus this.
@@ -485,6 +486,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "all"] = "head"
+    norms_rotated: bool = False
     max_length: int = 2048
     activation: Activation = "silu"
     norm_offset: float = 0.0
@@ -558,6 +560,7 @@ class DecoderConfig:
             num_ropes=len(self.ropes),
             qk_norm_over=self.qk_norm_over,
             norm_offset=self.norm_offset,
+            norms_rotated=self.norms_rotated,
         )
         for variant in self.variants_at(index):
             kind = variant.attention_kind(kind)

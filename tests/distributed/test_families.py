@@ -243,7 +243,8 @@ WITHOUT_WINDOWS = (
     "qwen3 next", "qwen3.5", "qwen3.5 moe", "bamba", "granite hybrid", "granite hybrid moe", "nemotron h",
     "kimi linear", "falcon h1", "falcon h1 with norms",
     "glm4 moe", "glm4 moe without groups", "deepseek v2", "deepseek v2 greedy", "deepseek v3", "deepseek v3 yarn",
-    "glm4 moe lite", "minimax m2", "seed oss", "exaone4", "arcee", "ernie 4.5", "ernie 4.5 moe", "glm", "glm4",
+    "glm4 moe lite", "minimax m2", "seed oss", "exaone4", "arcee", "ernie 4.5", "ernie 4.5 moe", "hunyuan",
+    "hunyuan moe", "glm", "glm4",
 )  # fmt: skip
 
 

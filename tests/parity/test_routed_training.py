@@ -32,7 +32,7 @@ RANK, ALPHA = 3, 5
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SOME = "router,shared_expert_gate,experts.1.*"
 MLP = ("gate_proj", "up_proj", "down_proj")
-ROUTERS = ("gate", "router", "proj")
+ROUTERS = ("gate", "router", "proj", "wg")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -161,7 +161,7 @@ def test_stacked_adapters_are_continued_as_peft_does(name: str, tmp_path: Path) 
         stacks = ["experts.gate_up_proj", "experts.down_proj"]
     attention = ["o_proj"] if name.startswith("deepseek") else ATTENTION
     stock_attention = [*ATTENTION[:3], "self_attn.out_proj"] if name == "lfm2 moe" else attention
-    if name in ("gpt oss", "gemma4 moe"):  # whose routers are no product alone
+    if name in ("gpt oss", "gemma4 moe", "hunyuan moe"):  # whose routers are no parameter that is a product alone
         model, router = peft_start(name, tmp_path, target_modules=stock_attention, target_parameters=stacks), []
     else:
         parameters = [*stacks, f"{parent}.gate.weight"]

@@ -405,6 +405,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 7.0, "factor": 1.0}},
+    ),
+    "hunyuan moe": ("HunYuanMoEV1", {"intermediate_size": 24, "num_experts": 5, "moe_topk": [2] * 4}),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "rope_parameters": {**_YARN, "truncate": True}}),
 }
@@ -433,6 +438,7 @@ ROUTED = (
     "gemma4 moe",
     "kimi linear",
     "ernie 4.5 moe",
+    "hunyuan moe",
 )
 """Those with experts that a router chooses."""
 

@@ -23,8 +23,8 @@ from engine.models.families import family_of
 
 FAMILIES = {
     "ernie4_5": "Ernie4_5", "gemma2": "Gemma2", "gemma3_text": "Gemma3", "glm4": "Glm4", "granite": "Granite",
-    "llama": "Llama", "mistral": "Mistral", "olmo2": "Olmo2", "phi3": "Phi3", "qwen2": "Qwen2", "qwen3": "Qwen3",
-    "smollm3": "SmolLM3",
+    "hunyuan_v1_dense": "HunYuanDenseV1", "llama": "Llama", "mistral": "Mistral", "olmo2": "Olmo2",
+    "phi3": "Phi3", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
 }  # fmt: skip
 SIZES = {
     "vocab_size": 67, "hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -65,7 +65,7 @@ def _config(family: str, kind: str, mapping: str, key: str, length: str, base: s
     """
     gemma = family.startswith("gemma")
     config: dict[str, Any] = {"model_type": family, **SIZES, **(GEMMA if gemma else {})}
-    config |= {"head_dim": 12} if family in ("ernie4_5", "glm4") else {}
+    config |= {"head_dim": 12} if family in ("ernie4_5", "glm4", "hunyuan_v1_dense") else {}
     scaling = {key: kind.partition(",")[0], **copy.deepcopy(KINDS[kind])}
     places = [scaling, config]
     for place, value in zip(places, LENGTHS[length], strict=True):

@@ -222,6 +222,16 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"model_type": "glm_moe_dsa", "index_topk_freq": 4}, "share the keys .*: set model.implementation to adopted"),
         ({"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}, "share the keys"),
         ({"model_type": "deepseek_v32", "layer_types": ["full_attention"] * 2}, "expected indexed_attention alone"),
+        (
+            {"model_type": "hunyuan_v1_dense", "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 3.0}},
+            "alpha 3 of heads of 2 features, whose wavelengths are no numbers",
+        ),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": -1}},
+            "alpha -1, but a number",
+        ),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, "x"]}, "moe_topk .*, or a list of these is expected"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 2, "moe_topk": 3}, "num_experts_per_tok 3 and 2 experts"),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit 0, but a number above 0"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "mlp_only_layers 3, but a list of whole numbers"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act 'gelu', but the MLP of a mistral model"),
@@ -255,6 +265,15 @@ def test_switches_that_the_decoder_lacks_are_refused(config: dict[str, object], 
         family.config_from_hf(text)
 
 
+def test_a_mixture_whose_layers_choose_differently_is_adopted():
+    config = {**SIZES, "model_type": "hunyuan_v1_moe", "num_experts": 4, "head_dim": 4, "moe_intermediate_size": [8, 8]}
+    family, text = family_of({**config, "moe_topk": [2, 2]})
+    assert family.config_from_hf(text).experts_per_token == 2
+    assert family_of({**config, "moe_topk": [2, 1]})[0].is_adopted
+    with pytest.raises(UserError, match="layers with 1, 2 for num_experts_per_tok, .* auto or adopted"):
+        family.config_from_hf({**config, "moe_topk": [2, 1]})
+
+
 def test_latent_heads_need_not_divide_the_hidden_size_and_scales_may_be_zero():
     scaling = {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0, "original_max_position_embeddings": 16}
     text = {**SIZES, "model_type": "deepseek_v3", "hidden_size": 9, "kv_lora_rank": 4, "rope_scaling": scaling}
@@ -273,6 +292,7 @@ ROUTED_SIZES = [
     "Glm4Moe",
     "Glm4MoeLite",
     "GptOss",
+    "HunYuanMoEV1",
     "MiniMaxM2",
     "Mixtral",
     "Qwen3Moe",
@@ -291,6 +311,7 @@ STOCK_SIZES = [
     "Glm",
     "Glm4",
     "Granite",
+    "HunYuanDenseV1",
     "Lfm2",
     "Mistral",
     "Olmo2",
@@ -313,7 +334,7 @@ def test_sizes_of_released_models_have_the_parameters_that_transformers_counts(p
         few |= {"first_k_dense_replace": 1}
     if prefix == "Lfm2Moe":
         few |= {"layer_types": ["conv", "full_attention", "conv", "conv"]}
-    if prefix == "Glm4Moe":  # whose default is no model's
+    if prefix in ("Glm4Moe", "HunYuanDenseV1", "HunYuanMoEV1"):  # whose default is no model's
         few |= {"head_dim": 128}
     config = getattr(transformers, f"{prefix}Config")(**few)
     with torch.device("meta"), no_init_weights():

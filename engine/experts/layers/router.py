@@ -53,9 +53,10 @@ class Router(ShardedModule):
         self.correction: ShardEntry | None = None
         if rule.has_correction:
             # in fp32 whatever the model computes in: differences of scores are smaller than bfloat16 can tell
-            shape = (1, rule.num_experts) if rule.correction_is_row else (rule.num_experts,)
-            values = torch.zeros(shape, dtype=torch.float32, device=build.device)
-            self.correction = self._own(CORRECTION, shape, False, values)
+            values = torch.zeros(rule.num_experts, dtype=torch.float32, device=build.device)
+            if rule.correction_is_row:
+                values = values[None]
+            self.correction = self._own(CORRECTION, tuple(values.shape), False, values)
         self._scale, self._dropout = 0.0, None
         self.factors: tuple[ShardEntry, ShardEntry] | None = None
         if (settings := build.plan.adapter(name)) is not None:

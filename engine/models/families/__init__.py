@@ -43,6 +43,8 @@ FAMILIES = {
     "gpt_oss": "engine.experts.families.gpt_oss:FAMILY",
     "granite": "engine.models.families.granite:FAMILY",
     "granitemoehybrid": "engine.hybrids.families.mamba:GRANITE_HYBRID",
+    "hunyuan_v1_dense": "engine.models.families.hunyuan:FAMILY",
+    "hunyuan_v1_moe": "engine.experts.families.hunyuan:FAMILY",
     "kimi_k2": "engine.experts.families.deepseek:V3",
     "kimi_linear": "engine.hybrids.families.kimi:KIMI_LINEAR",
     "lfm2": "engine.hybrids.families.lfm2:LFM2",

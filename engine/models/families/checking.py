@@ -75,7 +75,7 @@ _EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "decoder_sparse_step", "n_routed_experts", "n_shared_experts",
     "first_k_dense_replace", "num_nextn_predict_layers", "num_dense_layers", "top_k_experts",
-    "moe_k", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index",
+    "moe_k", "moe_topk", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index",
 )  # fmt: skip
 """Counts of a mixture of experts; configs of models without one may have them as 0."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -119,7 +119,7 @@ _KINDS: dict[str, Kind] = {
     "layer_types": ("a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))),
     "no_rope_layers": ("a list of 0 and 1", lambda value: _is_list_of(value, lambda item: item in (0, 1))),
 }
-_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "rope_theta")
+_ROPE_KEYS = ("factor", "alpha", "low_freq_factor", "high_freq_factor", "rope_theta")
 _NULLABLE_ROPE_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _ROPE_KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers that may have a rotary embedding each."""
@@ -127,6 +127,8 @@ _SECOND_SCALES = ("mscale", "mscale_all_dim")
 """YaRN's keys where 0 means none."""
 _MAY_LACK_ROPE = ("olmo_hybrid",)
 """Types whose rope_theta null means no rotary embedding."""
+_COUNT_BY_LAYER = ("hunyuan_v1_moe",)
+"""Types whose counts of experts may be lists, of one for each layer."""
 _NEVER_NULL = (
     "rms_norm_eps", "query_pre_attn_scalar", "logits_scaling", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "scale_emb", "scale_depth", "dim_model_base", "no_rope_layer_interval",
@@ -158,6 +160,10 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
             continue  # as transformers writes it for Qwen2-MoE
         if key == "sliding_window_pattern" and hf.get("layer_types"):
             continue  # EXAONE 4 has a text or null there
+        if isinstance(value, list) and key in _EXPERTS and hf.get("model_type") in _COUNT_BY_LAYER:
+            if not all(map(fits, value)) or not value:
+                raise _wrong(key, value, f"{expected}, or a list of these")
+            continue
         needed = key in _NEVER_NULL or (key == "max_window_layers" and hf.get("use_sliding_window"))
         if (value is not None and not fits(value)) or (value is None and key in hf and needed):
             raise _wrong(key, value, expected)
@@ -172,7 +178,7 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
             f"config.json has {heads} num_attention_heads and {groups} num_key_value_heads, but each key head serves "
             "equally many heads: correct it or copy it again."
         )
-    experts = max(hf.get(key) or 0 for key in _EXPERT_COUNTS)
+    experts = max(_largest(hf.get(key)) for key in _EXPERT_COUNTS)
     if (stacks := experts * (hf.get("num_hidden_layers") or 0)) > MOST_EXPERT_STACKS:
         raise UserError(
             f"config.json has {experts} experts in each of {hf['num_hidden_layers']} layers, {stacks:,} in all, but at "
@@ -185,6 +191,10 @@ def check_kinds(hf: Mapping[str, Any]) -> None:
             f"config.json has hidden_size {hidden}, which does not divide into {heads} num_attention_heads, and no "
             "head_dim: correct it or copy it again."
         )
+
+
+def _largest(count: int | list[int] | None) -> int:
+    return max(count) if isinstance(count, list) else count or 0
 
 
 def _check_rope(key: str, rope: Mapping[str, Any]) -> None:
